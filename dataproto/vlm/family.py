@@ -1,0 +1,306 @@
+"""Everything that is special to one vision-language model, as one value, and the registry of those values.
+
+A family is data plus a few pure functions; its methods take Hugging Face configs and models by their attributes alone,
+so nothing here imports transformers. A new family is a file with such a value and a line in `_FAMILIES`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto.errors import MediaMismatch, UnknownModel
+from dataproto.vlm.flops import Flops, grids_of, language_flops
+from dataproto.vlm.forward import place, pooled, tower_output
+from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media
+from dataproto.vlm.mrope import Pieces, extend_positions, mrope_positions
+from dataproto.vlm.placeholders import Ids, MediaTokens, expand_ids, image_grid, split_videos
+
+_FAMILIES = {
+    "qwen2_vl": "dataproto.vlm.qwen2_vl:QWEN2_VL",
+    "qwen2_5_vl": "dataproto.vlm.qwen2_5_vl:QWEN2_5_VL",
+    "qwen3_vl": "dataproto.vlm.qwen3_vl:QWEN3_VL",
+    "qwen3_vl_moe": "dataproto.vlm.qwen3_vl:QWEN3_VL_MOE",
+}
+"""``config.model_type`` to import path; the file is loaded when first asked for."""
+
+TensorPlan = tuple[tuple[str, str], ...]
+
+DECODER_PLAN: TensorPlan = (
+    ("model.language_model.layers.*.self_attn.q_proj", "colwise"),
+    ("model.language_model.layers.*.self_attn.k_proj", "colwise"),
+    ("model.language_model.layers.*.self_attn.v_proj", "colwise"),
+    ("model.language_model.layers.*.self_attn.o_proj", "rowwise"),
+    ("model.language_model.layers.*.mlp.gate_proj", "colwise"),
+    ("model.language_model.layers.*.mlp.up_proj", "colwise"),
+    ("model.language_model.layers.*.mlp.down_proj", "rowwise"),
+    ("lm_head", "colwise"),
+)
+"""Tensor-parallel plan of a dense decoder; the vision tower is replicated."""
+
+RenameWeight = Callable[[str, Tensor], tuple[str, Tensor]]
+
+
+def same_weight(name: str, weight: Tensor) -> tuple[str, Tensor]:
+    """Checkpoints hold the weight under the model's own name."""
+    return name, weight
+
+
+def no_extras(output: Any, shape: torch.Size, spans: MediaSpans) -> dict[str, Tensor]:
+    """The decoder needs nothing of the tower but its features."""
+    return {}
+
+
+def whole_videos(grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
+    """A video is one piece; its time steps are one position apart."""
+    return Pieces.of_grids(grids, config.vision_config.spatial_merge_size)
+
+
+@dataclass(frozen=True)
+class VLMFamily:
+    """One family of vision-language models. Letters: B rows, L (prompt: P) tokens, T packed tokens, R response, H
+    hidden.
+    """
+
+    model_type: str
+    """``config.model_type`` of its checkpoints."""
+    vision_flops: Callable[[Any, Tensor], Flops]
+    """Cost of the tower from the config and grids ``(N, 3)``."""
+    layer_weights: Callable[[Any, int], int]
+    """Weights that one token meets in the linear layers of decoder layer i, from the text config."""
+    videos: Callable[[Tensor, Tensor | Sequence[float] | None, Any], Pieces] = whole_videos
+    """Video grids ``(M, 3)``, seconds per time step and config to the pieces that positions are given to."""
+    videos_by_frame: bool = False
+    """In ids, a video is a sequence of frames, each with its own start and end tokens after a text that tells its time.
+    """
+    extras: Callable[[Any, torch.Size, MediaSpans], dict[str, Tensor]] = no_extras
+    """What the decoder needs of the tower's output besides features, for a sequence of this shape."""
+    rollout_weight: RenameWeight = same_weight
+    """A parameter under the name, and in the layout, of the family's checkpoints, which engines load."""
+    tensor_plan: TensorPlan = DECODER_PLAN
+    """Module or parameter patterns, each with ``colwise``, ``rowwise`` or, for fused weights, ``packed_colwise``."""
+    vision_tower: str = "model.visual"
+    vision_blocks: str = "model.visual.blocks"
+    mergers: tuple[str, ...] = ("model.visual.merger",)
+    language_model: str = "model.language_model"
+    embedding: str = "model.language_model.embed_tokens"
+    decoder_layers: str = "model.language_model.layers"
+    final_norm: str = "model.language_model.norm"
+    head: str = "lm_head"
+
+    # Tokens
+
+    def media_tokens(self, config: Any) -> MediaTokens:
+        """Ids of the placeholder and enclosing tokens."""
+        return MediaTokens(
+            image=config.image_token_id,
+            video=config.video_token_id,
+            vision_start=config.vision_start_token_id,
+            vision_end=config.vision_end_token_id,
+        )
+
+    def banned_ids(self, config: Any) -> tuple[int, ...]:
+        """Ids the policy may never sample, ascending: a sampled placeholder would stand for media that do not exist."""
+        tokens = self.media_tokens(config)
+        return tuple(sorted({tokens.image, tokens.video, tokens.vision_start, tokens.vision_end}))
+
+    def merge_size(self, config: Any) -> int:
+        """Patches along each side of a merged feature."""
+        return int(config.vision_config.spatial_merge_size)
+
+    def image_tokens(self, height: int, width: int, min_pixels: int, max_pixels: int, config: Any) -> int:
+        """Placeholder tokens of an image of this size in pixels, as the image processor would make them. `InvalidMedia`
+        if absurd.
+        """
+        merge = self.merge_size(config)
+        rows, columns = image_grid(height, width, min_pixels, max_pixels, int(config.vision_config.patch_size), merge)
+        return rows * columns // merge**2
+
+    def expand(
+        self,
+        ids: Sequence[int] | Ids,
+        media: Mapping[str, Any],
+        config: Any,
+        *,
+        encode_text: Callable[[str], Sequence[int]] | None = None,
+        seconds: Sequence[Sequence[float]] | None = None,
+    ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
+        """Expand ids with one placeholder a medium to one a feature: ids ``(P,)`` int64, token types ``(P,)`` int8.
+
+        ``media`` is a row's ``multi_modal_inputs``. Families that tell each frame's time in text need, for video,
+        ``encode_text`` (text to ids, no special tokens) and ``seconds[video][frame]`` (see `frame_seconds`).
+        Raises `MediaMismatch` where placeholders and media disagree.
+        """
+        tokens, merge = self.media_tokens(config), self.merge_size(config)
+        expanded = np.asarray(ids, dtype=np.int64)
+        images, videos = (_grid_array(media.get(name)) for name in ("image_grid_thw", "video_grid_thw"))
+        if self.videos_by_frame and len(videos):
+            expanded = split_videos(expanded, tokens, _frame_texts(videos, encode_text, seconds))
+            videos = np.repeat(videos, videos[:, 0], axis=0)
+            videos[:, 0] = 1
+        return expand_ids(expanded, tokens, images.prod(1) // merge**2, videos.prod(1) // merge**2)
+
+    # Positions
+
+    def position_ids(
+        self,
+        token_types: Tensor,
+        attention_mask: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        second_per_grid_ts: Tensor | Sequence[float] | None,
+        config: Any,
+    ) -> Tensor:
+        """Positions ``(B, 4, L)`` int64 (text, time, height, width) of ``token_types (B, L)``; padding has 0.
+
+        Grids ``(N, 3)`` and the seconds between a video's time steps ``(M,)`` list the media of all rows in row order
+        (`media_grids`). Raises `MediaMismatch`.
+        """
+        images = videos = Pieces.none()
+        if image_grid_thw is not None:
+            images = Pieces.of_grids(image_grid_thw, self.merge_size(config))
+        if video_grid_thw is not None:
+            videos = self.videos(video_grid_thw, second_per_grid_ts, config)
+        return mrope_positions(token_types, attention_mask, images, videos)
+
+    def extend_positions(self, position_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
+        """Positions ``(B, 4, R)`` of generated text after prompts ``(B, 4, P)`` with mask ``(B, P)``."""
+        return extend_positions(position_ids, attention_mask, length)
+
+    # Forward
+
+    def distinct_media(self, rows: Sequence[Mapping[str, Any]], config: Any) -> DistinctMedia:
+        """The rows' ``multi_modal_inputs`` joined, tensors shared by several rows once."""
+        return distinct_media(rows, self.merge_size(config))
+
+    def features(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
+        """Features ``(F, H)`` of images and then videos."""
+        return pooled(tower_output(model.get_submodule(self.vision_tower), media, **vision_kwargs))
+
+    def embed(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        media: Mapping[str, Tensor],
+        spans: MediaSpans | None = None,
+        vision_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Embeddings ``(B, L, H)`` of ``input_ids (B, L)``, or packed ``(1, T)``, with media features at their places,
+        and what the decoder needs besides. ``media`` and ``spans`` come from `distinct_media` and `media_spans`; both
+        empty for text.
+        """
+        embeddings: Tensor = model.get_submodule(self.embedding)(input_ids)
+        if not media and not spans:
+            return embeddings, {}
+        if not media or spans is None:
+            raise MediaMismatch("media without spans, or spans without media: both come from one `distinct_media`")
+        output = tower_output(model.get_submodule(self.vision_tower), media, **(vision_kwargs or {}))
+        return place(embeddings, pooled(output), spans), self.extras(output, input_ids.shape, spans)
+
+    def decode(
+        self,
+        model: Any,
+        embeddings: Tensor,
+        position_ids: Tensor,
+        extras: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Hidden states ``(B, L, H)`` after the final norm, of ``embeddings (B, L, H)`` at ``position_ids (4, B, L)``.
+
+        Keywords go to the language model. The cache is off unless ``past_key_values`` (which is filled in place) or
+        ``use_cache`` says otherwise: packed rows are wrong with it.
+        """
+        kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
+        decoder = model.get_submodule(self.language_model)
+        hidden: Tensor = decoder(
+            inputs_embeds=embeddings, position_ids=position_ids, **(extras or {}), **kwargs
+        ).last_hidden_state
+        return hidden
+
+    def lm_head(self, model: Any) -> Any:
+        """The module whose weight ``(V, H)`` turns hidden states into logits."""
+        return model.get_submodule(self.head)
+
+    def dummy_media(self, config: Any) -> dict[str, Tensor]:
+        """The smallest image a tower takes, all zero: lets a rank without media make the same collective calls as the
+        others.
+        """
+        vision, merge = config.vision_config, self.merge_size(config)
+        dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {"pixel_values": torch.zeros(merge**2, dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+
+    # Engine and cost
+
+    def rollout_weight_name(self, name: str) -> str:
+        """The name under which an engine loads a parameter."""
+        return self.rollout_weight(name, torch.empty(0, 0, 0))[0]
+
+    def flops(
+        self,
+        config: Any,
+        lengths: Tensor | Sequence[int],
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        logit_tokens: int | None = None,
+    ) -> Flops:
+        """Operations of a forward pass over rows of ``lengths (B,)`` attended tokens and over media, each grid counted
+        once.
+
+        ``logit_tokens``: how many tokens' logits are computed, all unless given.
+        """
+        text, rows = config.text_config, torch.as_tensor(lengths).long()
+        weights = [self.layer_weights(text, layer) for layer in range(text.num_hidden_layers)]
+        language = language_flops(text, weights, rows, int(rows.sum()) if logit_tokens is None else logit_tokens)
+        vision = self.vision_flops(config.vision_config, grids_of(image_grid_thw, video_grid_thw))
+        return Flops(
+            vision.vision_linear,
+            vision.vision_attention,
+            language.language_linear,
+            language.language_attention,
+            language.lm_head,
+        )
+
+
+def family_of(model: Any) -> VLMFamily:
+    """The family of a model type (``"qwen2_5_vl"``), a config, or a model with a config.
+
+    Raises `UnknownModel`, which names the known types.
+
+    >>> family_of("qwen2_5_vl").vision_tower
+    'model.visual'
+    """
+    config = getattr(model, "config", model)
+    model_type = config if isinstance(config, str) else getattr(config, "model_type", None)
+    if model_type not in _FAMILIES:
+        raise UnknownModel(f"no model family for model type {model_type!r}; known: {', '.join(known_families())}")
+    module, _, name = _FAMILIES[model_type].partition(":")
+    family: VLMFamily = getattr(import_module(module), name)
+    return family
+
+
+def known_families() -> tuple[str, ...]:
+    """Model types that have a family."""
+    return tuple(_FAMILIES)
+
+
+def _grid_array(grid: Any) -> Ids:
+    return np.zeros((0, 3), dtype=np.int64) if grid is None else np.array(grid, dtype=np.int64).reshape(-1, 3)
+
+
+def _frame_texts(
+    grids: Ids, encode_text: Callable[[str], Sequence[int]] | None, seconds: Sequence[Sequence[float]] | None
+) -> list[list[Sequence[int]]]:
+    """Token ids of each frame's time, as ``<1.5 seconds>``."""
+    if encode_text is None or seconds is None:
+        raise MediaMismatch(
+            "a video of this family needs `encode_text` and `seconds`: each frame's time is part of the prompt"
+        )
+    if [len(times) for times in seconds] != grids[:, 0].tolist():
+        raise MediaMismatch(
+            f"videos of {grids[:, 0].tolist()} frames, but times for {[len(times) for times in seconds]}"
+        )
+    return [[encode_text(f"<{time:.1f} seconds>") for time in times] for times in seconds]

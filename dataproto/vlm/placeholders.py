@@ -1,0 +1,120 @@
+"""Placeholder tokens: how many an image takes, and their expansion in token ids.
+
+In unexpanded ids one placeholder id stands for an image or video; in expanded ids one for each of its features.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dataproto.errors import InvalidMedia, MediaMismatch
+from dataproto.vlm.mrope import IMAGE, VIDEO
+
+Ids = npt.NDArray[np.int64]
+MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Token ids that stand for media or enclose them."""
+
+    image: int
+    video: int
+    vision_start: int
+    vision_end: int
+
+
+def image_grid(
+    height: int, width: int, min_pixels: int, max_pixels: int, patch_size: int, merge_size: int
+) -> tuple[int, int]:
+    """Patch rows and columns of an image after the Qwen-VL processors' resizing ("smart resize"), from its size alone.
+
+    Sides become multiples of ``patch_size * merge_size`` with an area between ``min_pixels`` and ``max_pixels`` and
+    about the same aspect ratio. Raises `InvalidMedia` for an empty image or sides that differ more than 200 times, as
+    the processor does.
+
+    >>> image_grid(480, 640, min_pixels=3136, max_pixels=1003520, patch_size=14, merge_size=2)
+    (34, 46)
+    """
+    if min(height, width) <= 0 or max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise InvalidMedia(
+            f"image of height {height} and width {width}: sides must differ at most {MAX_ASPECT_RATIO} times"
+        )
+    factor = patch_size * merge_size
+    rows, columns = round(height / factor), round(width / factor)
+    if rows * columns * factor**2 > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / factor)) for side in (height, width))
+    elif rows * columns * factor**2 < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) for side in (height, width))
+    return rows * merge_size, columns * merge_size
+
+
+def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple[Ids, npt.NDArray[np.int8]]:
+    """Repeat each placeholder as often as its medium has features; ``images`` and ``videos`` hold those numbers in
+    order.
+
+    Returns ids ``(P,)`` and token types ``(P,)``: 0 text, 1 image, 2 video. Raises `MediaMismatch` with both numbers.
+
+    >>> tokens = MediaTokens(image=7, video=8, vision_start=5, vision_end=6)
+    >>> expand_ids(np.array([1, 5, 7, 6, 2]), tokens, np.array([3]), np.array([], dtype=int))
+    (array([1, 5, 7, 7, 7, 6, 2]), array([0, 0, 1, 1, 1, 0, 0], dtype=int8))
+    """
+    repeats = np.ones_like(ids)
+    types = np.zeros(len(ids), dtype=np.int8)
+    for kind, token, counts, name in ((IMAGE, tokens.image, images, "image"), (VIDEO, tokens.video, videos, "video")):
+        found = ids == token
+        if found.sum() != len(counts):
+            raise MediaMismatch(f"{found.sum()} {name} placeholders in the prompt, but {len(counts)} {name}s")
+        types[found] = kind
+        repeats[found] = counts
+    return np.repeat(ids, repeats), np.repeat(types, repeats)
+
+
+def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequence[int]]]) -> Ids:
+    """Replace each video placeholder by its frames, one placeholder a frame between start and end, the frame's text
+    before.
+
+    ``frames[video][frame]`` holds the token ids of that text. The start and end around the video's own placeholder go,
+    if there.
+
+    >>> tokens = MediaTokens(image=7, video=8, vision_start=5, vision_end=6)
+    >>> split_videos(np.array([1, 5, 8, 6, 2]), tokens, [[[90], [91, 92]]])
+    array([ 1, 90,  5,  8,  6, 91, 92,  5,  8,  6,  2])
+    """
+    places = np.flatnonzero(ids == tokens.video)
+    if len(places) != len(frames):
+        raise MediaMismatch(f"{len(places)} video placeholders in the prompt, but {len(frames)} videos")
+    parts: list[Ids] = []
+    done = 0
+    for place, texts in zip(places.tolist(), frames):
+        enclosed = place > 0 and ids[place - 1 : place + 2].tolist() == [
+            tokens.vision_start,
+            tokens.video,
+            tokens.vision_end,
+        ]
+        frame = (tokens.vision_start, tokens.video, tokens.vision_end)
+        parts += [
+            ids[done : place - enclosed],
+            np.array([i for text in texts for i in (*text, *frame)], dtype=np.int64),
+        ]
+        done = place + 1 + enclosed
+    return np.concatenate([*parts, ids[done:]])
+
+
+def frame_seconds(frame_indices: Sequence[int], fps: float, temporal_patch_size: int) -> list[float]:
+    """Time in seconds of each temporal patch: the middle between its first and last frame; the last frame fills the
+    last patch.
+
+    >>> frame_seconds([0, 12, 24], fps=24, temporal_patch_size=2)
+    [0.25, 1.0]
+    """
+    seconds = [index / fps for index in frame_indices]
+    seconds += [seconds[-1]] * (-len(seconds) % temporal_patch_size)
+    return [
+        (seconds[i] + seconds[i + temporal_patch_size - 1]) / 2 for i in range(0, len(seconds), temporal_patch_size)
+    ]

@@ -1,0 +1,93 @@
+"""Random models of the real Hugging Face classes, one for each family, small enough for a CPU.
+
+Put into a package folder on pytest's path: ``from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model``.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VOCABULARY = 256
+IMAGE, VIDEO, START, END = 250, 251, 252, 253
+
+_CLASSES = {
+    "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
+}
+_VISION = {
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    },
+    "qwen3_vl": {
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+_TEXT = {
+    "qwen3_vl": {"head_dim": 32},
+    "qwen3_vl_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+
+
+def tiny_config(model_type: str) -> Any:
+    """Hidden 64, 2 decoder layers, 2 heads of 32, 1 key-value head; vision depth 2, 4-pixel patches merged 2 x 2."""
+    vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    return getattr(transformers, _CLASSES[model_type][0])(
+        text_config=text | _TEXT.get(model_type, {}),
+        vision_config=vision | _VISION[model_type],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+
+
+def tiny_model(model_type: str, seed: int = 0) -> Any:
+    """A model in float32 with sdpa attention, no parameter zero, so that nothing hides behind an initial value."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, _CLASSES[model_type][1])._from_config(
+        tiny_config(model_type), attn_implementation="sdpa", dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str = "image") -> dict[str, torch.Tensor]:
+    """``multi_modal_inputs`` of random patches for images of these rows and columns of patches (videos: time first)."""
+    vision = config.vision_config
+    grid_thw = torch.tensor([(1, *grid)[-3:] for grid in grids])
+    generator = torch.Generator().manual_seed(seed)
+    dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
+    suffix = "" if kind == "image" else "_videos"
+    return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
