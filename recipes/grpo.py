@@ -1,0 +1,118 @@
+"""GRPO (DeepSeekMath, arXiv:2402.03300) as one function over roles."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.advantages import group_advantage
+from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl
+from recipes.algorithms.losses import clipped_policy_loss
+from recipes.metrics import timed
+from rollout.engine import SamplingParams
+from workers.aggregation import AggregationMode
+from workers.launch import Roles
+from workers.packed import Outputs
+from workers.step import LossFn
+
+KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """The algorithm's settings; verl's defaults where they exist."""
+
+    n: int = 5  # samples of each prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    minibatch: int | None = None  # prompts for each optimizer step; all of the batch by default
+    epochs: int = 1
+    clip: tuple[float, float] = (0.2, 0.2)  # how far the ratio may pay below and above 1
+    dual_clip: float | None = 3.0
+    normalise_std: bool = True  # divide advantages by their group's standard deviation
+    kl_coef: float = 0.0  # weight of the KL term to the reference; 0 runs without a reference
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    entropy_anneal: bool = False  # multiply the bonus by 1 - accuracy of the batch
+    aggregation: AggregationMode = "token-mean"
+
+    def __post_init__(self) -> None:
+        if self.n < 2:
+            raise InvalidConfig(f"algorithm.n={self.n}: GRPO compares samples of one prompt, so it needs at least 2")
+        if self.temperature <= 0:
+            raise InvalidConfig(f"algorithm.temperature={self.temperature}: GRPO samples, so it needs a temperature above 0")
+        if self.kl_coef < 0 or self.entropy_coef < 0:
+            raise InvalidConfig("algorithm.kl_coef and algorithm.entropy_coef must be at least 0")
+
+    def sampling(self, max_tokens: int, seed: int) -> SamplingParams:
+        return SamplingParams(self.n, self.temperature, self.top_p, self.top_k, max_tokens, seed=seed)
+
+
+def policy_loss(config: GRPOConfig, entropy_coef: float) -> LossFn:
+    """The clipped policy loss, with KL term and entropy bonus if their coefficients are not zero."""
+
+    def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        # Without old log-probs the policy has not changed since it sampled: they are the ones just computed.
+        old = data["old_log_probs"] if "old_log_probs" in data else outputs.log_probs.detach()
+        loss, metrics = clipped_policy_loss(
+            outputs.log_probs, old, data["advantages"], clip=config.clip, dual_clip=config.dual_clip
+        )
+        metrics |= {"actor/pg_loss": loss, "actor/entropy": outputs.entropy}
+        if entropy_coef:
+            loss = loss - entropy_coef * outputs.entropy
+        if config.kl_coef:
+            kl = KL_ESTIMATORS[config.kl](outputs.log_probs, data["ref_log_prob"])
+            loss = loss + config.kl_coef * kl
+            metrics["actor/kl_loss"] = kl
+        return loss, metrics
+
+    return loss_fn
+
+
+def grpo_step(
+    roles: Roles, prompts: DataProto, config: GRPOConfig, sampling: SamplingParams
+) -> tuple[DataProto, dict[str, float]]:
+    """Samples, scores and updates once over; returns the rollout batch and the metrics of the step."""
+    metrics: dict[str, float] = {}
+    with timed(metrics, "gen"):
+        data = roles.rollout.generate(prompts, replace(sampling, n=config.n))
+    with timed(metrics, "reward"):
+        data |= roles.reward.score(data)
+    if not _one_update(prompts, config):
+        with timed(metrics, "old_log_prob"):
+            data |= roles.actor.log_probs(data, into="old_log_probs")
+    if config.kl_coef:
+        with timed(metrics, "ref"):
+            data |= roles.reference.log_probs(data, into="ref_log_prob")
+    with timed(metrics, "adv"):
+        data["advantages"] = group_advantage(
+            data["token_level_rewards"], data["uid"], data["response_mask"], config.normalise_std
+        )
+    entropy_coef = config.entropy_coef
+    if config.entropy_anneal:
+        entropy_coef *= 1 - accuracy(data)
+    with timed(metrics, "update_actor"):
+        metrics |= roles.actor.update(
+            data,
+            policy_loss(config, entropy_coef),
+            minibatch=config.minibatch,
+            epochs=config.epochs,
+            aggregation=config.aggregation,
+            entropy=True,
+        )
+    roles.sync_weights()
+    return data, metrics | {"actor/entropy_coeff": entropy_coef}
+
+
+def accuracy(data: DataProto) -> float:
+    """Share of right answers: the mean of ``acc`` if the reward function gives one, else of the score."""
+    column = data["acc"] if "acc" in data else data["score"]
+    return float(torch.tensor([float(value) for value in column]).mean()) if len(data) else 0.0
+
+
+def _one_update(prompts: DataProto, config: GRPOConfig) -> bool:
+    return config.epochs == 1 and (config.minibatch is None or config.minibatch >= len(prompts))

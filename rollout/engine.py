@@ -1,0 +1,108 @@
+"""What a rollout engine is: requests in, completions out, one at a time as they finish."""
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are sampled. ``temperature=0`` is greedy.
+
+    Top-p and top-k restrict what is sampled; the log-probs that come back are those of the policy before them.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    max_tokens: int = 1024
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1:
+            raise InvalidConfig(f"n={self.n} and max_tokens={self.max_tokens} must be at least 1")
+        if self.temperature < 0:
+            raise InvalidConfig(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise InvalidConfig(f"top_p={self.top_p}: must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise InvalidConfig(f"top_k={self.top_k}: must be 0 (all tokens) or more")
+        if self.temperature == 0 and self.n > 1:
+            raise InvalidConfig(
+                f"n={self.n} greedy samples of one prompt would all be the same: set n=1 or temperature>0"
+            )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate.
+
+    `prompt_ids` are the tokens before placeholder expansion (for engines that expand themselves), the tensors after it (for
+    those that do not).
+    """
+
+    prompt_ids: Sequence[int]  # placeholders not expanded
+    input_ids: Tensor  # (P',) int64, expanded, no padding
+    token_types: Tensor  # (P',) int8
+    position_ids: Tensor  # (4, P') or (P',)
+    multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
+    multi_modal_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    seed: int = 0  # of this sample's own random stream
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of request number ``request``."""
+
+    request: int
+    token_ids: list[int]
+    log_probs: list[float]  # of the policy, before top-p and top-k
+    finish_reason: str  # "stop" or "length"
+
+
+class RolloutEngine(Protocol):
+    """An engine owns weights of its own, which `load_weights` replaces."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yields one completion a request, in the order in which they finish."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes (Hugging Face parameter name, full tensor) pairs, one after the other, in place."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives up memory while others train."""
+        ...
+
+    def wake(self) -> None:
+        """Gets ready to generate."""
+        ...
+
+
+ENGINES = {"hf": "rollout.hf:HFEngine"}
+
+
+def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
+    """Makes the engine registered under ``name``; its module is imported only now.
+
+    Raises:
+        InvalidConfig: no engine of that name.
+    """
+    if name not in ENGINES:
+        raise InvalidConfig(f"engine {name!r} is unknown: choose one of {sorted(ENGINES)}")
+    module, _, attribute = ENGINES[name].partition(":")
+    engine: RolloutEngine = getattr(importlib.import_module(module), attribute)(model_path, **options)
+    return engine
+
+
+def cpu_or_cuda() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,204 @@
+"""The Hugging Face engine: batched sampling with a KV cache, on any device.
+
+Each distinct prompt is read once, its images encoded once, and its cache shared out to its samples.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, DynamicCache, GenerationConfig
+
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of, media_spans
+from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda
+from rollout.policy import draw, policy_log_probs, restrict
+from rollout.randomness import uniforms
+
+
+@dataclass
+class _Wave:
+    """Sequences that are being generated together; rows leave as they finish."""
+
+    requests: np.ndarray  # (W,) request numbers
+    seeds: np.ndarray  # (W,) uint64
+    cache: DynamicCache
+    attention_mask: Tensor  # (W, tokens in the cache)
+    next_position: Tensor  # (4, W, 1) or (W, 1)
+    hidden: Tensor  # (W, H) state that predicts the next token
+
+    def keep(self, index: Tensor) -> None:
+        chosen = index.cpu().numpy()
+        self.requests, self.seeds = self.requests[chosen], self.seeds[chosen]
+        self.cache.batch_select_indices(index)
+        self.attention_mask = self.attention_mask[index]
+        self.next_position = self.next_position[..., index, :]
+
+
+class HFEngine:
+    """Generates with a Hugging Face model of its own, apart from the one that trains."""
+
+    def __init__(
+        self,
+        model_path: str,
+        max_num_seqs: int = 256,
+        dtype: str = "auto",
+        device: torch.device | None = None,
+    ) -> None:
+        """Loads the checkpoint at ``model_path``.
+
+        Args:
+            max_num_seqs: sequences generated at a time.
+            dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
+        """
+        if max_num_seqs < 1:
+            raise InvalidConfig(f"max_num_seqs={max_num_seqs}: must be at least 1")
+        self.device = device or cpu_or_cuda()
+        if dtype == "auto":
+            dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).to(self.device)
+        self.model.eval().requires_grad_(False)
+        self.max_num_seqs = max_num_seqs
+        self.family = family_of(self.model.config)
+        self.banned_ids = tuple(self.family.banned_ids(self.model.config))
+        self.end_ids = _end_ids(self.model.generation_config)
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yields completions in the order in which they finish, wave after wave of ``max_num_seqs`` requests."""
+        for start in range(0, len(requests), self.max_num_seqs):
+            wave = requests[start : start + self.max_num_seqs]
+            for completion in self._generate_wave(wave, sampling):
+                yield Completion(
+                    completion.request + start, completion.token_ids, completion.log_probs, completion.finish_reason
+                )
+
+    @torch.inference_mode()
+    def _generate_wave(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+        wave = self._prefill(requests)
+        stop = np.array(sorted({*self.end_ids, *sampling.stop_token_ids}), dtype=np.int64)
+        tokens = np.zeros((len(requests), sampling.max_tokens), dtype=np.int64)
+        log_probs = np.zeros((len(requests), sampling.max_tokens), dtype=np.float32)
+        done: list[Completion] = []
+        for step in range(sampling.max_tokens):
+            chosen, chosen_log_probs = self._sample(wave, step, sampling)
+            ids = chosen.cpu().numpy()
+            tokens[wave.requests, step] = ids
+            log_probs[wave.requests, step] = chosen_log_probs.float().cpu().numpy()
+            stopped = np.isin(ids, stop)
+            finished = np.ones_like(stopped) if step + 1 == sampling.max_tokens else stopped
+            for request, reason in zip(wave.requests[finished], stopped[finished], strict=True):
+                done.append(
+                    Completion(
+                        int(request),
+                        tokens[request, : step + 1].tolist(),
+                        log_probs[request, : step + 1].tolist(),
+                        "stop" if reason else "length",
+                    )
+                )
+            if finished.all():
+                break
+            if finished.any():
+                left = torch.from_numpy(np.flatnonzero(~finished)).to(self.device)
+                wave.keep(left)
+                chosen = chosen[left]
+            self._advance(wave, chosen)
+        return done
+
+    def _prefill(self, requests: Sequence[Request]) -> _Wave:
+        """Reads each distinct prompt once, left-padded, and gives each request its row of the cache."""
+        prompt_of: dict[int, int] = {}
+        rows = [prompt_of.setdefault(id(request.input_ids), len(prompt_of)) for request in requests]
+        first = dict(zip(reversed(rows), reversed(requests), strict=True))
+        prompts = [first[row] for row in range(len(prompt_of))]
+        length = max(len(prompt.input_ids) for prompt in prompts)
+        ids = torch.stack([_pad_left(prompt.input_ids, length) for prompt in prompts])
+        types = torch.stack([_pad_left(prompt.token_types, length) for prompt in prompts])
+        mask = torch.stack([_pad_left(torch.ones_like(prompt.input_ids), length) for prompt in prompts])
+        positions = torch.stack([_pad_left(prompt.position_ids, length) for prompt in prompts])  # (P, 4, L) or (P, L)
+        following = self.family.extend_positions(positions, mask, 1)
+        if positions.ndim == 3:
+            positions, following = positions.transpose(0, 1), following.transpose(0, 1)
+
+        media = self.family.distinct_media([prompt.multi_modal_inputs for prompt in prompts], self.model.config)
+        inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
+        spans = media_spans(types, media).to(self.device)
+        embeddings, extras = self.family.embed(self.model, ids.to(self.device), inputs, spans)
+        cache = DynamicCache(config=self.model.config.get_text_config())
+        hidden = self._decode(embeddings, positions.to(self.device), extras, mask.to(self.device), cache)
+        wave = _Wave(
+            requests=np.arange(len(requests)),
+            seeds=np.array([request.seed for request in requests], dtype=np.uint64),
+            cache=cache,
+            attention_mask=mask.to(self.device),
+            next_position=following.to(self.device),
+            hidden=hidden[:, -1],
+        )
+        index = torch.tensor(rows, device=self.device)
+        wave.cache.batch_select_indices(index)
+        wave.attention_mask = wave.attention_mask[index]
+        wave.next_position = wave.next_position[..., index, :]
+        wave.hidden = wave.hidden[index]
+        return wave
+
+    def _advance(self, wave: _Wave, tokens: Tensor) -> None:
+        wave.attention_mask = torch.cat([wave.attention_mask, wave.attention_mask.new_ones(len(tokens), 1)], dim=1)
+        embeddings = self.model.get_input_embeddings()(tokens[:, None])
+        hidden = self._decode(embeddings, wave.next_position, {}, wave.attention_mask, wave.cache)
+        wave.hidden = hidden[:, -1]
+        wave.next_position = wave.next_position + 1
+
+    def _decode(
+        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        return self.family.decode(
+            self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+
+    def _sample(self, wave: _Wave, step: int, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Next tokens ``(W,)`` and their log-probs ``(W,)`` under the policy."""
+        logits = self.family.lm_head(self.model)(wave.hidden)
+        log_probs = policy_log_probs(logits, sampling.temperature or 1.0, self.banned_ids)
+        if sampling.temperature == 0:
+            chosen = log_probs.argmax(-1)
+        else:
+            numbers = torch.from_numpy(uniforms(wave.seeds, step)).to(self.device)
+            chosen = draw(restrict(log_probs, sampling.top_p, sampling.top_k), numbers)
+        return chosen, log_probs.gather(1, chosen[:, None]).squeeze(1)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies parameter by parameter, in place.
+
+        Raises:
+            InvalidConfig: a name or shape that this model does not have.
+        """
+        for name, tensor in weights:
+            target = self.parameters.get(name)
+            if target is None or target.shape != tensor.shape:
+                known = "no such parameter" if target is None else f"its shape is {tuple(target.shape)}"
+                raise InvalidConfig(f"weight {name!r} {tuple(tensor.shape)} does not fit the engine's model: {known}")
+            target.data.copy_(tensor)
+
+    def sleep(self) -> None:
+        if self.device.type == "cuda":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self.model.to(self.device)
+
+
+def _pad_left(values: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(values, (length - values.shape[-1], 0))
+
+
+def _end_ids(config: GenerationConfig) -> tuple[int, ...]:
+    end = config.eos_token_id
+    if end is None:
+        return ()
+    return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)

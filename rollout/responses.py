@@ -1,0 +1,103 @@
+"""Prompt rows to requests, and completions back to columns."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from dataproto.columns import require
+from torch import Tensor
+
+from dataproto import DataProto
+from dataproto.errors import RowCountMismatch
+from dataproto.vlm import VLMFamily
+from rollout.engine import Completion, Request, SamplingParams
+from rollout.randomness import derive_seed
+
+PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+
+
+def build_requests(prompts: DataProto, sampling: SamplingParams) -> list[Request]:
+    """``n`` requests for each prompt row, next to each other; samples of a prompt share its tensors.
+
+    Each sample's random stream derives from (sampling.seed, the row's ``uid`` or number, the sample's number).
+    """
+    require(prompts, *PROMPT_COLUMNS)
+    attended = prompts["attention_mask"].bool()
+    types = prompts["mm_token_type_ids"] if "mm_token_type_ids" in prompts else torch.zeros_like(prompts["input_ids"])
+    uids = prompts["uid"] if "uid" in prompts else range(len(prompts))
+    empty: Sequence[dict] = [{}] * len(prompts)
+    raw = prompts["raw_prompt_ids"] if "raw_prompt_ids" in prompts else [()] * len(prompts)
+    data = prompts["multi_modal_data"] if "multi_modal_data" in prompts else empty
+    inputs = prompts["multi_modal_inputs"] if "multi_modal_inputs" in prompts else empty
+    requests = []
+    for row in range(len(prompts)):
+        mask = attended[row]
+        tensors = (prompts["input_ids"][row, mask], types[row, mask], prompts["position_ids"][row][..., mask])
+        requests += [
+            Request(raw[row], *tensors, data[row], inputs[row], derive_seed(sampling.seed, str(uids[row]), sample))
+            for sample in range(sampling.n)
+        ]
+    return requests
+
+
+def attach_responses(
+    prompts: DataProto,
+    completions: Iterable[Completion],
+    sampling: SamplingParams,
+    family: VLMFamily,
+    pad_token_id: int,
+) -> DataProto:
+    """The rollout batch: ``len(prompts) * n`` rows with prompt and response columns (see `dataproto.columns`).
+
+    Raises:
+        RowCountMismatch: a request has no completion, or two; names the row.
+    """
+    rows = len(prompts) * sampling.n
+    ordered = order_completions(completions, rows)
+    responses, response_mask, log_probs = collate_responses(ordered, sampling.max_tokens, pad_token_id)
+    data = prompts.repeat(sampling.n, interleave=True)
+    prompt_ids, prompt_mask = data["input_ids"], data["attention_mask"]
+    positions = family.extend_positions(data["position_ids"], prompt_mask, sampling.max_tokens)
+    data["prompts"] = prompt_ids
+    data["responses"] = responses
+    data["input_ids"] = torch.cat([prompt_ids, responses], dim=1)
+    data["attention_mask"] = torch.cat([prompt_mask, response_mask.to(prompt_mask.dtype)], dim=1)
+    data["position_ids"] = torch.cat([data["position_ids"], positions], dim=-1)
+    if "mm_token_type_ids" in data:
+        types = data["mm_token_type_ids"]
+        data["mm_token_type_ids"] = torch.cat([types, types.new_zeros(responses.shape)], dim=1)
+    data["response_mask"] = response_mask
+    data["rollout_log_probs"] = log_probs
+    return data
+
+
+def order_completions(completions: Iterable[Completion], rows: int) -> list[Completion]:
+    """One completion for each request, in the order of the requests."""
+    ordered: list[Completion | None] = [None] * rows
+    for completion in completions:
+        if not 0 <= completion.request < rows or ordered[completion.request] is not None:
+            raise RowCountMismatch(f"the engine returned request {completion.request} twice or unasked ({rows} rows)")
+        ordered[completion.request] = completion
+    missing = [row for row, completion in enumerate(ordered) if completion is None]
+    if missing:
+        raise RowCountMismatch(f"the engine returned nothing for rows {missing[:10]} ({len(missing)} of {rows})")
+    return [completion for completion in ordered if completion is not None]
+
+
+def collate_responses(
+    completions: Sequence[Completion], width: int, pad_token_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token lists to right-padded ``responses``, ``response_mask`` int64 and ``rollout_log_probs`` float32, all ``(B, R)``.
+
+    >>> done = [Completion(0, [5, 2], [-0.5, -0.1], "stop"), Completion(1, [7], [-1.0], "stop")]
+    >>> [column.tolist() for column in collate_responses(done, width=3, pad_token_id=0)[:2]]
+    [[[5, 2, 0], [7, 0, 0]], [[1, 1, 0], [1, 0, 0]]]
+    """
+    lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
+    mask = np.arange(width) < lengths[:, None]
+    ids = np.full(mask.shape, pad_token_id, dtype=np.int64)
+    log_probs = np.zeros(mask.shape, dtype=np.float32)
+    if lengths.sum():
+        ids[mask] = np.concatenate([completion.token_ids for completion in completions])
+        log_probs[mask] = np.concatenate([completion.log_probs for completion in completions])
+    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64)), torch.from_numpy(log_probs)

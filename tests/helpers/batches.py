@@ -1,0 +1,95 @@
+"""Rollout batches for tests, built by hand: mixed rows with several images, one, none."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataproto import DataProto
+from dataproto.vlm import family_of, media_grids
+from helpers.tiny_models import END, IMAGE, START, image_inputs
+
+
+def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:
+    """One prompt row for each entry: ``texts[i]`` random text tokens and then its images, left-padded.
+
+    Rows with equal grids share one media object, as the samples of a prompt do.
+    """
+    family, rng = family_of(config), np.random.default_rng(seed)
+    media: dict[tuple[tuple[int, int], ...], dict[str, torch.Tensor]] = {(): {}}
+    rows, ids_of_rows, types_of_rows = [], [], []
+    for number, (grids, text) in enumerate(zip(grids_of_rows, texts, strict=True)):
+        key = tuple(grids)
+        if key not in media:
+            media[key] = image_inputs(config, *grids, seed=seed + number)
+        words = rng.integers(1, 240, text)
+        pictures = [token for _ in grids for token in (START, IMAGE, END)]
+        ids, types = family.expand([*words[: text // 2], *pictures, *words[text // 2 :]], media[key], config)
+        rows.append(media[key])
+        ids_of_rows.append(ids)
+        types_of_rows.append(types)
+    width = max(len(ids) for ids in ids_of_rows)
+    ids, types, mask = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(3))
+    for row, (row_ids, row_types) in enumerate(zip(ids_of_rows, types_of_rows, strict=True)):
+        ids[row, width - len(row_ids) :] = row_ids
+        types[row, width - len(row_ids) :] = row_types
+        mask[row, width - len(row_ids) :] = 1
+    token_types, attention_mask = torch.from_numpy(types).to(torch.int8), torch.from_numpy(mask)
+    grids = media_grids(rows)
+    inputs = np.empty(len(rows), dtype=object)
+    inputs[:] = rows
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": attention_mask,
+            "mm_token_type_ids": token_types,
+            "position_ids": family.position_ids(
+                token_types, attention_mask, grids.get("image_grid_thw"), grids.get("video_grid_thw"), None, config
+            ),
+        },
+        non_tensors={
+            "multi_modal_inputs": inputs,
+            "uid": np.array([f"prompt-{row}" for row in range(len(rows))], dtype=object),
+        },
+    )
+
+
+def with_responses(config: Any, prompts: DataProto, lengths: list[int], width: int, seed: int = 0) -> DataProto:
+    """The prompts with random responses of these lengths, right-padded to ``width``."""
+    family, rng = family_of(config), np.random.default_rng(seed + 1)
+    mask = torch.from_numpy((np.arange(width) < np.array(lengths)[:, None]).astype(np.int64))
+    responses = torch.from_numpy(rng.integers(1, 240, mask.shape)) * mask
+    data = prompts[:]
+    positions = family.extend_positions(prompts["position_ids"], prompts["attention_mask"], width)
+    types = prompts["mm_token_type_ids"]
+    data["prompts"] = prompts["input_ids"]
+    data["responses"] = responses
+    data["input_ids"] = torch.cat([prompts["input_ids"], responses], dim=1)
+    data["attention_mask"] = torch.cat([prompts["attention_mask"], mask], dim=1)
+    data["position_ids"] = torch.cat([prompts["position_ids"], positions], dim=-1)
+    data["mm_token_type_ids"] = torch.cat([types, types.new_zeros(mask.shape)], dim=1)
+    data["response_mask"] = mask
+    return data
+
+
+def padded_log_probs(model: Any, data: DataProto, temperature: float = 1.0, banned: tuple[int, ...] = ()) -> torch.Tensor:
+    """Log-probs ``(B, R)`` from Hugging Face's own padded forward, one row at a time, positions its own too."""
+    family = family_of(model.config)
+    width = data["response_mask"].shape[1]
+    rows = []
+    for row in range(len(data)):
+        one = data[row : row + 1]
+        kept = one["attention_mask"][0].bool()
+        ids = one["input_ids"][:, kept]
+        logits = model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=one["mm_token_type_ids"][:, kept].int(),
+            use_cache=False,
+            **one["multi_modal_inputs"][0],
+        ).logits[0]
+        logits = (logits.float() / temperature).index_fill(-1, torch.tensor(banned or family.banned_ids(model.config)), -1e30)
+        chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        length = int(one["response_mask"].sum())
+        rows.append(torch.cat([chosen[len(chosen) - length :], torch.zeros(width - length)]))
+    return torch.stack(rows)

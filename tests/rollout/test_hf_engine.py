@@ -1,0 +1,135 @@
+"""The Hugging Face engine against a loop without cache, and its promises."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.batches import padded_log_probs, prompt_batch
+from helpers.tiny_models import MODEL_TYPES, tiny_model
+
+from dataproto.errors import InvalidConfig, RowCountMismatch
+from dataproto.vlm import family_of
+from rollout.engine import Completion, SamplingParams
+from rollout.hf import HFEngine
+from rollout.responses import attach_responses, build_requests, order_completions
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=MODEL_TYPES)
+def engine(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    tiny_model(request.param).save_pretrained(path)
+    return HFEngine(str(path), device=CPU)
+
+
+def prompts_for(engine):
+    return prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
+
+
+def generate(engine, sampling, prompts=None):
+    prompts = prompts_for(engine) if prompts is None else prompts
+    completions = list(engine.generate(build_requests(prompts, sampling), sampling))
+    return attach_responses(prompts, completions, sampling, engine.family, pad_token_id=0)
+
+
+def test_greedy_tokens_equal_a_loop_without_cache(engine):
+    prompts = prompts_for(engine)
+    data = generate(engine, SamplingParams(temperature=0, max_tokens=4), prompts)
+    banned = torch.tensor(engine.banned_ids)
+    for row in range(len(prompts)):
+        kept = prompts["attention_mask"][row].bool()
+        ids, types = prompts["input_ids"][row, kept], prompts["mm_token_type_ids"][row, kept].int()
+        for _ in range(4):
+            with torch.no_grad():
+                logits = engine.model(
+                    input_ids=ids[None],
+                    attention_mask=torch.ones_like(ids)[None],
+                    mm_token_type_ids=types[None],
+                    use_cache=False,
+                    **prompts["multi_modal_inputs"][row],
+                ).logits[0, -1]
+            token = logits.index_fill(0, banned, -torch.inf).argmax()
+            ids, types = torch.cat([ids, token[None]]), torch.cat([types, types.new_zeros(1)])
+        assert data["responses"][row].tolist() == ids[-4:].tolist()
+
+
+def test_log_probs_and_positions_are_those_of_a_whole_forward(engine):
+    sampling = SamplingParams(n=3, temperature=0.7, top_p=0.9, top_k=50, max_tokens=5, seed=1)
+    data = generate(engine, sampling)
+    assert len(data) == 9
+    with torch.no_grad():
+        expected = padded_log_probs(engine.model, data, temperature=0.7)
+    torch.testing.assert_close(data["rollout_log_probs"], expected, atol=2e-5, rtol=0)
+    config, family = engine.model.config, family_of(engine.model.config)
+    grids = torch.cat([row["image_grid_thw"] for row in data["multi_modal_inputs"] if row])
+    whole = family.position_ids(data["mm_token_type_ids"], data["attention_mask"], grids, None, None, config)
+    kept = data["attention_mask"].bool()
+    for axis in range(4):
+        assert torch.equal(data["position_ids"][:, axis][kept], whole[:, axis][kept])
+
+
+def test_samples_do_not_depend_on_the_batch_around_them(engine):
+    prompts, sampling = prompts_for(engine), SamplingParams(n=2, max_tokens=6, seed=5)
+    together = generate(engine, sampling, prompts)
+    alone = generate(engine, sampling, prompts[1:2])
+    assert torch.equal(together["responses"][2:4], alone["responses"])
+    assert not torch.equal(alone["responses"][0], alone["responses"][1])
+    other_seed = generate(engine, SamplingParams(n=2, max_tokens=6, seed=6), prompts)
+    assert not torch.equal(together["responses"], other_seed["responses"])
+
+
+def test_waves_make_no_difference(engine, monkeypatch):
+    sampling = SamplingParams(n=3, max_tokens=4, seed=2)
+    whole = generate(engine, sampling)
+    monkeypatch.setattr(engine, "max_num_seqs", 2)
+    assert torch.equal(generate(engine, sampling)["responses"], whole["responses"])
+
+
+def test_stop_tokens_end_a_row_and_finished_rows_leave_the_batch(engine):
+    free = generate(engine, SamplingParams(n=2, max_tokens=6, seed=3))
+    stop = int(free["responses"][0, 2])
+    data = generate(engine, SamplingParams(n=2, max_tokens=6, seed=3, stop_token_ids=(stop,)))
+    for row in range(len(data)):
+        tokens = free["responses"][row].tolist()
+        length = tokens.index(stop) + 1 if stop in tokens else 6
+        assert data["responses"][row].tolist() == tokens[:length] + [0] * (6 - length)
+        assert data["response_mask"][row].tolist() == [1] * length + [0] * (6 - length)
+        assert data["attention_mask"][row, -6:].tolist() == data["response_mask"][row].tolist()
+
+
+def test_media_tokens_are_never_sampled(engine):
+    hot = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    head = dict(engine.model.named_parameters())["lm_head.weight"]
+    with torch.no_grad():
+        head[list(engine.banned_ids)] = 0  # logits 0 where the others are pushed far down
+        head[[i for i in range(len(head)) if i not in engine.banned_ids]] *= 0.01
+    data = generate(engine, SamplingParams(n=4, temperature=3.0, max_tokens=8))
+    engine.load_weights(hot.items())
+    assert not np.isin(data["responses"].numpy(), engine.banned_ids).any()
+
+
+def test_new_weights_are_used_and_strangers_refused(engine):
+    sampling = SamplingParams(temperature=0, max_tokens=4)
+    original = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    before = generate(engine, sampling)
+    engine.load_weights((name, weight.flip(0)) for name, weight in original.items())
+    changed = generate(engine, sampling)
+    engine.load_weights(original.items())
+    assert not torch.equal(before["rollout_log_probs"], changed["rollout_log_probs"])
+    assert torch.equal(before["rollout_log_probs"], generate(engine, sampling)["rollout_log_probs"])
+    with pytest.raises(InvalidConfig, match="'nonsense'"):
+        engine.load_weights([("nonsense", torch.zeros(1))])
+
+
+def test_media_objects_are_shared_not_copied(engine):
+    prompts = prompts_for(engine)
+    data = generate(engine, SamplingParams(n=2, max_tokens=2), prompts)
+    assert data["multi_modal_inputs"][0] is data["multi_modal_inputs"][1] is prompts["multi_modal_inputs"][0]
+
+
+def test_lost_and_doubled_completions_are_named():
+    done = [Completion(0, [1], [0.0], "stop"), Completion(2, [1], [0.0], "stop")]
+    with pytest.raises(RowCountMismatch, match=r"nothing for rows \[1\]"):
+        order_completions(done, 3)
+    with pytest.raises(RowCountMismatch, match="request 0 twice"):
+        order_completions([done[0], done[0]], 2)

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataproto.errors import InvalidConfig
+from rollout.engine import SamplingParams, create_engine
+from rollout.policy import draw, policy_log_probs, restrict
+from rollout.randomness import derive_seed, uniforms
+
+
+def test_temperature_and_bans_by_hand():
+    log_probs = policy_log_probs(torch.tensor([[2.0, 0.0, 7.0]]), temperature=2.0, banned_ids=(2,))
+    e = torch.tensor(1.0).exp()
+    torch.testing.assert_close(log_probs[0, :2].exp(), torch.stack([e, torch.tensor(1.0)]) / (e + 1))
+    assert log_probs[0, 2].exp() == 0
+
+
+def test_top_k_and_top_p_keep_the_right_tokens():
+    log_probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    assert (restrict(log_probs, top_k=2) > 0).tolist() == [[False, True, False, True]]
+    assert (restrict(log_probs, top_p=0.7) > 0).tolist() == [[False, True, False, True]]
+    assert (restrict(log_probs, top_p=0.71) > 0).tolist() == [[False, True, True, True]]
+    assert (restrict(log_probs, top_p=1e-9) > 0).tolist() == [[False, True, False, False]]
+    assert (restrict(log_probs, top_k=3, top_p=0.5) > 0).tolist() == [[False, True, False, True]]
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=9).filter(any), st.floats(0, 1, exclude_max=True))
+def test_a_draw_inverts_the_distribution_function(weights, number):
+    token = int(draw(torch.tensor([weights], dtype=torch.float32), torch.tensor([number], dtype=torch.float64)))
+    assert weights[token] > 0
+    assert sum(weights[:token]) <= number * sum(weights) + 1e-6
+    assert number * sum(weights) <= sum(weights[: token + 1]) + 1e-6
+
+
+def test_streams_are_uniform_and_apart():
+    seeds = np.array([derive_seed(0, "p", sample) for sample in range(2000)], dtype=np.uint64)
+    draws = np.stack([uniforms(seeds, step) for step in range(20)])
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    histogram = np.histogram(draws, bins=20, range=(0, 1))[0]
+    assert ((histogram - 2000) ** 2 / 2000).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
+    correlation = np.corrcoef(draws)[np.triu_indices(20, 1)]
+    assert np.abs(correlation).max() < 0.1
+
+
+def test_a_stream_does_not_depend_on_its_neighbours():
+    seeds = np.array([3, 1, 2], dtype=np.uint64)
+    assert uniforms(seeds, 4)[1] == uniforms(seeds[1:2], 4)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"n": 0}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"n": 2, "temperature": 0}],
+)
+def test_impossible_sampling_is_refused(options):
+    with pytest.raises(InvalidConfig):
+        SamplingParams(**options)
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(InvalidConfig, match="'hf'"):
+        create_engine("sglang", "nowhere")

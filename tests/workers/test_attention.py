@@ -1,0 +1,51 @@
+"""Packed attention against one sdpa call for each segment."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from dataproto.errors import UnsupportedAttention
+from workers.attention import packed_attention
+
+
+def by_segment(q, k, v, bounds, causal):
+    outs = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        segment = (x[:, :, start:stop] for x in (q, k, v))
+        outs.append(scaled_dot_product_attention(*segment, is_causal=causal, enable_gqa=True))
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.integers(0, 10))
+@settings(deadline=None)
+def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    q = torch.randn(1, 4, total, 8, generator=generator, requires_grad=True)
+    k, v = (torch.randn(1, 2, total, 8, generator=generator, requires_grad=True) for _ in range(2))
+    module = nn.Module()
+    module.is_causal = causal
+    out, _ = packed_attention(module, q, k, v, None, cu_seq_lens_q=torch.tensor(bounds))
+    expected = by_segment(q, k, v, bounds, causal)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
+
+    weights = torch.randn(out.shape, generator=generator)
+    ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_what_it_cannot_express_is_refused():
+    q = torch.zeros(1, 1, 2, 4)
+    bounds = torch.tensor([0, 2])
+    with pytest.raises(UnsupportedAttention, match="no mask"):
+        packed_attention(nn.Module(), q, q, q, torch.ones(1, 1, 2, 2), cu_seq_lens_q=bounds)
+    with pytest.raises(UnsupportedAttention, match="sliding window"):
+        packed_attention(nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, sliding_window=4)
+    with pytest.raises(UnsupportedAttention, match="cu_seq_lens_q"):
+        packed_attention(nn.Module(), q, q, q, None)

@@ -1,0 +1,46 @@
+import pytest
+
+from dataproto.errors import InvalidConfig
+from workers.group import LocalGroup, dispatch
+from workers.layout import Layout
+
+
+class Doubler:
+    @dispatch("dp")
+    def double(self, x):
+        return 2 * x
+
+    @dispatch("all")
+    def fail(self):
+        raise OverflowError("too much")
+
+    def private(self):
+        return 1
+
+
+def test_ranks_have_distinct_coordinates():
+    layout = Layout(dp=2, tp=2, pp=2, sp=3)
+    seen = [tuple(layout.coordinates(rank).values()) for rank in range(layout.world_size)]
+    assert layout.world_size == 24
+    assert len(set(seen)) == 24
+    assert layout.coordinates(1) == {"pp": 0, "dp": 0, "sp": 0, "tp": 1}
+    assert layout.coordinates(6) == {"pp": 0, "dp": 1, "sp": 0, "tp": 0}
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 0}, {"tp": 1.5}, {"dp": 3, "ep": 2}])
+def test_impossible_layouts_are_refused(degrees):
+    with pytest.raises(InvalidConfig, match="layout"):
+        Layout(**degrees)
+
+
+def test_a_group_calls_dispatched_methods_only():
+    group = LocalGroup(Doubler())
+    assert group.double(4) == 8
+    assert group.submit("double", 5).result() == 10
+    with pytest.raises(InvalidConfig, match=r"no method 'private'.*\['double', 'fail'\]"):
+        group.private()
+
+
+def test_a_future_holds_the_exception():
+    future = LocalGroup(Doubler()).submit("fail")
+    assert isinstance(future.exception(), OverflowError)

@@ -1,0 +1,161 @@
+"""The packed path against Hugging Face's own forward, row by row, in float32: log-probs within 1e-5 absolute, each
+parameter's gradient within 1e-5 of its norm."""
+
+import copy
+
+import pytest
+import torch
+from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.tiny_models import MODEL_TYPES, tiny_model
+
+from dataproto.errors import InvalidColumn, MissingColumn
+from dataproto.vlm import family_of
+from workers.actor import ActorConfig, ActorWorker
+from workers.packed import PackedVLM
+from workers.policy import PolicyConfig, ReferenceWorker
+from workers.step import forward_rows, infer_token_types
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=MODEL_TYPES)
+def model(request):
+    return tiny_model(request.param)
+
+
+def mixed_batch(model):
+    """Two images of unequal size, one, none, and a prompt that shares its image with another row."""
+    grids = [[(4, 6), (8, 4)], [(6, 6)], [], [(6, 6)]]
+    prompts = prompt_batch(model.config, grids, texts=[4, 7, 5, 3])
+    return with_responses(model.config, prompts, lengths=[5, 1, 6, 3], width=6)
+
+
+def test_log_probs_and_gradients(model):
+    data = mixed_batch(model)
+    weights = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(0)) * data["response_mask"]
+    temperature = 0.8
+    reference = copy.deepcopy(model)
+    expected = padded_log_probs(reference, data, temperature)
+    (expected * weights).sum().backward()
+
+    packed = PackedVLM(copy.deepcopy(model), family_of(model.config), temperature)
+    outputs = forward_rows(packed, data, CPU)
+    (outputs.log_probs * weights).sum().backward()
+
+    torch.testing.assert_close(outputs.log_probs, expected, atol=1e-5, rtol=0)
+    ours = dict(packed.model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None:
+            assert ours[name].grad is None or not ours[name].grad.any(), name
+            continue
+        error = (ours[name].grad - parameter.grad).norm()
+        assert error <= 1e-5 * parameter.grad.norm() + 1e-9, f"{name}: {error} of {parameter.grad.norm()}"
+
+
+def test_entropy_is_that_of_the_policy(model):
+    data = mixed_batch(model)
+    packed = PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0)
+    with torch.no_grad():
+        outputs = forward_rows(packed, data, CPU, entropy=True)
+        log_probs = padded_log_probs(model, data)
+    assert (outputs.entropy[data["response_mask"] == 0] == 0).all()
+    assert (outputs.entropy[data["response_mask"] == 1] > 0).all()
+    torch.testing.assert_close(outputs.log_probs, log_probs, atol=1e-5, rtol=0)
+
+
+def test_token_types_can_be_told_from_the_prompt(model):
+    data = mixed_batch(model)
+    packed = PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0)
+    assert torch.equal(infer_token_types(packed, data), data["mm_token_type_ids"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen2_5_vl").save_pretrained(path)
+    return str(path)
+
+
+def pg_loss(outputs, rows):
+    return -outputs.log_probs * rows["advantages"], {"actor/mean_log_prob": outputs.log_probs}
+
+
+def training_batch(model):
+    data = mixed_batch(model)
+    data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
+    return data
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_update_does_not_depend_on_micro_batches(checkpoint, aggregation):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    results = []
+    for budget in (10_000, 40, 1):
+        actor = ActorWorker(ActorConfig(checkpoint, token_budget=budget), CPU)
+        actor.optimizer.adamw.param_groups[0]["lr"] = 0.0
+        gradients = {}
+        step = actor.optimizer.adamw.step
+        actor.optimizer.adamw.step = lambda a=actor, g=gradients: g.update(
+            {name: p.grad.clone() for name, p in a.module.model.named_parameters() if p.grad is not None}
+        )
+        metrics = actor.update(data, pg_loss, aggregation=aggregation)
+        assert step is not None
+        results.append((metrics, gradients))
+    (first, expected), *others = results
+    for metrics, gradients in others:
+        for name in ("actor/loss", "actor/mean_log_prob", "actor/grad_norm"):
+            assert metrics[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6)
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-9, name
+
+
+def test_permuting_the_rows_permutes_the_log_probs(checkpoint):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    reference = ReferenceWorker(PolicyConfig(checkpoint), CPU)
+    order = torch.tensor([2, 0, 3, 1])
+    straight = reference.log_probs(data)["ref_log_prob"]
+    torch.testing.assert_close(reference.log_probs(data[order])["ref_log_prob"], straight[order], atol=1e-6, rtol=0)
+
+
+def test_minibatches_make_one_step_each(checkpoint):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    actor = ActorWorker(ActorConfig(checkpoint), CPU)
+    actor.update(data, pg_loss, minibatch=3, epochs=2)
+    assert actor.optimizer.steps == 4
+
+
+def test_a_different_image_gives_different_log_probs(checkpoint):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    reference = ReferenceWorker(PolicyConfig(checkpoint), CPU)
+    before = reference.log_probs(data)["ref_log_prob"]
+    media = data["multi_modal_inputs"][1]
+    data["multi_modal_inputs"][1] = media | {"pixel_values": -media["pixel_values"]}
+    after = reference.log_probs(data)["ref_log_prob"]
+    assert (before[1] != after[1])[: int(data["response_mask"][1].sum())].all()
+    torch.testing.assert_close(before[[0, 2, 3]], after[[0, 2, 3]], atol=1e-6, rtol=0)
+
+
+def test_a_banned_token_in_a_response_is_named(checkpoint):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    data["input_ids"][2, -6] = 250
+    reference = ReferenceWorker(PolicyConfig(checkpoint), CPU)
+    with pytest.raises(InvalidColumn, match="row 2, response position 0: token 250"):
+        reference.log_probs(data)
+
+
+def test_a_missing_column_is_named(checkpoint):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    data.pop(batch_keys=["response_mask"])
+    with pytest.raises(MissingColumn, match="response_mask"):
+        ReferenceWorker(PolicyConfig(checkpoint), CPU).log_probs(data)
+
+
+def test_saving_and_loading_continues_to_the_bit(checkpoint, tmp_path):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    actor, other = (ActorWorker(ActorConfig(checkpoint), CPU) for _ in range(2))
+    actor.update(data, pg_loss)
+    actor.save(tmp_path)
+    other.load(tmp_path)
+    assert actor.update(data, pg_loss) == other.update(data, pg_loss)
+    for (name, a), (_, b) in zip(actor.named_weights(), other.named_weights(), strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,83 @@
+"""AdamW, its learning-rate schedule, and one guarded step."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dataproto.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0  # of the whole run; needed by "linear" and "cosine"
+    min_lr_ratio: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.max_grad_norm <= 0:
+            raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise InvalidConfig(
+                f"schedule {self.schedule!r} needs total_steps ({self.total_steps}) above warmup_steps ({self.warmup_steps})"
+            )
+
+
+def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
+    """What ``lr`` is multiplied by at optimizer step ``step`` (from 0).
+
+    >>> linear = OptimizerConfig(schedule="linear", warmup_steps=2, total_steps=6)
+    >>> [learning_rate_factor(step, linear) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
+    decayed = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * decayed
+
+
+class Optimizer:
+    """AdamW with clipping by global norm; a non-finite gradient skips the step and is counted."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.config = config
+        self.adamw = torch.optim.AdamW(
+            self.parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        self.steps = 0  # of the schedule; skipped ones count
+        self.skipped_steps = 0
+
+    def step(self) -> dict[str, float]:
+        """Clips, steps and clears the gradients; returns ``grad_norm`` before clipping, ``lr`` and ``skipped_steps``."""
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        lr = self.config.lr * learning_rate_factor(self.steps, self.config)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        if math.isfinite(norm):
+            self.adamw.step()
+        else:
+            self.skipped_steps += 1
+        self.steps += 1
+        self.adamw.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "lr": lr, "skipped_steps": float(self.skipped_steps)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adamw": self.adamw.state_dict(), "steps": self.steps, "skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]

@@ -1,0 +1,52 @@
+"""The role that turns prompts into responses."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from dataproto import DataProto
+from dataproto.vlm import family_of
+from rollout.engine import SamplingParams, create_engine
+from rollout.responses import attach_responses, build_requests
+from workers.group import dispatch
+from workers.sharding import ShardingManager
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Which engine generates, and its own options."""
+
+    model_path: str
+    engine: str = "hf"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class RolloutWorker:
+    """Generates with an engine whose weights follow the actor's."""
+
+    def __init__(self, config: RolloutConfig, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """``weights`` gives the actor's (name, tensor) pairs; it is asked whenever they have changed."""
+        self.engine = create_engine(config.engine, config.model_path, **config.options)
+        self.sharding = ShardingManager(self.engine, weights)
+        self.family = family_of(AutoConfig.from_pretrained(config.model_path))
+        tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+        self.pad_token_id = int(
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        )
+
+    @dispatch("dp")
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """``sampling.n`` rows for each prompt row, next to each other, with prompt and response columns."""
+        with self.sharding as sharding:
+            shared = sharding.preprocess_data(prompts)
+            completions = list(self.engine.generate(build_requests(shared, sampling), sampling))
+            rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
+            return sharding.postprocess_data(rollouts)
+
+    @dispatch("all")
+    def mark_stale(self) -> None:
+        """The actor has changed: its weights are streamed before the next generation."""
+        self.sharding.mark_stale()
