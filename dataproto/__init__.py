@@ -1,1 +1,36 @@
+"""A batch of vision-language rows that travels between the workers of a reinforcement-learning loop."""
 
+from dataproto.columns import COLUMNS, require
+from dataproto.protocol import (
+    DataProto,
+    DataProtoConfig,
+    DataProtoItem,
+    collate_fn,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    pad_inert,
+    unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
+    unpad_dataproto,
+    unpad_inert,
+)
+from dataproto.rows import object_array
+
+__all__ = [
+    "COLUMNS",
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoItem",
+    "collate_fn",
+    "fold_batch_dim",
+    "object_array",
+    "pad_dataproto_to_divisor",
+    "pad_inert",
+    "require",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+    "unpad_inert",
+]

@@ -1,0 +1,124 @@
+"""The well-known columns: what each holds, in which shape, who writes it and who reads it.
+
+Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens, V = 4 position axes (text, time, height, width).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dataproto.errors import MissingColumn
+
+if TYPE_CHECKING:
+    from dataproto.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Column:
+    """One line of the table.
+
+    ``inert`` is the object that stands in rows that must change nothing (``None``: no particular one).
+    """
+
+    name: str
+    dtype: str
+    shape: str
+    written_by: str
+    read_by: str
+    meaning: str
+    inert: Any = None
+
+    def inert_row(self, row: int) -> Any:
+        """A fresh inert object for the ``row``-th inert row; strings are numbered, so that no two rows share one."""
+        return f"{self.inert}-{row}" if isinstance(self.inert, str) else type(self.inert)(self.inert)
+
+
+_DATA, _ENGINE, _ACTOR = "PromptBuilder", "RolloutWorker.generate", "ActorWorker"
+
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        Column("prompts", "int64", "B P", _ENGINE, "rewards, reports", "prompt tokens, left-padded"),
+        Column(
+            "responses", "int64", "B R", _ENGINE, "actor, reference, critic, rewards", "sampled tokens, right-padded"
+        ),
+        Column(
+            "input_ids", "int64", "B L", f"{_DATA} (B P), {_ENGINE}", "engine, actor, reference, critic", "all tokens"
+        ),
+        Column(
+            "attention_mask",
+            "int64",
+            "B L",
+            f"{_DATA} (B P), {_ENGINE}",
+            "engine, all models",
+            "1 on tokens, 0 on padding",
+        ),
+        Column(
+            "position_ids", "int64", "B 4 L", f"{_DATA}, {_ENGINE}", "engine, all models", "m-RoPE positions, or (B, L)"
+        ),
+        Column(
+            "mm_token_type_ids",
+            "int8",
+            "B L",
+            f"{_DATA}, {_ENGINE}",
+            "all models",
+            "0 text, 1 image, 2 video placeholder",
+        ),
+        Column("response_mask", "int64", "B R", _ENGINE, "actor, critic, algorithms", "1 on tokens the policy sampled"),
+        Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
+        Column("old_log_probs", "float32", "B R", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
+        Column("ref_log_prob", "float32", "B R", "ReferenceWorker.log_probs", "KL terms", "log-probs of the reference"),
+        Column("values", "float32", "B R", "CriticWorker.values", "advantages", "value of each token"),
+        Column(
+            "token_level_rewards", "float32", "B R", "RewardWorker.score", "advantages", "rewards, usually at the end"
+        ),
+        Column(
+            "token_level_scores", "float32", "B R", "RewardWorker.score", "reports", "rewards before any KL penalty"
+        ),
+        Column(
+            "advantages", "float32", "B R", "recipes.algorithms.advantages", "policy loss", "advantage of each token"
+        ),
+        Column("returns", "float32", "B R", "recipes.algorithms.advantages", "critic loss", "target of the value"),
+        Column(
+            "uid",
+            "object",
+            "B",
+            "the recipe or its loader",
+            "advantages",
+            "one a prompt, shared by its samples",
+            "inert",
+        ),
+        Column("raw_prompt_ids", "object", "B", _DATA, "engine", "list[int], one placeholder an image", []),
+        Column(
+            "multi_modal_data", "object", "B", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}', {}
+        ),
+        Column("multi_modal_inputs", "object", "B", _DATA, "actor, reference, critic", "pixel values and grids", {}),
+        Column("raw_prompt", "object", "B", "the data set", "reports, agent loops", "chat messages"),
+        Column("data_source", "object", "B", "the data set", "rewards, reports", "where the row comes from"),
+        Column("reward_model", "object", "B", "the data set", "rewards", '{"style", "ground_truth"}'),
+        Column("extra_info", "object", "B", "the data set", "rewards", "dict of whatever else"),
+        Column("index", "object", "B", "the data set", "reports", "row number in the data set"),
+    )
+}
+
+
+def require(data: "DataProto", *names: str) -> None:
+    """Checks that a batch has the columns that the caller reads.
+
+    Raises:
+        MissingColumn: names are absent; says which, who writes them and what is present.
+
+    >>> from dataproto import DataProto
+    >>> require(DataProto.from_dict(non_tensors={"uid": ["a"]}), "uid", "old_log_probs")
+    Traceback (most recent call last):
+    dataproto.errors.MissingColumn: missing column: 'old_log_probs' (written by ActorWorker.log_probs); present: 'uid'
+    """
+    absent = [name for name in names if name not in data]
+    if absent:
+        raise MissingColumn(missing_message(absent, data.names()))
+
+
+def missing_message(absent: list[str], present: list[str]) -> str:
+    """What is absent, who writes it, what is present."""
+    lines = [f"{name!r} (written by {COLUMNS[name].written_by})" if name in COLUMNS else repr(name) for name in absent]
+    found = ", ".join(map(repr, present)) if present else "no columns"
+    return f"missing column{'s' * (len(absent) > 1)}: {', '.join(lines)}; present: {found}"

@@ -1,0 +1,55 @@
+"""Moving rows between the batch dimension and the one after it."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dataproto import rows as columnwise
+from dataproto.errors import IndivisibleBatch, InvalidColumn
+from dataproto.rows import Column
+
+if TYPE_CHECKING:
+    from dataproto.protocol import DataProto
+
+
+def fold_batch_dim(data: "DataProto", new_batch_size: int) -> "DataProto":
+    """Columns ``(B, ...)`` to ``(new_batch_size, B // new_batch_size, ...)``; tensors are views where torch can give one.
+
+    Raises:
+        IndivisibleBatch: the number of rows does not divide.
+    """
+    rows = len(data)
+    if new_batch_size < 1 or rows % new_batch_size:
+        raise IndivisibleBatch(f"{rows} rows do not fold into {new_batch_size} groups")
+    inner = rows // new_batch_size
+    return data._map(new_batch_size, lambda _, column: column.reshape(new_batch_size, inner, *column.shape[1:]))
+
+
+def unfold_batch_dim(data: "DataProto", batch_dims: int = 2) -> "DataProto":
+    """The first ``batch_dims`` dimensions of every column become one, the rows: ``(A, B, ...)`` to ``(A * B, ...)``.
+
+    Raises:
+        InvalidColumn: a column has fewer dimensions, or other sizes in them than the rest.
+    """
+    sizes = {name: tuple(data[name].shape[:batch_dims]) for name in data.names()}
+    if len(set(sizes.values())) > 1 or any(len(size) < batch_dims for size in sizes.values()):
+        raise InvalidColumn(f"columns differ in their first {batch_dims} dimensions: {sizes}")
+    rows = int(np.prod(next(iter(sizes.values())))) if sizes else len(data)
+    return data._map(rows, lambda _, column: column.reshape(rows, *column.shape[batch_dims:]))
+
+
+def unfold_columns(data: "DataProto", n_split: int, split_keys: Collection[str]) -> "DataProto":
+    """See ``DataProto.unfold_column_chunks``."""
+    if n_split < 1:
+        raise IndivisibleBatch(f"columns cannot be split into {n_split} parts")
+    rows = len(data) * n_split
+
+    def unfold(name: str, column: Column) -> Column:
+        if name not in split_keys:
+            return columnwise.repeat(column, n_split, interleave=True)
+        if column.ndim < 2 or column.shape[1] % n_split:
+            raise IndivisibleBatch(f"column {name!r} of shape {tuple(column.shape)} does not split into {n_split}")
+        return column.reshape(rows, column.shape[1] // n_split, *column.shape[2:])
+
+    return data._map(rows, unfold)

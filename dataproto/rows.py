@@ -1,0 +1,209 @@
+"""Operations on one column along its rows, whatever the column is: the place where a new kind of column joins.
+
+A column is a tensor ``(B, ...)`` (or a nested ``TensorDict``) or a numpy array ``(B, ...)``, often of dtype object.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list
+
+Column: TypeAlias = Any  # torch.Tensor | TensorDictBase | np.ndarray
+Index: TypeAlias = "slice | list[Any] | range | np.ndarray | torch.Tensor"
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+
+
+# Lists to columns
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """One object a row, whatever the objects are, ``(B,)`` of dtype object.
+
+    >>> object_array([[1, 2], [3, 4]]).shape
+    (2,)
+    """
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def as_array(values: Any, name: str = "column") -> np.ndarray:
+    """The array that a non-tensor column becomes: arrays stay, lists become arrays of objects.
+
+    Rows that are lists of plain scalars, all of one length, become one array of more dimensions, as in verl; all other rows (images,
+    tensors, arrays, dicts, messages) stay one object each.
+
+    Raises:
+        InvalidColumn: the values are not rows.
+
+    >>> as_array([[1, 2], [3, 4]]).shape, as_array([[1], [2, 3]]).shape
+    ((2, 2), (2,))
+    >>> as_array([torch.zeros(3), torch.zeros(3)]).shape
+    (2,)
+    """
+    if isinstance(values, np.ndarray):
+        array = values
+    elif isinstance(values, torch.Tensor):
+        array = np.array(values.detach().cpu().tolist(), dtype=object)
+    elif isinstance(values, str | bytes | dict | set | frozenset) or not hasattr(values, "__iter__"):
+        raise InvalidColumn(f"column {name!r} is a {type(values).__name__}; a column has one value for each row")
+    else:
+        values = list(values)
+        array = np.array(values, dtype=object) if _regular(values) else object_array(values)
+    if array.ndim == 0:
+        raise InvalidColumn(f"column {name!r} has no rows: it is an array of shape ()")
+    return array
+
+
+def _regular(rows: list[Any]) -> bool:
+    """True where rows are plain scalars, or sequences of one length that are regular themselves."""
+    kinds = set(map(type, rows))
+    if all(issubclass(kind, _PLAIN) for kind in kinds):
+        return True
+    if not all(kind in (list, tuple, np.ndarray) for kind in kinds):
+        return False
+    if any(isinstance(row, np.ndarray) and (row.dtype != object or row.ndim == 0) for row in rows):
+        return False
+    if len(set(map(len, rows))) != 1:
+        return False
+    return _regular([value for row in rows for value in row])
+
+
+# Which rows
+
+
+def as_positions(index: Index, rows: int) -> np.ndarray:
+    """Any index to row numbers, ``(K,)`` int64 in [0, rows).
+
+    Raises:
+        InvalidIndex: out of range, a mask of another length, or not something that selects rows.
+
+    >>> as_positions([-1, 0], 3).tolist(), as_positions(np.array([True, False, True]), 3).tolist()
+    ([2, 0], [0, 2])
+    """
+    if isinstance(index, slice):
+        return np.arange(rows, dtype=np.int64)[as_slice(index, rows)]
+    if isinstance(index, torch.Tensor):
+        index = index.detach().cpu().numpy()
+    elif not isinstance(index, list | range | np.ndarray):
+        raise InvalidIndex(f"cannot select rows with a {type(index).__name__}")
+    try:
+        array = np.asarray(index)
+    except ValueError as error:
+        raise InvalidIndex(f"cannot select rows with {index!r}") from error
+    if array.ndim != 1:
+        raise InvalidIndex(f"an index of rows has one dimension, not shape {array.shape}")
+    if array.dtype == bool:
+        if len(array) != rows:
+            raise InvalidIndex(f"a mask of {len(array)} rows cannot select from {rows} rows")
+        return np.flatnonzero(array)
+    if len(array) == 0:
+        return np.empty(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise InvalidIndex(f"rows are selected by whole numbers or a mask, not by {array.dtype}")
+    array = array.astype(np.int64, copy=False)
+    wrong = (array < -rows) | (array >= rows)
+    if wrong.any():
+        raise InvalidIndex(f"row {array[wrong][0]} is out of range for {rows} rows")
+    return np.where(array < 0, array + rows, array) if (array < 0).any() else array
+
+
+def as_slice(index: slice, rows: int) -> slice:
+    """A slice with its bounds resolved; InvalidIndex where they are not whole numbers or the step is 0."""
+    try:
+        start, stop, step = index.indices(rows)
+        return slice(start, None if stop < 0 else stop, step)  # a reversed slice ends before row 0, not at row -1
+    except (TypeError, ValueError) as error:
+        raise InvalidIndex(f"cannot select rows with {index}: {error}") from error
+
+
+def as_row(index: Any, rows: int) -> int:
+    """One row number in [0, rows)."""
+    if isinstance(index, bool | np.bool_):
+        raise InvalidIndex("a single truth value does not select a row")
+    try:
+        row = operator.index(index)
+    except TypeError as error:
+        raise InvalidIndex(f"cannot select rows with a {type(index).__name__}") from error
+    if not -rows <= row < rows:
+        raise InvalidIndex(f"row {row} is out of range for {rows} rows")
+    return row % rows
+
+
+# One column
+
+
+def take(column: Column, positions: np.ndarray) -> Column:
+    """The rows at ``positions`` ``(K,)``, copied; objects by reference."""
+    if isinstance(column, np.ndarray):
+        return column[positions]
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        parts = column.unbind()
+        return nested_tensor_from_tensor_list([parts[row] for row in positions.tolist()])
+    index = torch.from_numpy(np.ascontiguousarray(positions)).to(column.device or "cpu")
+    return column.index_select(0, index) if isinstance(column, torch.Tensor) else column[index]
+
+
+def cut(column: Column, bounds: slice) -> Column:
+    """The rows of a resolved slice; a view wherever torch and numpy can give one."""
+    if isinstance(column, np.ndarray):
+        return column[bounds]
+    if bounds.step < 0 or getattr(column, "is_nested", False):
+        return take(column, np.arange(len(column), dtype=np.int64)[bounds])
+    return column[bounds]
+
+
+def join(parts: Sequence[Column], name: str = "column") -> Column:
+    """The rows of all parts, one after the other.
+
+    Arrays of objects whose rows differ in length (lists that happened to be regular in one part and not in another) are joined as
+    lists, one a row.
+
+    Raises:
+        ColumnConflict: tensors and arrays mixed, or shapes that do not fit beyond the rows.
+    """
+    if any(isinstance(part, np.ndarray) != isinstance(parts[0], np.ndarray) for part in parts):
+        raise ColumnConflict(f"column {name!r} is a tensor in one part and an array in another")
+    nested = [isinstance(part, torch.Tensor) and part.is_nested for part in parts]
+    if any(nested):
+        if not all(nested):
+            raise ColumnConflict(f"column {name!r} is nested in one part and dense in another")
+        return nested_tensor_from_tensor_list([row for part in parts for row in part.unbind()])
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        if not all(isinstance(part, np.ndarray) and part.dtype == object for part in parts):
+            listed = " and ".join(str(tuple(part.shape)) for part in parts)
+            raise ColumnConflict(f"column {name!r} cannot be joined: shapes {listed} differ beyond the rows")
+        parts = [part if part.ndim == 1 else object_array(part.tolist()) for part in parts]
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, axis=0)
+    return torch.cat(list(parts), dim=0)
+
+
+def repeat(column: Column, times: int, interleave: bool) -> Column:
+    """Every row ``times`` times, in a row (aabb) or as a whole (abab); objects by reference."""
+    if isinstance(column, np.ndarray):
+        return np.repeat(column, times, axis=0) if interleave else np.concatenate([column[:0], *[column] * times])
+    if isinstance(column, torch.Tensor) and not column.is_nested:
+        rows, tail = column.shape[0], column.shape[1:]
+        wide = column.unsqueeze(1).expand(rows, times, *tail) if interleave else column.expand(times, rows, *tail)
+        return wide.clone(memory_format=torch.contiguous_format).view(rows * times, *tail)
+    positions = np.arange(len(column))
+    return take(column, np.repeat(positions, times) if interleave else np.tile(positions, times))
+
+
+def row_count(column: Column, name: str) -> int:
+    """How many rows a column has; InvalidColumn where it cannot have any."""
+    if not isinstance(column, np.ndarray | torch.Tensor | TensorDictBase):
+        raise InvalidColumn(f"column {name!r} is a {type(column).__name__}, not a tensor or numpy array")
+    if column.ndim == 0:
+        raise InvalidColumn(f"column {name!r} has no rows: its shape is ()")
+    return int(column.shape[0])

@@ -1,0 +1,85 @@
+"""Tensors and per-row Python objects in one ``TensorDict``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
+
+
+def get_tensordict(
+    tensor_dict: Mapping[str, torch.Tensor | list[Any] | np.ndarray | NonTensorStack],
+    non_tensor_dict: Mapping[str, Any] | None = None,
+) -> TensorDict:
+    """A ``TensorDict`` of rows and of values that belong to the whole batch.
+
+    Args:
+        tensor_dict: columns of B rows. Tensors ``(B, ...)`` (dense, or nested with the jagged layout) stay; lists and arrays become
+            a ``NonTensorStack`` of one Python object a row.
+        non_tensor_dict: values of the whole batch, kept as ``NonTensorData``.
+
+    Raises:
+        InvalidColumn: not a column, a list of tensors, or a nested tensor of another layout.
+        RowCountMismatch: columns of different numbers of rows.
+        ColumnConflict: a name stands in both arguments.
+
+    >>> data = get_tensordict({"x": torch.zeros(2, 3), "scores": [[], [0.5]]}, {"step": 7})
+    >>> data["scores"], data["step"], data.batch_size
+    (LinkedList([[], [0.5]]), 7, torch.Size([2]))
+    """
+    non_tensor_dict = non_tensor_dict or {}
+    if clash := sorted(tensor_dict.keys() & non_tensor_dict.keys()):
+        raise ColumnConflict(f"{clash} stand in both tensor_dict and non_tensor_dict")
+    columns = {name: _stacked(name, value) for name, value in tensor_dict.items()}
+    rows = {name: len(value) for name, value in columns.items()}
+    if len(set(rows.values())) > 1:
+        raise RowCountMismatch(f"columns have different numbers of rows: {rows}")
+    values = {name: NonTensorData(value) for name, value in non_tensor_dict.items()}
+    return TensorDict({**columns, **values}, batch_size=[next(iter(rows.values()))] if rows else [])
+
+
+def _stacked(name: str, value: Any) -> torch.Tensor | NonTensorStack:
+    if isinstance(value, NonTensorStack):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.is_nested and (value.layout != torch.jagged or not value.is_contiguous()):
+            raise InvalidColumn(f"column {name!r}: nested tensors need layout=torch.jagged and contiguous values")
+        if value.ndim == 0:
+            raise InvalidColumn(f"column {name!r} has no rows: its shape is ()")
+        return value
+    if not isinstance(value, list | np.ndarray) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        raise InvalidColumn(f"column {name!r} is a {type(value).__name__}, not a tensor, list or array of rows")
+    if any(isinstance(item, torch.Tensor) for item in value):
+        raise InvalidColumn(f"column {name!r} is a list of tensors; stack or nest them, or convert them to numpy")
+    return NonTensorStack.from_list([NonTensorData(item) for item in value])
+
+
+def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
+    """A jagged nested tensor ``(B, ...)`` of tensors that differ in one dimension.
+
+    Args:
+        tensors: B tensors of the same number of dimensions.
+        ragged_idx: the dimension of the result that varies; found from the shapes where it is not given.
+
+    Raises:
+        InvalidColumn: no tensors, or shapes that differ in more than one dimension.
+
+    >>> nested_tensor_from_tensor_list([torch.zeros(4, 2), torch.zeros(4, 3)]).unbind()[1].shape
+    torch.Size([4, 3])
+    """
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if not tensors or len({len(shape) for shape in shapes}) > 1 or shapes == {()}:
+        raise InvalidColumn(f"a nested tensor needs tensors of one number of dimensions, not shapes {sorted(shapes)}")
+    varying = [dim for dim, sizes in enumerate(zip(*shapes), start=1) if len(set(sizes)) > 1]
+    if len(varying) > 1:
+        raise InvalidColumn(f"a jagged tensor varies in one dimension only, not as shapes {sorted(shapes)}")
+    ragged = ragged_idx or (varying[0] if varying else 1)
+    if ragged == 1:
+        return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+    lengths = torch.tensor([tensor.shape[ragged - 1] for tensor in tensors], device=tensors[0].device)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    values = torch.cat(list(tensors), dim=ragged - 1)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
