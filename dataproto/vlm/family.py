@@ -226,8 +226,8 @@ class VLMFamily:
         return model.get_submodule(self.head)
 
     def dummy_media(self, config: Any) -> dict[str, Tensor]:
-        """The smallest image a tower takes, all zero: lets a rank without media make the same collective calls as the
-        others.
+        """The smallest image a tower takes, all zero. Embedded with empty spans it changes nothing and gives every weight of
+        the tower a gradient of zero, so that a rank without media makes the same collective calls as the others.
         """
         vision, merge = config.vision_config, self.merge_size(config)
         dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -46,6 +46,10 @@ class Pieces:
         """No media of this kind."""
         return cls(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0))
 
+    def to(self, device: torch.device) -> "Pieces":
+        """The same on another device."""
+        return Pieces(self.sizes.to(device), self.intervals.to(device))
+
 
 def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces, videos: Pieces) -> Tensor:
     """Positions ``(B, 4, L)`` int64: the rank among attended tokens, then time, height, width.
@@ -69,9 +73,10 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
     steps = attended.long()  # the same, counted once a run
     offsets = types.new_zeros(3, types.numel())
     for kind, pieces in ((IMAGE, images), (VIDEO, videos)):
+        pieces = pieces.to(types.device)
         index, piece, within = _assign(types, ranks, kind, pieces)
         time, height, column = _unravel(pieces, piece, within)
-        extent = pieces.sizes[:, 1:].amax(1)[piece] if len(piece) else piece
+        extent = pieces.sizes[:, 1:].amax(1)[piece]
         width.view(-1)[index] = extent
         steps.view(-1)[index] = torch.where(within == 0, extent, 0)
         offsets[:, index] = torch.stack([time, height, column])
@@ -106,13 +111,13 @@ def _assign(types: Tensor, ranks: Tensor, kind: int, pieces: Pieces) -> tuple[Te
     name = _NAMES[kind]
     index = (types == kind).view(-1).nonzero().squeeze(-1)
     counts = pieces.sizes.prod(-1)
-    piece = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts).to(index.device)
+    piece = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     if len(index) != len(piece):
         raise MediaMismatch(
             f"{len(index)} {name} placeholder tokens in the batch, but its {len(counts)} grids count {len(piece)} "
             f"(placeholders in each row: {(types == kind).sum(-1).tolist()}, grids: {counts.tolist()})"
         )
-    starts = (counts.cumsum(0) - counts).to(index.device)[piece]
+    starts = (counts.cumsum(0) - counts)[piece]
     within = torch.arange(len(index), device=index.device) - starts
     rows, flat_ranks = index // types.shape[-1], ranks.view(-1)
     broken = (rows != rows[starts]) | (flat_ranks[index] - flat_ranks[index[starts]] != within)
@@ -128,7 +133,6 @@ def _assign(types: Tensor, ranks: Tensor, kind: int, pieces: Pieces) -> tuple[Te
 
 def _unravel(pieces: Pieces, piece: Tensor, within: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Time, height and width offsets ``(K,)`` of each token in its grid."""
-    _, height, width = pieces.sizes.to(piece.device)[piece].unbind(-1)
-    intervals = pieces.intervals.to(piece.device)[piece]
-    time = ((within // (height * width)) * intervals).long()
+    _, height, width = pieces.sizes[piece].unbind(-1)
+    time = ((within // (height * width)) * pieces.intervals[piece]).long()
     return time, within // width % height, within % width

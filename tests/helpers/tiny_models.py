@@ -91,3 +91,15 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"
     return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
+
+
+def padded(rows: Any, side: str = "left") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``input_ids``, ``mm_token_type_ids`` and ``attention_mask`` ``(B, L)`` of rows ``(ids, token_types)``."""
+    length = max(len(ids) for ids, _ in rows)
+    out = torch.zeros(3, len(rows), length, dtype=torch.int64)
+    for row, (ids, types) in enumerate(rows):
+        place = slice(length - len(ids), length) if side == "left" else slice(0, len(ids))
+        out[:, row, place] = torch.stack(
+            [torch.as_tensor(ids), torch.as_tensor(types).long(), torch.ones(len(ids)).long()]
+        )
+    return out[0], out[1], out[2]

@@ -1,0 +1,240 @@
+"""What every family must hold, against Hugging Face's own forward. A new family passes by being in `tiny_models`."""
+
+import json
+from fnmatch import fnmatchcase
+from functools import cache
+
+import pytest
+import torch
+from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, VIDEO, image_inputs, padded, tiny_model
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+from transformers import AutoModelForImageTextToText, DynamicCache
+
+from dataproto.errors import MediaMismatch
+from dataproto.vlm import family_of, media_grids, media_spans
+
+model_of = cache(tiny_model)
+pytestmark = pytest.mark.parametrize("model_type", MODEL_TYPES)
+
+PIECE = [START, IMAGE, END]
+PROMPTS = (  # and which media: two images, none, one image, the first two again, an image and a video
+    ([1, 2, *PIECE, 5, *PIECE, 7], 0),
+    ([3, 4, 5], None),
+    ([*PIECE, 9, 8], 1),
+    ([6, *PIECE, *PIECE, 11, 12, 13, 14], 0),
+    ([10, *PIECE, 20, START, VIDEO, END, 21], 2),
+)
+
+
+def rows_of(family, config, video=True):
+    """Expanded ids with types, and the media of each row; two rows share theirs."""
+    film = image_inputs(config, (3, 4, 4), kind="video", seed=4)
+    if config.model_type == "qwen2_5_vl":
+        film["second_per_grid_ts"] = torch.tensor([1.5])
+    sources = [
+        image_inputs(config, (4, 6), (8, 4)),
+        image_inputs(config, (2, 2), seed=2),
+        image_inputs(config, (6, 2), seed=3) | film,
+    ]
+    chosen = PROMPTS if video else PROMPTS[:4]
+    media = [{} if which is None else sources[which] for _, which in chosen]
+    told = (
+        {"encode_text": lambda text: [60 + len(text)], "seconds": [[0.5, 2.0, 3.5]]} if family.videos_by_frame else {}
+    )
+    return [family.expand(ids, row, config, **told) for (ids, _), row in zip(chosen, media)], media
+
+
+def padded_logits(model, ids, types, mask, media):
+    """The reference: one padded forward of Hugging Face, media of every row computed on its own."""
+    names = dict.fromkeys(name for row in media for name in row)
+    joined = {name: torch.cat([row[name].clone() for row in media if name in row]) for name in names}
+    return model(input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **joined).logits
+
+
+def packed_logits(model, rows, media):
+    """Our path: rows one after another, four rows of positions, no mask, features computed once."""
+    family = family_of(model)
+    ids, types, mask = padded(rows, "right")
+    kept = mask.bool()
+    positions = family.position_ids(types, mask, **media_grids(media), config=model.config).transpose(0, 1)[:, kept]
+    distinct = family.distinct_media(media, model.config)
+    spans = media_spans(types[kept][None], distinct, pad(mask.sum(1).cumsum(0), (1, 0)))
+    embeddings, extras = family.embed(model, ids[kept][None], distinct.inputs, spans)
+    return family.lm_head(model)(family.decode(model, embeddings, positions[:, None], extras))[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_and_packed_log_probs_equal_a_padded_forward(model_type, side):
+    model = model_of(model_type)
+    rows, media = rows_of(family_of(model), model.config)
+    ids, types, mask = padded(rows, side)
+    with torch.no_grad():
+        expected = padded_logits(model, ids, types, mask, media)[mask.bool()].log_softmax(-1)
+        ours = packed_logits(model, rows, media).log_softmax(-1)
+    assert (ours - expected).abs().max() < 1e-5
+    assert expected.std() > 0.1  # the bound means something
+
+
+def test_packed_gradients_equal_those_of_a_padded_forward(model_type):
+    model = tiny_model(model_type)
+    rows, media = rows_of(family_of(model), model.config)
+    ids, types, mask = padded(rows, "left")
+    weight = torch.randn(int(mask.sum()), 1, generator=torch.Generator().manual_seed(5))
+    (padded_logits(model, ids, types, mask, media)[mask.bool()].log_softmax(-1)[:, :9] * weight).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    (packed_logits(model, rows, media).log_softmax(-1)[:, :9] * weight).sum().backward()
+    for name, parameter in model.named_parameters():
+        difference = (parameter.grad - expected[name]).norm()
+        assert difference <= 1e-5 * expected[name].norm(), name
+    assert expected["model.visual.patch_embed.proj.weight"].norm() > 0
+
+
+def test_shared_media_equal_separate_media(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    rows, media = rows_of(family, model.config, video=False)
+    copies = [{name: value.clone() for name, value in row.items()} for row in media]
+    assert len(family.distinct_media(media, model.config).inputs["pixel_values"]) == 60
+    assert len(family.distinct_media(copies, model.config).inputs["pixel_values"]) == 60 + 56
+    grads = []
+    for source in (media, copies):
+        logits = packed_logits(model, rows, source).log_softmax(-1)
+        grads.append((logits, *torch.autograd.grad(logits[:, 3].sum(), list(model.model.visual.parameters()))))
+    for shared, separate in zip(*grads):
+        assert (shared - separate).norm() <= 1e-5 * separate.norm()
+
+
+def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    rows, media = rows_of(family, model.config)
+    ids, types, mask = padded(rows, "left")
+    answers = torch.tensor([[30, 31, 32]]).expand(len(rows), 3)
+    whole = [pad(part, (0, 3), value=fill) for part, fill in ((ids, 0), (types, 0), (mask, 1))]
+    whole[0][:, -3:] = answers
+    positions = family.position_ids(types, mask, **media_grids(media), config=model.config)
+    following = family.extend_positions(positions, mask, 3).transpose(0, 1)
+    distinct = family.distinct_media(media, model.config)
+    with torch.no_grad():
+        expected = padded_logits(model, *whole, media)[:, -4:].log_softmax(-1)
+        cache_ = DynamicCache(config=model.config)
+        embeddings, extras = family.embed(model, ids, distinct.inputs, media_spans(types, distinct))
+        hidden = [
+            family.decode(
+                model, embeddings, positions.transpose(0, 1), extras, attention_mask=mask, past_key_values=cache_
+            )
+        ]
+        for step in range(3):
+            embeddings, extras = family.embed(model, answers[:, step : step + 1], {})
+            mask = pad(mask, (0, 1), value=1)
+            now = following[:, :, step : step + 1]
+            hidden.append(family.decode(model, embeddings, now, extras, attention_mask=mask, past_key_values=cache_))
+        ours = family.lm_head(model)(torch.cat([part[:, -1:] for part in hidden], 1)).log_softmax(-1)
+    assert (ours - expected).abs().max() < 1e-5
+
+
+def test_text_alone_needs_no_tower(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    ids = torch.tensor([[1, 2, 3]])
+    embeddings, extras = family.embed(model, ids, {})
+    assert extras == {}
+    assert torch.equal(embeddings, model.get_input_embeddings()(ids))
+    row = image_inputs(model.config, (2, 2))
+    with pytest.raises(MediaMismatch, match="both come from one"):
+        family.embed(model, ids, family.distinct_media([row], model.config).inputs)
+
+
+def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    ids, positions = torch.tensor([[1, 2, 3]]), torch.arange(3).expand(4, 1, 3)
+    nothing = media_spans(torch.zeros(1, 3), family.distinct_media([{}], model.config))
+    dummy = family.dummy_media(model.config)
+    hidden = [
+        family.decode(model, embeddings, positions, extras)
+        for embeddings, extras in (family.embed(model, ids, {}), family.embed(model, ids, dummy, nothing))
+    ]
+    assert torch.equal(*hidden)
+    tower = model.get_submodule(family.vision_tower)
+    gradients = torch.autograd.grad(hidden[1].sum(), list(tower.parameters()))
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+    assert family.features(model, dummy).shape == (1, model.config.text_config.hidden_size)
+    assert family.distinct_media([dummy], model.config).images.tolist() == [[0, 1]]
+
+
+def test_vision_keywords_reach_the_tower(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    seen = {}
+    hook = model.model.visual.blocks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
+    row = image_inputs(model.config, (2, 2))
+    media = family.distinct_media([row], model.config)
+    spans = media_spans(torch.tensor([[1]]), media)
+    family.embed(model, torch.tensor([[IMAGE]]), media.inputs, spans, vision_kwargs={"a_keyword": 3})
+    hook.remove()
+    assert seen["a_keyword"] == 3
+
+
+def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    text, vision = model.config.text_config, model.config.vision_config
+    assert len(model.get_submodule(family.decoder_layers)) == text.num_hidden_layers
+    assert len(model.get_submodule(family.vision_blocks)) == vision.depth
+    assert model.get_submodule(family.embedding) is model.get_input_embeddings()
+    assert family.lm_head(model) is model.get_output_embeddings()
+    assert model.get_submodule(family.final_norm).weight.shape == (text.hidden_size,)
+    tower = {id(p) for p in model.get_submodule(family.vision_tower).parameters()}
+    assert {id(p) for path in family.mergers for p in model.get_submodule(path).parameters()} < tower
+    language = {id(p) for p in model.get_submodule(family.language_model).parameters()}
+    head = {id(p) for p in family.lm_head(model).parameters()}
+    assert tower | language | head == {id(p) for p in model.parameters()}
+
+    theirs = dict(text.base_model_tp_plan or {})  # Qwen3-VL has none for its dense decoder
+    theirs.pop("layers.*.mlp.experts", None)  # a hook of theirs, not a layout
+    plan = dict(family.tensor_plan)
+    assert plan.pop(family.head) == "colwise"
+    assert theirs in ({}, {path.removeprefix(f"{family.language_model}."): style for path, style in plan.items()})
+    names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    unused = [path for path, _ in family.tensor_plan if not any(fnmatchcase(name, path) for name in names)]
+    dense = model_type != "qwen3_vl_moe"
+    assert unused == (
+        [] if dense else [f"{family.decoder_layers}.*.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    )
+
+
+def load(path):
+    """A checkpoint, with proof that nothing in it is missing, left over or of another shape."""
+    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    return model
+
+
+def assert_equal_parameters(model, other):
+    assert type(model) is type(other)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_nothing_of_a_saved_checkpoint_is_left_at_random(model_type, tmp_path):
+    model = model_of(model_type)
+    model.save_pretrained(tmp_path)
+    assert_equal_parameters(load(tmp_path), model)
+    assert family_of(json.loads((tmp_path / "config.json").read_text())["model_type"]) is family_of(model)
+
+
+def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
+    model, family = model_of(model_type), family_of(model_type)
+    model.save_pretrained(tmp_path)
+    converted = dict(family.rollout_weight(name, weight) for name, weight in model.state_dict().items())
+    assert converted.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert [family.rollout_weight_name(name) for name in model.state_dict()] == list(converted)
+    save_file({name: w.contiguous() for name, w in converted.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_equal_parameters(load(tmp_path), model)
+
+
+def test_expert_weights_have_the_layout_of_published_checkpoints(model_type):
+    model, family = model_of(model_type), family_of(model_type)
+    shapes = {
+        family.rollout_weight(name, weight)[1].shape for name, weight in model.named_parameters() if "experts" in name
+    }
+    # (experts, hidden, 2 x intermediate) and (experts, intermediate, hidden), which vLLM turns round on loading
+    assert shapes == ({(4, 64, 96), (4, 48, 64)} if model_type == "qwen3_vl_moe" else set())

@@ -1,0 +1,86 @@
+"""Operation counts: hand-worked, and against PyTorch's counter."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, image_inputs, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from dataproto.vlm import family_of, media_spans
+
+GRIDS = ((4, 6), (8, 4))
+
+
+def test_a_hand_worked_decoder():
+    text = SimpleNamespace(
+        hidden_size=8,
+        intermediate_size=10,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=20,
+    )
+    vision = SimpleNamespace(
+        embed_dim=4,
+        hidden_size=8,
+        mlp_ratio=2,
+        depth=2,
+        in_channels=3,
+        temporal_patch_size=2,
+        patch_size=2,
+        spatial_merge_size=2,
+    )
+    config = SimpleNamespace(text_config=text, vision_config=vision)
+    cost = family_of("qwen2_vl").flops(config, [3, 2], torch.tensor([[2, 2, 4]]), logit_tokens=1)
+    # query and output 8 x 8, key and value 8 x 4, three of 8 x 10: 432 weights a layer
+    assert cost.language_linear == 2 * 5 * 3 * (64 + 64 + 32 + 32 + 240)
+    assert cost.language_attention == 4 * 8 * (6 + 3) * 3
+    assert cost.lm_head == 2 * 1 * 8 * 20
+    # 16 patches: embedding 24 x 4, blocks 4 x 16 + 2 x 4 x 8; 4 merged tokens: 16 x 16 + 16 x 8
+    assert cost.vision_linear == 2 * (16 * (96 + 2 * 128) + 4 * 384)
+    assert cost.vision_attention == 4 * 4 * 2 * (2 * 8**2)  # two frames of 8 patches, two blocks
+    assert cost.total == cost.vision + cost.language
+
+
+def test_rows_without_media_cost_no_vision():
+    model = tiny_model("qwen3_vl")
+    cost = family_of(model).flops(model.config, torch.tensor([4, 0]))
+    assert cost.vision == 0
+    assert cost.language > 0
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_counts_equal_those_of_the_counter(model_type):
+    model = tiny_model(model_type)
+    model.set_attn_implementation("eager")  # plain products, which the counter knows, unlike fused ones on a CPU
+    model.set_experts_implementation("eager")
+    family, config = family_of(model), model.config
+    row = image_inputs(config, *GRIDS)
+    ids, types = family.expand([1, START, IMAGE, END, 2, START, IMAGE, END, 3], row, config)
+    ids, types = torch.tensor(ids)[None], torch.tensor(types)[None]
+    mask = torch.ones_like(ids)
+    positions = family.position_ids(types, mask, row["image_grid_thw"], None, None, config)
+    media = family.distinct_media([row], config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        embeddings, extras = family.embed(model, ids, media.inputs, media_spans(types, media))
+        vision = dict(counter.get_flop_counts()["Global"])
+        family.lm_head(model)(family.decode(model, embeddings, positions.transpose(0, 1), extras))
+    everything = dict(counter.get_flop_counts()["Global"])
+    ours = family.flops(config, [ids.shape[1]], row["image_grid_thw"])
+
+    def linear(counts):
+        return sum(
+            count for name, count in counts.items() if str(name).split(".")[-1] in {"mm", "addmm", "convolution"}
+        )
+
+    def attention(counts):
+        return sum(count for name, count in counts.items() if str(name) == "aten.bmm")
+
+    assert ours.vision_linear == linear(vision)
+    assert ours.language_linear + ours.lm_head == linear(everything) - linear(vision)
+    assert ours.vision_attention == attention(vision)
+    # the counter counts the full square, we what is below the diagonal
+    length = ids.shape[1]
+    square = attention(everything) - attention(vision)
+    assert ours.language_attention * 2 * length == square * (length + 1)

@@ -1,0 +1,45 @@
+"""The registry, and what importing it does not load."""
+
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers.tiny_models import MODEL_TYPES, tiny_config
+
+from dataproto.errors import UnknownModel
+from dataproto.vlm import family_of, known_families
+
+
+def test_families_are_found_by_type_config_and_model():
+    assert set(known_families()) == set(MODEL_TYPES)
+    for model_type in MODEL_TYPES:
+        config = tiny_config(model_type)
+        family = family_of(model_type)
+        assert family.model_type == model_type
+        assert family_of(config) is family
+        assert family_of(SimpleNamespace(config=config)) is family
+
+
+@pytest.mark.parametrize("unknown", ["llama", None, SimpleNamespace(), SimpleNamespace(model_type="llama")])
+def test_an_unknown_model_is_told_the_known_types(unknown):
+    with pytest.raises(UnknownModel, match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe"):
+        family_of(unknown)
+
+
+def test_a_family_is_a_value():
+    family = family_of("qwen3_vl_moe")
+    assert pickle.loads(pickle.dumps(family)) == family
+    assert hash(family) != hash(family_of("qwen3_vl"))
+    with pytest.raises(AttributeError):
+        family.head = "other"
+
+
+def test_importing_and_using_the_registry_loads_no_transformers():
+    code = (
+        "import sys; from dataproto.vlm import family_of, known_families; [family_of(name) for name in known_families()];"
+        "print([name for name in ('transformers', 'ray', 'vllm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
