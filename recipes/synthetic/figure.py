@@ -1,0 +1,253 @@
+"""Figures as lists of shapes, and the drawing of them with PIL.
+
+Points are complex numbers with the y axis upwards, so that turning a figure is one multiplication. A figure is plain data; what is
+random about a picture (turn, place, colours) is a `Style`, so a drawing is a function of the two.
+"""
+
+import cmath
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from PIL import Image, ImageDraw, ImageFont
+
+SUPERSAMPLING = 3
+
+Point = complex
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A segment from `a` to `b`."""
+
+    a: Point
+    b: Point
+
+
+@dataclass(frozen=True)
+class Circle:
+    """A circle with its outline only."""
+
+    center: Point
+    radius: float
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A small filled disc, as at a circle's centre."""
+
+    at: Point
+
+
+@dataclass(frozen=True)
+class AngleMark:
+    """An arc at `vertex` from the ray to `a` counter-clockwise to the ray to `b`; a small square if `right`."""
+
+    vertex: Point
+    a: Point
+    b: Point
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class Label:
+    """`text` whose nearest edge lies `gap` font heights from `at` in the direction `toward` (0: centred on `at`)."""
+
+    text: str
+    at: Point
+    toward: Point = 0
+    gap: float = 0.3
+
+
+@dataclass(frozen=True)
+class WedgeLabel:
+    """`text` inside the angle at `vertex`, on the bisector, as near to the vertex as the two rays leave room."""
+
+    text: str
+    vertex: Point
+    a: Point
+    b: Point
+
+
+Shape = Line | Circle | Dot | AngleMark | Label | WedgeLabel
+Figure = Sequence[Shape]
+
+
+@dataclass(frozen=True)
+class Style:
+    """What one drawing looks like: turn in radians, shift as a share of the free room, colours, pen and font in pixels."""
+
+    turn: float
+    shift: Point
+    ink: Colour
+    paper: Colour
+    accent: Colour
+    pen: float
+    font: float
+
+
+def random_style(random: Random, *, turn: float, pen: float, font: float) -> Style:
+    """A style with dark ink and labels on light paper; `turn` is the largest turn to either side, in degrees."""
+    return Style(
+        turn=math.radians(random.uniform(-turn, turn)),
+        shift=complex(random.uniform(-1, 1), random.uniform(-1, 1)),
+        ink=_colour(random, 0, 110),
+        paper=_colour(random, 225, 255),
+        accent=_colour(random, 0, 60),
+        pen=pen * random.uniform(0.85, 1.25),
+        font=font * random.uniform(0.95, 1.1),
+    )
+
+
+def draw(figure: Figure, size: int, style: Style, unit: float | None = None) -> Image.Image:
+    """Draws `figure` into a square RGB picture of `size` pixels.
+
+    `unit` is the number of pixels of length 1; without it the figure is made as large as picture and labels allow.
+    The figure is turned by `style.turn` and placed within the free room by `style.shift`.
+    """
+    turned = [_turn(shape, cmath.rect(1, style.turn)) for shape in figure]
+    room = size - 2 * _margin(turned, style)
+    low, high = _bounds(turned)
+    if unit is None:
+        unit = room / max((high - low).real, (high - low).imag)
+    slack = complex(max(0.0, room - unit * (high - low).real), max(0.0, room - unit * (high - low).imag)) / 2
+    middle = complex(size, size) / 2 + complex(slack.real * style.shift.real, slack.imag * style.shift.imag)
+    pen = _Pen(size, style, unit, (low + high) / 2, middle)
+    for shape in turned:
+        pen.put(shape)
+    return pen.image.reduce(SUPERSAMPLING)
+
+
+class _Pen:
+    """The supersampled picture of one drawing, and the map from figure to pixel coordinates."""
+
+    def __init__(self, size: int, style: Style, unit: float, center: Point, middle: Point) -> None:
+        self.style, self.unit, self.center, self.middle = style, unit, center, middle
+        self.image = Image.new("RGB", (size * SUPERSAMPLING,) * 2, style.paper)
+        self.pencil = ImageDraw.Draw(self.image)
+        self.width = max(1, round(style.pen * SUPERSAMPLING))
+        self.font = _font(round(style.font * SUPERSAMPLING))
+        self.height = style.font * SUPERSAMPLING
+
+    def put(self, shape: Shape) -> None:
+        """Draws one shape."""
+        match shape:
+            case Line(a, b):
+                self.pencil.line([*self._xy(a), *self._xy(b)], fill=self.style.ink, width=self.width)
+            case Circle(center, radius):
+                self._ellipse(self._xy(center), radius * self.unit * SUPERSAMPLING, outline=self.style.ink)
+            case Dot(at):
+                self._ellipse(self._xy(at), 1.2 * self.width, fill=self.style.ink)
+            case AngleMark():
+                self._angle_mark(shape)
+            case Label(text, at, toward, gap):
+                self._label(text, at, toward, gap)
+            case WedgeLabel():
+                self._wedge_label(shape)
+
+    def _xy(self, point: Point) -> tuple[float, float]:
+        offset = (point - self.center) * self.unit
+        return ((self.middle.real + offset.real) * SUPERSAMPLING, (self.middle.imag - offset.imag) * SUPERSAMPLING)
+
+    def _ellipse(self, xy: tuple[float, float], radius: float, **how: Colour) -> None:
+        box = (xy[0] - radius, xy[1] - radius, xy[0] + radius, xy[1] + radius)
+        self.pencil.ellipse(box, width=self.width if "outline" in how else 0, **how)
+
+    def _angle_mark(self, mark: AngleMark) -> None:
+        x, y = self._xy(mark.vertex)
+        first, second = _direction(mark.a - mark.vertex), _direction(mark.b - mark.vertex)
+        radius = 0.75 * self.height
+        thin = max(1, round(0.7 * self.width))
+        if mark.right:
+            corner = [first, first + second, second]
+            path = [(x + 0.6 * radius * c.real, y - 0.6 * radius * c.imag) for c in corner]
+            self.pencil.line(path, fill=self.style.ink, width=thin)
+            return
+        start, end = -math.degrees(cmath.phase(second)), -math.degrees(cmath.phase(first))
+        self.pencil.arc((x - radius, y - radius, x + radius, y + radius), start, end, fill=self.style.ink, width=thin)
+
+    def _label(self, text: str, at: Point, toward: Point, gap: float) -> None:
+        x, y = self._xy(at)
+        if toward:
+            way = _direction(toward)
+            reach = self._reach(text, way) + gap * self.height
+            x, y = x + reach * way.real, y - reach * way.imag
+        self._text(text, x, y)
+
+    def _wedge_label(self, label: WedgeLabel) -> None:
+        x, y = self._xy(label.vertex)
+        first, second = _direction(label.a - label.vertex), _direction(label.b - label.vertex)
+        opening = cmath.phase(second / first) % (2 * math.pi)
+        way = first * cmath.rect(1, opening / 2)
+        normal = first * 1j
+        clearance = self._reach(label.text, normal) + self.width
+        distance = max(
+            clearance / math.sin(min(opening / 2, math.pi / 2)), self._reach(label.text, way) + 0.8 * self.height
+        )
+        self._text(label.text, x + distance * way.real, y - distance * way.imag)
+
+    def _reach(self, text: str, way: Point) -> float:
+        """How far the box of `text` reaches from its centre along the unit vector `way`, in supersampled pixels."""
+        left, top, right, bottom = self.font.getbbox(text, anchor="ls")
+        return abs(way.real) * (right - left) / 2 + abs(way.imag) * (bottom - top) / 2
+
+    def _text(self, text: str, x: float, y: float) -> None:
+        left, top, right, bottom = self.font.getbbox(text, anchor="ls")
+        width, height = self.image.size
+        x = min(max(x, (right - left) / 2 + 2), width - (right - left) / 2 - 2)
+        y = min(max(y, (bottom - top) / 2 + 2), height - (bottom - top) / 2 - 2)
+        corner = (x - (left + right) / 2, y - (top + bottom) / 2)
+        self.pencil.text(corner, text, fill=self.style.accent, font=self.font, anchor="ls")
+
+
+@functools.lru_cache(maxsize=256)
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    font = ImageFont.load_default(size)
+    if not isinstance(font, ImageFont.FreeTypeFont):
+        raise RuntimeError("this Pillow was built without FreeType, so it has no scalable font to draw labels with")
+    return font
+
+
+def _colour(random: Random, low: int, high: int) -> Colour:
+    return random.randint(low, high), random.randint(low, high), random.randint(low, high)
+
+
+def _direction(vector: Point) -> Point:
+    return vector / abs(vector)
+
+
+def _turn(shape: Shape, by: complex) -> Shape:
+    match shape:
+        case Line(a, b):
+            return Line(a * by, b * by)
+        case Circle(center, radius):
+            return Circle(center * by, radius)
+        case Dot(at):
+            return Dot(at * by)
+        case AngleMark(vertex, a, b, right):
+            return AngleMark(vertex * by, a * by, b * by, right)
+        case Label(text, at, toward, gap):
+            return Label(text, at * by, toward * by, gap)
+        case WedgeLabel(text, vertex, a, b):
+            return WedgeLabel(text, vertex * by, a * by, b * by)
+
+
+def _bounds(figure: Iterable[Shape]) -> tuple[Point, Point]:
+    points: list[Point] = []
+    for shape in figure:
+        match shape:
+            case Line(a, b):
+                points += [a, b]
+            case Circle(center, radius):
+                points += [center - complex(radius, radius), center + complex(radius, radius)]
+    xs, ys = [p.real for p in points], [p.imag for p in points]
+    return complex(min(xs), min(ys)), complex(max(xs), max(ys))
+
+
+def _margin(figure: Iterable[Shape], style: Style) -> float:
+    """Pixels to leave free on each side: the pen, and a line of text where a label stands outside the figure."""
+    outside = any(isinstance(shape, Label) and shape.toward for shape in figure)
+    return style.pen + (1.4 * style.font if outside else 0.3 * style.font)

@@ -1,0 +1,87 @@
+"""Problem number i of a seed: a pure function of (level, seed, split, i), with train and test apart."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from PIL import Image
+
+from dataproto.errors import InvalidConfig
+from recipes.synthetic import level1
+from recipes.synthetic.drafts import Draft
+from recipes.synthetic.figure import draw, random_style
+
+Split = Literal["train", "test"]
+TEST_SHARE = 8  # one of so many pictures belongs to the test split
+
+
+@dataclass(frozen=True)
+class Level:
+    """The templates of one level and how its pictures look: side, pen and font in pixels, largest turn in degrees."""
+
+    templates: Sequence[Callable[[Random], Draft]]
+    size: int
+    turn: float
+    pen: float
+    font: float
+
+
+LEVELS: dict[int, Level] = {
+    1: Level((level1.triangle_angle, level1.rectangle_side), size=56, turn=8, pen=1.3, font=12),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One drawn problem; `kind` names its template."""
+
+    image: Image.Image
+    text: str
+    answer: str
+    kind: str
+
+
+def make_problem(index: int, level: int = 1, seed: int = 0, split: Split = "train") -> Problem:
+    """Draws problem ``index`` of ``seed``: the same one whenever and wherever it is asked for.
+
+    Candidates are drawn until one belongs to ``split``. Which split a candidate belongs to is told by the hash of its text
+    and pixels alone, so no problem of one split ever occurs in the other, whatever the seeds.
+
+    Raises:
+        InvalidConfig: no such level or split.
+
+    >>> problem = make_problem(5)
+    >>> problem == make_problem(5), problem.image.size
+    (True, (56, 56))
+    """
+    if level not in LEVELS:
+        raise InvalidConfig(f"level={level} is unknown: choose one of {sorted(LEVELS)}")
+    if split not in ("train", "test"):
+        raise InvalidConfig(f"split={split!r} is unknown: choose 'train' or 'test'")
+    random = Random(f"synthetic/{level}/{seed}/{split}/{index}")
+    while True:
+        problem = _candidate(random, LEVELS[level])
+        if split_of(problem) == split:
+            return problem
+
+
+def split_of(problem: Problem) -> Split:
+    """The split that a problem belongs to, by the hash of its text and pixels."""
+    digest = hashlib.blake2b(problem.text.encode() + b"\0" + problem.image.tobytes(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest) % TEST_SHARE == 0 else "train"
+
+
+def _candidate(random: Random, level: Level) -> Problem:
+    template = random.choice(level.templates)
+    draft = template(random)
+    style = random_style(random, turn=level.turn, pen=level.pen, font=level.font)
+    image = draw(draft.figure, level.size, style, draft.unit)
+    return Problem(image, f"<image>{draft.text}", draft.answer, template.__name__)
+
+
+def sample_texts(number: int = 50) -> list[str]:
+    """Questions of all templates, ``number`` of each: always the same ones."""
+    random = Random("synthetic/texts")
+    return [template(random).text for level in LEVELS.values() for template in level.templates for _ in range(number)]

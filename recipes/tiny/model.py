@@ -1,0 +1,126 @@
+"""A small Qwen2.5-VL of the real Hugging Face class, with tokenizer and image processor, saved as an ordinary checkpoint."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from recipes.synthetic import sample_texts
+from recipes.tiny.tokenizer import (
+    END_OF_TEXT,
+    END_OF_TURN,
+    IMAGE_PAD,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+    train_tokenizer,
+)
+
+PATCH = 14  # pixels; a visual token shows 2 x 2 patches
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """Sizes of the model; with the default ones it has about 0.7 million parameters."""
+
+    vocabulary: int = 512
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    vision_width: int = 64
+    vision_depth: int = 2
+    vision_std: float = 0.1  # of the vision tower's initial weights; at Hugging Face's 0.02 GRPO learns nothing
+    min_pixels: int = 56 * 56
+    max_pixels: int = 280 * 280
+
+
+def make_tiny_model(path: str | Path, seed: int = 0, config: TinyConfig | None = None) -> Path:
+    """Writes a randomly initialised checkpoint to the directory ``path``, the same one for the same arguments.
+
+    It loads with ``Qwen2_5_VLForConditionalGeneration.from_pretrained``, ``AutoTokenizer`` and ``AutoImageProcessor``.
+
+    Returns:
+        ``path``.
+    """
+    config = config or TinyConfig()
+    path = Path(path)
+    tokenizer = train_tokenizer(_corpus(), config.vocabulary)
+    model = random_model(model_config(config, tokenizer), config.vision_std, seed)
+    model.generation_config = _generation_config(tokenizer)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    Qwen2VLImageProcessorPil(min_pixels=config.min_pixels, max_pixels=config.max_pixels).save_pretrained(path)
+    return path
+
+
+def random_model(config: Qwen2_5_VLConfig, vision_std: float, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """A float32 model as Hugging Face initialises it, but the vision tower's matrices drawn with ``vision_std``.
+
+    The global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(config).to(torch.float32)
+        with torch.no_grad():
+            for parameter in model.model.visual.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=vision_std)
+    return model
+
+
+def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
+    """The Hugging Face configuration: heads of 32 (a size that vLLM's CPU build knows), windows of 112 pixels."""
+    head = config.hidden // config.heads
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden,
+        "intermediate_size": 2 * config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads // 2,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
+        },
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "depth": config.vision_depth,
+        "hidden_size": config.vision_width,
+        "out_hidden_size": config.hidden,
+        "intermediate_size": 2 * config.vision_width,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "window_size": 112,
+        "fullatt_block_indexes": [config.vision_depth - 1],
+    }
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **_media_ids(tokenizer))
+
+
+def _media_ids(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    names = {
+        "image_token_id": IMAGE_PAD,
+        "video_token_id": VIDEO_PAD,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
+    ends = tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT])
+    return GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+
+
+def _corpus() -> Iterable[str]:
+    """What the tokenizer learns its merges from: the chat template's words, the problems' questions, the answers' form."""
+    frame = ["system\nYou are a helpful assistant.\nuser\nassistant\n", "<think>look</think> \\boxed{x}"]
+    return 100 * frame + sample_texts()
