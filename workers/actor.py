@@ -86,11 +86,13 @@ class ActorWorker(PolicyWorker):
             f"actor/{name}": value for name, value in stepped.items()
         }
 
+    @dispatch("all")
     def save(self, directory: Path) -> None:
         """Writes the weights as a Hugging Face checkpoint and the optimizer's state beside it."""
         self.module.model.save_pretrained(directory / "huggingface")
         torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
 
+    @dispatch("all")
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, to the last bit."""
         load_weights_into(self.module.model, directory / "huggingface")

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import nn
+from transformers import PreTrainedModel
 
 from dataproto.errors import CheckpointError
 
@@ -58,23 +57,21 @@ def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
     return (steps[-1], root / f"global_step_{steps[-1]}") if steps else None
 
 
-def load_weights_into(model: nn.Module, directory: Path) -> None:
+def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
     """Copies the weights of a ``save_pretrained`` directory into a model of the same architecture, in place.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape.
+        CheckpointError: there is no such directory, or a tensor is missing, unknown or of another shape.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{directory} holds no safetensors file")
-    loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    result = model.load_state_dict(loaded, strict=False)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    missing = [name for name in result.missing_keys if name not in tied]
-    if missing or result.unexpected_keys:
-        raise CheckpointError(
-            f"{directory} does not fit the model: missing {missing}, unknown {result.unexpected_keys}"
-        )
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} holds no Hugging Face checkpoint")
+    loaded, found = type(model).from_pretrained(
+        directory, dtype=model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    problems = {kind: sorted(map(str, names)) for kind, names in found.items() if names and kind.endswith("_keys")}
+    if problems:
+        raise CheckpointError(f"{directory} does not fit the model: {problems}")
+    model.load_state_dict(loaded.state_dict())
 
 
 def random_states() -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""The loop around a step function: data, evaluation, checkpoints, resume, metrics."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import CheckpointError, InvalidConfig
+from recipes.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
+from recipes.progress import Progress
+from workers.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
+from workers.launch import Roles
+
+STATE_FILE = "trainer.pt"
+
+StepFunction = Callable[[DataProto], tuple[DataProto, dict[str, float]]]  # prompts -> scored rollouts, metrics
+Evaluate = Callable[[int], dict[str, float]]  # step -> metrics
+
+
+class Loader(Protocol):
+    """An endless source of prompt batches whose position can be saved."""
+
+    def __next__(self) -> DataProto: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long a run goes on, what it leaves behind and when."""
+
+    steps: int = 100
+    eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
+    save_every: int = 20  # steps between checkpoints; 0: after the last step only
+    keep_checkpoints: int = 2
+    resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
+    overwrite: bool = False  # begin anew, deleting the run that output_dir holds
+    seed: int = 0
+    output_dir: Path = Path("outputs/geo3k_grpo")
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.keep_checkpoints < 1:
+            raise InvalidConfig(f"steps={self.steps} and keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if self.eval_every < 0 or self.save_every < 0:
+            raise InvalidConfig(f"eval_every={self.eval_every} and save_every={self.save_every} must be at least 0")
+        if self.resume and self.overwrite:
+            raise InvalidConfig("resume and overwrite contradict each other: choose one")
+
+
+def train(
+    run: RunConfig,
+    roles: Roles,
+    loader: Loader,
+    step_function: StepFunction,
+    evaluate: Evaluate,
+    save_processors: Callable[[Path], None],
+) -> None:
+    """Runs the steps from wherever the run stands, and writes one metrics row for each.
+
+    Row 0 holds the evaluation before the first step. A checkpoint is written after its step's row; a resumed run drops the
+    rows after its checkpoint, and every step that follows is the one that an uninterrupted run makes.
+
+    Args:
+        save_processors: writes tokenizer and image processor beside the exported weights.
+    """
+    done = restore(run, roles, loader) if run.resume else None
+    first = 1 if done is None else done + 1
+    keep = done if done is not None or not run.resume else -1
+    with MetricsLog(run.output_dir, resume_after=keep) as log, Progress(run.steps, first - 1) as progress:
+        if done is None:
+            progress.note("evaluating before the first step")
+            log.write(0, evaluate(0))
+        for step in range(first, run.steps + 1):
+            metrics = train_step(loader, step_function)
+            if is_due(step, run.eval_every, run.steps):
+                metrics |= evaluate(step)
+            log.write(step, metrics)
+            progress.update(step, metrics)
+            if is_due(step, run.save_every, run.steps):
+                save(run, step, roles, loader, save_processors)
+
+
+def train_step(loader: Loader, step_function: StepFunction) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    with timed(metrics, "step"):
+        with timed(metrics, "data"):
+            prompts = next(loader)
+        data, step_metrics = step_function(prompts)
+    metrics |= step_metrics
+    return metrics | rollout_metrics(data) | speed_metrics(data, metrics)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Every ``every`` steps, and after the last one.
+
+    >>> [step for step in range(1, 8) if is_due(step, every=3, last=7)]
+    [3, 6, 7]
+    """
+    return step == last or (every > 0 and step % every == 0)
+
+
+def save(run: RunConfig, step: int, roles: Roles, loader: Loader, save_processors: Callable[[Path], None]) -> None:
+    with writing_checkpoint(run.output_dir, step, keep=run.keep_checkpoints) as directory:
+        roles.actor.save(directory / "actor")
+        save_processors(directory / "actor" / "huggingface")
+        state = {"step": step, "loader": loader.state_dict(), "random": random_states()}
+        torch.save(state, directory / STATE_FILE)
+
+
+def restore(run: RunConfig, roles: Roles, loader: Loader) -> int | None:
+    """Sets everything to where the newest checkpoint was; returns its step, or ``None`` if there is no checkpoint.
+
+    Raises:
+        CheckpointError: it is not of this kind of run.
+    """
+    found = latest_checkpoint(run.output_dir)
+    if found is None:
+        return None
+    step, directory = found
+    state: Mapping[str, Any] = torch.load(directory / STATE_FILE, weights_only=True)
+    if state.get("step") != step:
+        raise CheckpointError(f"{directory / STATE_FILE} is of step {state.get('step')}, not of step {step}")
+    roles.actor.load(directory / "actor")
+    roles.sync_weights()
+    loader.load_state_dict(state["loader"])
+    set_random_states(state["random"])
+    return step
