@@ -131,6 +131,21 @@ def test_extension_skips_right_padding_and_an_image_at_the_end():
     assert family.extend_positions(positions, mask, 1)[0, :, 0].tolist() == [3, 3, 3, 3]
 
 
+def test_text_after_a_long_video_starts_behind_its_sides_not_its_duration():
+    family, config = family_of("qwen2_5_vl"), model_of("qwen2_5_vl").config
+    types, mask, grid = torch.tensor([[2, 2, 2]]), torch.ones(1, 3), torch.tensor([[3, 2, 2]])
+    positions = family.position_ids(types, mask, None, grid, [4.0], config)
+    assert positions[0].tolist() == [[0, 1, 2], [0, 8, 16], [0, 0, 0], [0, 0, 0]]
+    assert family.extend_positions(positions, mask, 1)[0, :, 0].tolist() == [3, 1, 1, 1]
+
+
+def test_token_types_of_padding_do_not_count():
+    family, config = family_of("qwen2_vl"), model_of("qwen2_vl").config
+    types, mask = torch.tensor([[1, 0, 1, 2]]), torch.tensor([[0, 1, 1, 0]])
+    positions = family.position_ids(types, mask, torch.tensor([[1, 2, 2]]), None, None, config)
+    assert positions[0].tolist() == [[0, 0, 1, 0]] * 4
+
+
 @pytest.mark.parametrize(
     ("types", "grids", "message"),
     [
