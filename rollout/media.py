@@ -1,0 +1,144 @@
+"""Images from wherever a data set keeps them: PIL objects, paths, bytes, parquet structs, data URIs.
+
+Every image becomes 8-bit RGB here, once, for the image processor and the rollout engine alike: turned upright by its
+EXIF orientation (as ``transformers`` and ``datasets`` do), transparency laid on white (as vLLM and ``qwen_vl_utils``
+do; dropping it would turn a line drawing black on black), 16 bits scaled to 8, the first frame of an animation.
+
+Files are only ever read as images of well-known raster formats; nothing in them runs, nothing is downloaded.
+"""
+
+import base64
+import binascii
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from dataproto.errors import InvalidMedia
+
+MAX_IMAGE_PIXELS = 89_478_485
+"""Larger images are refused unread (Pillow's own limit against decompression bombs)."""
+
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_PAYLOADS = ("bytes", "image", "image_url", "url", "path")
+
+
+def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image.Image:
+    """The image as upright 8-bit RGB, decoded.
+
+    ``source``: a PIL image, path, ``file://`` or ``data:`` URI, bytes, or a mapping that holds one of them, such as
+    parquet's ``{"bytes": ..., "path": ...}`` or a chat message's part. Relative paths start at ``root``.
+    Raises `InvalidMedia` for an image that is missing, broken, too large or of an unknown format.
+
+    >>> load_image(Image.new("RGBA", (2, 1), (0, 0, 0, 0))).getpixel((0, 0))
+    (255, 255, 255)
+    """
+    with _opened(source, root) as image:
+        try:
+            return _to_rgb(image)
+        except Exception as error:
+            raise InvalidMedia(f"image {_describe(source)} is broken: {error}") from error
+
+
+def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple[int, int]:
+    """Height and width that `load_image` would give, read from the header; pixels are not decoded.
+
+    >>> image_size(Image.new("RGB", (640, 480)))
+    (480, 640)
+    """
+    with _opened(source, root) as image:
+        width, height = image.size
+        if "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS:
+            width, height = height, width
+        return height, width
+
+
+@contextmanager
+def _opened(source: Any, root: str | os.PathLike[str] | None) -> Iterator[Image.Image]:
+    """The image with its header read and its size checked; closed afterwards unless it was the caller's."""
+    found = _unwrap(source)
+    image = found if isinstance(found, Image.Image) else _open(found, root, source)
+    try:
+        if image.width * image.height > MAX_IMAGE_PIXELS:
+            raise InvalidMedia(
+                f"image {_describe(source)} has {image.width} x {image.height} pixels, more than {MAX_IMAGE_PIXELS}"
+            )
+        yield image
+    finally:
+        if image is not found:
+            image.close()
+
+
+def _open(found: Any, root: str | os.PathLike[str] | None, source: Any) -> Image.Image:
+    Image.init()
+    formats = [name for name in _FORMATS if name in Image.OPEN]
+    try:
+        return Image.open(_file_of(found, root), formats=formats)
+    except InvalidMedia:
+        raise
+    except Exception as error:  # Pillow's plugins raise all kinds
+        raise InvalidMedia(f"image {_describe(source)} cannot be read: {error}") from error
+
+
+def _file_of(found: Any, root: str | os.PathLike[str] | None) -> io.BytesIO | Path:
+    if isinstance(found, (bytes, bytearray, memoryview)):
+        return io.BytesIO(found)
+    if isinstance(found, str) and found.startswith("data:"):
+        return io.BytesIO(_data_uri(found))
+    if isinstance(found, str) and found.startswith(("http://", "https://")):
+        raise InvalidMedia(f"image {_describe(found)}: images are not downloaded; save it to a file first")
+    if isinstance(found, str) and found.startswith("file://"):
+        found = unquote(urlparse(found).path)
+    if isinstance(found, (str, os.PathLike)):
+        return Path(root or ".") / found
+    raise InvalidMedia(f"image {_describe(found)} is neither a PIL image, a path, bytes nor a data URI")
+
+
+def _unwrap(source: Any) -> Any:
+    """What a mapping holds: the first payload that is not None (parquet fills absent keys with None)."""
+    while isinstance(source, Mapping):
+        payload = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
+        if payload is None:
+            raise InvalidMedia(f"image {_describe(source)} holds neither bytes nor a path")
+        source = payload
+    if source is None:
+        raise InvalidMedia("the image is missing (None)")
+    return source
+
+
+def _data_uri(uri: str) -> bytes:
+    header, comma, payload = uri.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise InvalidMedia(f"image {_describe(uri)}: only data URIs with base64 content are read")
+    try:
+        return base64.b64decode(payload, validate=True)
+    except binascii.Error as error:
+        raise InvalidMedia(f"image {_describe(uri)}: its base64 content is broken: {error}") from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image.convert("RGB")
+
+
+def _describe(source: Any) -> str:
+    if isinstance(source, Mapping) and source.get("bytes") is not None:
+        return f"{source.get('path') or ''} ({len(source['bytes'])} bytes)".strip()
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return f"({len(source)} bytes)"
+    text = str(source) if isinstance(source, os.PathLike) else repr(source)
+    return text if len(text) <= 100 else f"{text[:97]}..."

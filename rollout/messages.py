@@ -1,0 +1,105 @@
+"""Chat messages in the ways data sets write them, to messages with typed parts and the media in order."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataproto.errors import InvalidPrompt
+
+_MARKERS = re.compile(r"(<image>|<video>)")
+_KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+_PAYLOADS = ("bytes", "image", "image_url", "video", "video_url", "url", "path")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages whose content is a string or a list of ``{"type": "text" | "image" | "video", ...}`` parts, without the
+    media themselves, which stand in ``images`` and ``videos`` in the order of their parts.
+    """
+
+    messages: list[dict[str, Any]]
+    images: list[Any]
+    videos: list[Any]
+
+    def texts(self) -> Iterable[str]:
+        """Every piece of text."""
+        for message in self.messages:
+            if isinstance(message["content"], str):
+                yield message["content"]
+            else:
+                yield from (part["text"] for part in message["content"] if part["type"] == "text")
+
+    def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> list[dict[str, Any]]:
+        """The messages with the media in their parts, as verl's ``raw_prompt``."""
+        queues = {"image": iter(images), "video": iter(videos)}
+        filled = []
+        for message in self.messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = [
+                    part if part["type"] == "text" else {**part, part["type"]: next(queues[part["type"]])}
+                    for part in content
+                ]
+            filled.append({**message, "content": content})
+        return filled
+
+
+def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterable[Any] = ()) -> Conversation:
+    """Messages (or one string, the user's) with markers or typed parts, and the media that belong to them.
+
+    ``<image>`` and ``<video>`` in string content become parts. Each of them, and each media part without a payload of
+    its own, takes the next of ``images`` or ``videos``. Raises `InvalidPrompt` if their numbers differ or a message is
+    malformed.
+
+    >>> chat = read_conversation("<image>Which angle?", images=["a.png"])
+    >>> chat.messages
+    [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Which angle?'}]}]
+    >>> chat.images
+    ['a.png']
+    """
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if messages is None or isinstance(messages, Mapping) or len(messages) == 0:
+        raise InvalidPrompt(f"the prompt must be a string or a list of messages, not {messages!r}")
+    given = {"image": list(images), "video": list(videos)}
+    found: dict[str, list[Any]] = {"image": [], "video": []}
+    typed = [{**_message_head(message), "content": _content(message.get("content"), found)} for message in messages]
+    for kind, media in given.items():
+        marked = sum(payload is None for payload in found[kind])
+        if marked != len(media):
+            raise InvalidPrompt(f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s")
+        queue = iter(media)
+        found[kind] = [next(queue) if payload is None else payload for payload in found[kind]]
+    return Conversation(typed, found["image"], found["video"])
+
+
+def _message_head(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidPrompt(f"a message must be a mapping with 'role' and 'content', not {message!r}")
+    return {name: value for name, value in message.items() if name != "content" and value is not None}
+
+
+def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, Any]]:
+    """Typed content; payloads, or None where a medium comes from the row's columns, are appended to ``found``."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        pieces = [piece for piece in _MARKERS.split(content) if piece]
+        parts = [{"type": p[1:-1]} if _MARKERS.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
+        if all(part["type"] == "text" for part in parts):
+            return content
+    else:
+        parts = list(content)
+    return [_part(part, found) for part in parts]
+
+
+def _part(part: Any, found: dict[str, list[Any]]) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in _KINDS:
+        raise InvalidPrompt(f"a part of a message must be text, image or video, not {part!r}")
+    payload = {name: value for name, value in part.items() if name != "type" and value is not None}
+    found[_KINDS[kind]].append(payload if any(name in payload for name in _PAYLOADS) else None)
+    return {"type": _KINDS[kind]}

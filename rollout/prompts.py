@@ -1,0 +1,312 @@
+"""Rows of a data set to prompt columns: chat template, tokenizer, image processor, the family's placeholder expansion.
+
+Letters: B rows, P tokens of the longest prompt.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dataproto import DataProto, object_array
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
+from dataproto.vlm import family_of, media_grids
+from rollout.media import image_size, load_image
+from rollout.messages import Conversation, read_conversation
+from rollout.video import ProcessedVideo, process_video
+
+IMAGE_BACKEND = "pil"
+"""The image processor's backend, for the actor and every engine: PIL's and torchvision's pixels differ."""
+
+_CONSUMED = ("prompt", "images", "videos", "media_root")
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """An RGB image, its patches ``(patches, dim)`` float32 and grid ``(1, 3)`` int64; ``key`` tells its content."""
+
+    key: bytes
+    image: Image.Image
+    pixel_values: Tensor
+    image_grid_thw: Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row made ready for `PromptBuilder.collate`."""
+
+    input_ids: np.ndarray  # (P,) int64, placeholders expanded
+    token_types: np.ndarray  # (P,) int8
+    raw_ids: list[int]  # one placeholder for each image or video
+    conversation: Conversation
+    images: tuple[ProcessedImage, ...]
+    videos: tuple[ProcessedVideo, ...]
+    columns: dict[str, Any]  # the row's other values
+
+
+def load_image_processor(path: str | os.PathLike[str]) -> Any:
+    """The checkpoint's image processor on `IMAGE_BACKEND`, whatever else is installed."""
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)
+    except ValueError as error:
+        # The first Qwen2.5-VL checkpoints name a class that no longer exists; its successor reads their settings.
+        if "Unrecognized image processor" not in str(error):
+            raise
+        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+    if not type(processor).__name__.endswith("Pil"):
+        raise InvalidConfig(f"{path}: its image processor {type(processor).__name__} has no {IMAGE_BACKEND} backend")
+    return processor
+
+
+class PromptBuilder:
+    """Rows to a prompt batch: ``builder(rows)``.
+
+    A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (where the messages have
+    markers for them), and optionally ``media_root`` (where relative paths start); everything else in it becomes an
+    object column. Each distinct image is processed once, however many rows of the batch show it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_processor: Any,
+        config: Any,
+        max_prompt_length: int,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> None:
+        """``config`` is the model's; images are resized to between ``min_pixels`` and ``max_pixels`` (default: as the
+        image processor says).
+        """
+        size = image_processor.size
+        self.min_pixels = int(size["shortest_edge"] if min_pixels is None else min_pixels)
+        self.max_pixels = int(size["longest_edge"] if max_pixels is None else max_pixels)
+        if not 0 < self.min_pixels <= self.max_pixels:
+            raise InvalidConfig(
+                f"min_pixels={self.min_pixels} and max_pixels={self.max_pixels}: must be 0 < min <= max"
+            )
+        if max_prompt_length < 1:
+            raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.config = config
+        self.max_prompt_length = max_prompt_length
+        self.family = family_of(config)
+        self.image_size_limits = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        self._media_tokens = self.family.media_tokens(config)
+        media_ids = self.family.banned_ids(config)
+        self._media_strings = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(list(media_ids)) if token)
+        self._processed: WeakValueDictionary[bytes, ProcessedImage] = WeakValueDictionary()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        max_prompt_length: int,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> "PromptBuilder":
+        """Everything from one checkpoint directory."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        return cls(tokenizer, load_image_processor(path), config, max_prompt_length, min_pixels, max_pixels)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
+        """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place in ``rows``)."""
+        prompts = []
+        for place, row in enumerate(rows):
+            try:
+                prompts.append(self.prepare(row))
+            except DataProtoError as error:
+                raise InvalidRow(int(row.get("index", place)), str(error)) from error
+        return self.collate(prompts)
+
+    # One row
+
+    def prompt_length(self, row: Mapping[str, Any]) -> int:
+        """Tokens of the row's prompt with placeholders expanded, from the images' headers alone. Raises
+        `InvalidPrompt`.
+        """
+        conversation = _conversation(row)
+        return self._length(conversation, self._encode(conversation), row.get("media_root"))
+
+    def prepare(self, row: Mapping[str, Any]) -> Prompt:
+        """One row, images decoded and processed. Raises `InvalidPrompt`, before images are decoded if it is too
+        long.
+        """
+        conversation = _conversation(row)
+        raw_ids = self._encode(conversation)
+        root = row.get("media_root")
+        self._check_length(self._length(conversation, raw_ids, root))
+        images = tuple(self._process(load_image(source, root)) for source in conversation.images)
+        videos = tuple(self._process_video(source, root) for source in conversation.videos)
+        ids, types = self.family.expand(
+            raw_ids,
+            _join(images, videos),
+            self.config,
+            encode_text=self._encode_text,
+            seconds=[video.seconds for video in videos],
+        )
+        self._check_length(len(ids))
+        columns = {name: value for name, value in row.items() if name not in _CONSUMED}
+        return Prompt(ids, types, raw_ids, conversation, images, videos, columns)
+
+    def _encode(self, conversation: Conversation) -> list[int]:
+        """Token ids with one placeholder for each image and video."""
+        for text in conversation.texts():
+            for token in self._media_strings:
+                if token in text:
+                    raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")
+        try:
+            prompt = self.tokenizer.apply_chat_template(
+                conversation.messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # jinja's and the template's own
+            raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error
+        ids = self._encode_text(prompt)
+        tokens = self._media_tokens
+        for kind, placeholder, media in (
+            ("image", tokens.image, conversation.images),
+            ("video", tokens.video, conversation.videos),
+        ):
+            if ids.count(placeholder) != len(media):
+                raise InvalidPrompt(
+                    f"the tokenizer's chat template wrote {ids.count(placeholder)} {kind} placeholders for {len(media)} "
+                    f"{kind}s: the checkpoint needs a template that writes one for each"
+                )
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _length(self, conversation: Conversation, raw_ids: Sequence[int], root: Any) -> int:
+        """Prompt tokens from headers. A video counts as one: its length is known when it is read."""
+        length = len(raw_ids)
+        for source in conversation.images:
+            height, width = image_size(source, root)
+            length += self.family.image_tokens(height, width, self.min_pixels, self.max_pixels, self.config) - 1
+        return length
+
+    def _check_length(self, length: int) -> None:
+        if length > self.max_prompt_length:
+            raise InvalidPrompt(f"the prompt has {length} tokens, more than max_prompt_length={self.max_prompt_length}")
+
+    def _process(self, image: Image.Image) -> ProcessedImage:
+        key = blake2b(image.tobytes(), digest_size=16, key=repr(image.size).encode()).digest()
+        processed = self._processed.get(key)
+        if processed is None:
+            try:
+                made = self.image_processor(images=[image], size=self.image_size_limits, return_tensors="pt")
+            except ValueError as error:
+                raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
+            processed = ProcessedImage(key, image, made["pixel_values"].float(), made["image_grid_thw"].long())
+            self._processed[key] = processed
+        return processed
+
+    def _process_video(self, source: Any, root: Any) -> ProcessedVideo:
+        return process_video(source, self.image_processor, self.image_size_limits, root)
+
+    # Many rows
+
+    def collate(self, prompts: Sequence[Prompt]) -> DataProto:
+        """The prompt batch: tensors left-padded to the longest prompt, everything else in object columns.
+
+        Rows that show the same images hold the same tensors and the same PIL objects.
+        """
+        if not prompts:
+            raise InvalidPrompt("a prompt batch needs at least one row")
+        width = max(len(prompt.input_ids) for prompt in prompts)
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        input_ids = _pad_left([prompt.input_ids for prompt in prompts], width, pad, np.int64)
+        mask = _pad_left([np.ones_like(prompt.input_ids) for prompt in prompts], width, 0, np.int64)
+        types = _pad_left([prompt.token_types for prompt in prompts], width, 0, np.int8)
+        data, inputs = _share_media(prompts)
+        positions = self.family.position_ids(types, mask, **media_grids(inputs), config=self.config)
+        objects: dict[str, list[Any]] = {
+            "raw_prompt_ids": [prompt.raw_ids for prompt in prompts],
+            "multi_modal_data": data,
+            "multi_modal_inputs": inputs,
+            "raw_prompt": [
+                prompt.conversation.with_media(media.get("image", ()), media.get("video", ()))
+                for prompt, media in zip(prompts, data)
+            ],
+            **_row_columns(prompts),
+        }
+        tensors = {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "mm_token_type_ids": types,
+        }
+        return DataProto.from_dict(
+            tensors, non_tensors={name: object_array(values) for name, values in objects.items()}
+        )
+
+
+def _conversation(row: Mapping[str, Any]) -> Conversation:
+    return read_conversation(row.get("prompt"), _media_list(row.get("images")), _media_list(row.get("videos")))
+
+
+def _media_list(media: Any) -> list[Any]:
+    return [] if media is None else list(media)
+
+
+def _join(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
+    """A row's ``multi_modal_inputs``; a single image's tensors stay the objects they are."""
+    joined: dict[str, Tensor] = {}
+    for media, names in (
+        (images, ("pixel_values", "image_grid_thw")),
+        (videos, ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")),
+    ):
+        for name in names if media else ():
+            parts = [getattr(medium, name) for medium in media]
+            joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined
+
+
+def _share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
+    """``multi_modal_data`` and ``multi_modal_inputs`` of each row; equal media are one object."""
+    images: dict[bytes, ProcessedImage] = {}
+    videos: dict[bytes, ProcessedVideo] = {}
+    joined: dict[tuple[tuple[bytes, ...], tuple[bytes, ...]], tuple[dict[str, Any], dict[str, Tensor]]] = {}
+    shared = []
+    for prompt in prompts:
+        own_images = [images.setdefault(image.key, image) for image in prompt.images]
+        own_videos = [videos.setdefault(video.key, video) for video in prompt.videos]
+        keys = (tuple(image.key for image in own_images), tuple(video.key for video in own_videos))
+        if keys not in joined:
+            data = {"image": [i.image for i in own_images], "video": [(v.frames, v.metadata) for v in own_videos]}
+            joined[keys] = ({kind: media for kind, media in data.items() if media}, _join(own_images, own_videos))
+        shared.append(joined[keys])
+    return [dict(data) for data, _ in shared], [dict(inputs) for _, inputs in shared]
+
+
+def _row_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """The rows' other values, and what every batch has in case they do not tell."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+    columns.setdefault("index", list(range(len(prompts))))
+    columns.setdefault("uid", [str(index) for index in columns["index"]])
+    columns.setdefault("data_source", [""] * len(prompts))
+    for name in ("reward_model", "extra_info"):
+        columns.setdefault(name, [{} for _ in prompts])
+    return columns
+
+
+def _pad_left(rows: Sequence[np.ndarray], width: int, value: int, dtype: Any) -> Tensor:
+    padded = np.full((len(rows), width), value, dtype=dtype)
+    for target, row in zip(padded, rows):
+        target[width - len(row) :] = row
+    return torch.from_numpy(padded)

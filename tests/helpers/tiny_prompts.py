@@ -1,0 +1,79 @@
+"""A byte-level tokenizer with Qwen's special tokens and chat template, and a small image processor, made on the spot."""
+
+from functools import cache
+from typing import Any
+
+from helpers.tiny_models import tiny_config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Qwen2TokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from rollout.prompts import PromptBuilder
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{% if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part['type'] == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
+{%- else -%}{{ part['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+@cache
+def tiny_tokenizer() -> Any:
+    """256 bytes, a few merges, and the special tokens behind them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["Find the angle x of the triangle. The final answer MUST BE put in"], trainer)
+    wrapped = Qwen2TokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(SPECIAL),
+    )
+    wrapped.chat_template = TEMPLATE
+    return wrapped
+
+
+def tiny_image_processor() -> Any:
+    """4-pixel patches merged 2 x 2: an image of 16 x 16 pixels takes 4 tokens."""
+    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
+
+
+def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
+    """The tiny model's config with this tokenizer's ids."""
+    tokenizer, config = tiny_tokenizer(), tiny_config(model_type)
+    config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = (
+        tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+    )
+    config.text_config.vocab_size = len(tokenizer)
+    return config
+
+
+def tiny_builder(model_type: str = "qwen2_5_vl", max_prompt_length: int = 512, **options: Any) -> PromptBuilder:
+    """A builder over the above."""
+    return PromptBuilder(
+        tiny_tokenizer(), tiny_image_processor(), tiny_prompt_config(model_type), max_prompt_length, **options
+    )
