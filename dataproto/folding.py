@@ -1,7 +1,7 @@
 """Moving rows between the batch dimension and the one after it."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -12,8 +12,10 @@ from dataproto.rows import Column
 if TYPE_CHECKING:
     from dataproto.protocol import DataProto
 
+Batch = TypeVar("Batch", bound="DataProto")
 
-def fold_batch_dim(data: "DataProto", new_batch_size: int) -> "DataProto":
+
+def fold_batch_dim(data: Batch, new_batch_size: int) -> Batch:
     """Columns ``(B, ...)`` to ``(new_batch_size, B // new_batch_size, ...)``; tensors are views where torch can give one.
 
     Raises:
@@ -26,7 +28,7 @@ def fold_batch_dim(data: "DataProto", new_batch_size: int) -> "DataProto":
     return data._map(new_batch_size, lambda _, column: column.reshape(new_batch_size, inner, *column.shape[1:]))
 
 
-def unfold_batch_dim(data: "DataProto", batch_dims: int = 2) -> "DataProto":
+def unfold_batch_dim(data: Batch, batch_dims: int = 2) -> Batch:
     """The first ``batch_dims`` dimensions of every column become one, the rows: ``(A, B, ...)`` to ``(A * B, ...)``.
 
     Raises:
@@ -39,7 +41,7 @@ def unfold_batch_dim(data: "DataProto", batch_dims: int = 2) -> "DataProto":
     return data._map(rows, lambda _, column: column.reshape(rows, *column.shape[batch_dims:]))
 
 
-def unfold_columns(data: "DataProto", n_split: int, split_keys: Collection[str]) -> "DataProto":
+def unfold_columns(data: Batch, n_split: int, split_keys: Collection[str]) -> Batch:
     """See ``DataProto.unfold_column_chunks``."""
     if n_split < 1:
         raise IndivisibleBatch(f"columns cannot be split into {n_split} parts")

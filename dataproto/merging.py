@@ -64,8 +64,9 @@ def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[s
 def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The facts about a batch that was put together from parts.
 
-    ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Names with ``timing`` in them, which differ from worker to
-    worker by nature, keep the largest value of each number, since a step waits for its slowest part. Anything else must agree.
+    ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Names with ``timing`` in them, which differ from
+    worker to worker by nature, keep the largest value of each number, since a step waits for its slowest part. Anything else
+    must agree.
 
     Raises:
         ColumnConflict: one name has two values.

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from dataproto.rows import Column, cut, join, object_array
 
 if TYPE_CHECKING:
     from dataproto.protocol import DataProto
+
+Batch = TypeVar("Batch", bound="DataProto")
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class DataProtoConfig(metaclass=_Switches):
     """Process-wide switches, under verl's names."""
 
 
-def pad_dataproto_to_divisor(data: "DataProto", size_divisor: int) -> tuple["DataProto", int]:
+def pad_dataproto_to_divisor(data: Batch, size_divisor: int) -> tuple[Batch, int]:
     """Repeats rows from the front until the number of rows divides.
 
     Returns:
@@ -66,18 +68,18 @@ def pad_dataproto_to_divisor(data: "DataProto", size_divisor: int) -> tuple["Dat
     ), added
 
 
-def unpad_dataproto(data: "DataProto", pad_size: int) -> "DataProto":
+def unpad_dataproto(data: Batch, pad_size: int) -> Batch:
     """Takes off the last ``pad_size`` rows; ``data`` itself where there are none to take off."""
     _check_pad(data, pad_size)
     return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
 
 
-def pad_inert(data: "DataProto", rows: int) -> "DataProto":
+def pad_inert(data: Batch, rows: int) -> Batch:
     """Adds ``rows`` inert rows at the end: all masks 0, no media, in no group and in no denominator.
 
-    Tensor and number columns are 0 there. Columns of objects hold what ``columns.py`` calls inert (no media, no prompt tokens, a
-    ``uid`` shared with nobody), other objects are the last row's, so that code that only looks at their form keeps working. Take
-    the rows off with :func:`unpad_inert`.
+    Columns of tensors and numbers are 0 there (strings empty). Columns of objects hold what ``columns.py`` calls inert (no media,
+    no prompt tokens, a ``uid`` shared with nobody); other objects are the last row's, so that code that only looks at their form
+    keeps working. Take the rows off with :func:`unpad_inert`.
 
     Raises:
         InvalidIndex: ``rows`` is negative.
@@ -92,11 +94,10 @@ def pad_inert(data: "DataProto", rows: int) -> "DataProto":
         raise InvalidIndex(f"cannot add {rows} rows")
     if rows == 0:
         return data
-    padded = data._map(len(data) + rows, lambda name, column: join([column, _inert(name, column, rows)], name))
-    return padded
+    return data._map(len(data) + rows, lambda name, column: join([column, _inert(name, column, rows)], name))
 
 
-def unpad_inert(data: "DataProto", rows: int) -> "DataProto":
+def unpad_inert(data: Batch, rows: int) -> Batch:
     """Takes off the last ``rows`` rows, which :func:`pad_inert` added; ``data`` itself where there are none to take off."""
     return unpad_dataproto(data, rows)
 
@@ -104,15 +105,13 @@ def unpad_inert(data: "DataProto", rows: int) -> "DataProto":
 def _inert(name: str, column: Column, rows: int) -> Column:
     if not isinstance(column, np.ndarray):
         return column.new_zeros((rows, *column.shape[1:]))
-    if column.dtype.kind not in "OUS":
+    if column.dtype != object:
         return np.zeros((rows, *column.shape[1:]), dtype=column.dtype)
     if name in COLUMNS and COLUMNS[name].inert is not None:
-        values: list[Any] = [COLUMNS[name].inert_row(row) for row in range(rows)]
-        inert = object_array(values) if column.dtype == object else np.array(values, dtype=column.dtype.kind)
-        return inert
+        return object_array([COLUMNS[name].inert_row(row) for row in range(rows)])
     return np.repeat(column[-1:], rows, axis=0) if len(column) else object_array([None] * rows)
 
 
-def _check_pad(data: "DataProto", pad_size: int) -> None:
+def _check_pad(data: Batch, pad_size: int) -> None:
     if not 0 <= pad_size <= len(data):
         raise InvalidIndex(f"cannot take {pad_size} rows off a batch of {len(data)} rows")

@@ -38,8 +38,8 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
 def as_array(values: Any, name: str = "column") -> np.ndarray:
     """The array that a non-tensor column becomes: arrays stay, lists become arrays of objects.
 
-    Rows that are lists of plain scalars, all of one length, become one array of more dimensions, as in verl; all other rows (images,
-    tensors, arrays, dicts, messages) stay one object each.
+    Rows that are lists of plain scalars, all of one length, become one array of more dimensions, as in verl; all other rows
+    (images, tensors, arrays, dicts, messages) stay one object each.
 
     Raises:
         InvalidColumn: the values are not rows.

@@ -1,6 +1,6 @@
 """Tensors and per-row Python objects in one ``TensorDict``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ def get_tensordict(
     """A ``TensorDict`` of rows and of values that belong to the whole batch.
 
     Args:
-        tensor_dict: columns of B rows. Tensors ``(B, ...)`` (dense, or nested with the jagged layout) stay; lists and arrays become
-            a ``NonTensorStack`` of one Python object a row.
+        tensor_dict: columns of B rows. Tensors ``(B, ...)`` (dense, or nested with the jagged layout) stay; lists and arrays
+            become a ``NonTensorStack`` of one Python object a row.
         non_tensor_dict: values of the whole batch, kept as ``NonTensorData``.
 
     Raises:
@@ -54,7 +54,13 @@ def _stacked(name: str, value: Any) -> torch.Tensor | NonTensorStack:
         raise InvalidColumn(f"column {name!r} is a {type(value).__name__}, not a tensor, list or array of rows")
     if any(isinstance(item, torch.Tensor) for item in value):
         raise InvalidColumn(f"column {name!r} is a list of tensors; stack or nest them, or convert them to numpy")
-    return NonTensorStack.from_list([NonTensorData(item) for item in value])
+    return stack_objects(value)
+
+
+def stack_objects(values: Iterable[Any]) -> NonTensorStack:
+    """One Python object a row, as a ``TensorDict`` holds them."""
+    items: list[Any] = [NonTensorData(value) for value in values]
+    return NonTensorStack.from_list(items)
 
 
 def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
