@@ -99,7 +99,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """Writes plain values; paths and the like as their text."""
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _flush(directory: Path) -> None:

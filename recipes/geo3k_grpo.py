@@ -1,0 +1,218 @@
+"""GRPO on geometry problems: ``python -m recipes.geo3k_grpo``.
+
+With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
+and ``--data-path`` the same loop runs any Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint on Geometry3K or data of its kind.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dataproto import DataProto
+from dataproto.errors import DataProtoError, InvalidConfig
+from recipes.algorithms.rewards import geo3k_reward, load_reward
+from recipes.geo3k import INSTRUCTION, load_rows
+from recipes.grpo import GRPOConfig, grpo_step
+from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
+from recipes.metrics import timed, validation_metrics
+from recipes.report import environment, write_report
+from recipes.samples import rollout_samples, save_rollouts
+from recipes.synthetic.rows import ProblemRows
+from recipes.training import RunConfig, train
+from rollout.engine import ENGINES, SamplingParams
+from rollout.prompts import PromptBuilder
+from workers.actor import ActorConfig
+from workers.checkpoint import write_json
+from workers.launch import Roles, launch
+from workers.optimizer import OptimizerConfig
+from workers.rollout import RolloutConfig
+
+REPORTED_ROLLOUTS = 24  # of each evaluation
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: where they come from and what fits."""
+
+    data_path: str | None = None  # parquet file, folder, or data set name; drawn problems by default
+    eval_data_path: str | None = None  # held-out problems; by default the "test" split of --data-path
+    level: int = 1  # of the drawn problems
+    batch_size: int = 512  # prompts of a step
+    eval_rows: int = 256  # held-out problems: the first ones of their split
+    max_prompt_length: int = 2048  # tokens, image tokens included; longer prompts are left out
+    max_response_length: int = 2048  # tokens
+    min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
+    max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
+    on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
+    instruction: str = INSTRUCTION  # added to the problem of a row in EasyR1's schema
+    num_workers: int = 0  # processes that prepare images ahead
+
+    def __post_init__(self) -> None:
+        if self.eval_data_path and not self.data_path:
+            raise InvalidConfig("eval_data_path without data_path: drawn problems come with held-out ones of their own")
+        if self.batch_size < 1 or self.eval_rows < 1:
+            raise InvalidConfig(f"batch_size={self.batch_size} and eval_rows={self.eval_rows} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Geo3KConfig:
+    """Everything the run depends on; written to config.json in its directory."""
+
+    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
+    reward: str | None = None  # FILE.py:FUNCTION in verl's or TRL's form; Geo3K's reward by default
+    engine: str = "hf"  # what generates
+    token_budget: int = 16_384  # tokens of one micro-batch
+    freeze_vision: bool = False  # train the language model only
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+        minibatch, batch = self.algorithm.minibatch, self.data.batch_size
+        if minibatch is not None and minibatch > batch:
+            raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
+
+
+# What a model of under a million parameters learns from drawn problems within minutes on two cores.
+TINY = Geo3KConfig(
+    data=DataConfig(batch_size=16, max_prompt_length=128, max_response_length=24, instruction=""),
+    algorithm=GRPOConfig(n=16, entropy_coef=0.04, entropy_anneal=True),
+    optimizer=OptimizerConfig(lr=5e-4, schedule="linear", total_steps=200),
+    run=RunConfig(steps=200, save_every=50),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        config = parse(arguments)
+        run(config)
+    except DataProtoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: run the same command with --resume to continue from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Geo3KConfig:
+    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones."""
+    real = any(argument.split("=")[0].replace("_", "-") == "--model-path" for argument in arguments)
+    return tyro.cli(
+        Geo3KConfig, args=list(arguments), default=Geo3KConfig() if real else TINY, description=__doc__, prog="recipes.geo3k_grpo"
+    )
+
+
+def run(config: Geo3KConfig) -> Path:
+    """Runs the recipe and returns the path of its report."""
+    directory = prepare_directory(config.run)
+    write_json(directory / "config.json", asdict(config))
+    write_json(directory / "environment.json", environment())
+    model_path = config.model_path
+    builder = PromptBuilder.from_pretrained(
+        model_path, config.data.max_prompt_length, config.data.min_pixels, config.data.max_pixels
+    )
+    loader, held_out = load_data(config, builder)
+    with start(config, model_path) as roles:
+        train(
+            config.run,
+            roles,
+            loader,
+            lambda prompts: grpo_step(roles, prompts, config.algorithm, sampling(config)),
+            lambda step: evaluate(roles, held_out, config, step),
+            lambda directory: save_processors(builder, directory),
+        )
+    return write_report(directory)
+
+
+def start(config: Geo3KConfig, model_path: str) -> Roles:
+    actor = ActorConfig(
+        model_path,
+        temperature=config.algorithm.temperature,
+        token_budget=config.token_budget,
+        freeze_vision=config.freeze_vision,
+        optimizer=config.optimizer,
+    )
+    return launch(
+        actor=actor,
+        reference=actor.frozen() if config.algorithm.kl_coef else None,
+        reward=load_reward(config.reward) if config.reward else geo3k_reward,
+        rollout=RolloutConfig(model_path, config.engine),
+    )
+
+
+def sampling(config: Geo3KConfig) -> SamplingParams:
+    return config.algorithm.sampling(config.data.max_response_length, config.run.seed)
+
+
+def load_data(config: Geo3KConfig, builder: PromptBuilder) -> tuple[PromptLoader, EvaluationLoader]:
+    """Training prompts without end, and the held-out ones."""
+    data, seed = config.data, config.run.seed
+    if data.data_path is None:
+        train_rows: Any = ProblemRows(data.level, seed, "train", data.instruction)
+        test_rows: Any = ProblemRows(data.level, 0, "test", data.instruction)
+    else:
+        train_rows, _ = drop_overlong(load_rows(data.data_path, "train", instruction=data.instruction), builder)
+        test_rows, _ = drop_overlong(load_rows(data.eval_data_path or data.data_path, "test", instruction=data.instruction), builder)
+    loader = PromptLoader(
+        train_rows,
+        builder,
+        data.batch_size,
+        seed,
+        shuffle=data.data_path is not None,
+        on_bad_row=data.on_bad_row,
+        num_workers=data.num_workers,
+    )
+    held_out = [test_rows[row] for row in range(min(data.eval_rows, len(test_rows)))]
+    return loader, EvaluationLoader(held_out, builder, data.batch_size * config.algorithm.n, data.on_bad_row)
+
+
+def evaluate(roles: Roles, held_out: Iterable[DataProto], config: Geo3KConfig, step: int) -> dict[str, float]:
+    """Greedy answers to the held-out problems: their metrics, and some of them kept for the report."""
+    metrics: dict[str, float] = {}
+    greedy = SamplingParams(temperature=0, max_tokens=config.data.max_response_length)
+    with timed(metrics, "testing"):
+        batches = []
+        for prompts in held_out:
+            data = roles.rollout.generate(prompts, greedy)
+            data |= roles.reward.score(data)
+            batches.append(data)
+    samples = [sample for data in batches for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
+    save_rollouts(config.run.output_dir, step, samples[:REPORTED_ROLLOUTS])
+    columns = {name: [value for data in batches if name in data for value in data[name]] for name in ("acc", "format")}
+    columns["reward"] = [value for data in batches for value in data["score"]]
+    sources = [source for data in batches for source in data["data_source"]]
+    uids = [uid for data in batches for uid in data["uid"]]
+    present = {name: values for name, values in columns.items() if len(values) == len(uids)}
+    return metrics | validation_metrics(sources, uids, present)
+
+
+def save_processors(builder: PromptBuilder, directory: Path) -> None:
+    """Tokenizer and image processor beside exported weights, so that the directory is a whole checkpoint."""
+    builder.tokenizer.save_pretrained(directory)
+    builder.image_processor.save_pretrained(directory)
+
+
+def prepare_directory(config: RunConfig) -> Path:
+    """The run's directory, emptied if asked for."""
+    directory = config.output_dir
+    if config.overwrite and directory.exists():
+        if not (directory / "config.json").is_file():
+            raise InvalidConfig(f"{directory} holds something else than a run: it will not be overwritten")
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+if __name__ == "__main__":
+    sys.exit(main())
