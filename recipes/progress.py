@@ -1,0 +1,107 @@
+"""How far a run is: a live bar on a terminal, plain lines elsewhere."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+REWARD = "critic/score/mean"
+THROUGHPUT = "perf/throughput"
+
+
+class Progress:
+    """Step, reward, tokens per second and time left.
+
+    On a terminal this is one bar that is redrawn. Elsewhere (a log file, a CI job) it is a plain line at the first step, at
+    the last one, and between them at most every ``interval`` seconds.
+
+    >>> import sys
+    >>> with Progress(2, console=Console(file=sys.stdout, width=100)) as progress:
+    ...     progress.note("held-out accuracy 0.25")
+    ...     progress.update(2, {"critic/score/mean": 0.5, "perf/throughput": 12345.6})
+    held-out accuracy 0.25
+    step 2/2 · reward 0.500 · 12,346 tokens/s
+    """
+
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        console: Console | None = None,
+        interval: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``total`` steps, of which an earlier process did ``done``."""
+        self.total, self.done, self.interval, self.clock = total, done, interval, clock
+        self.console = console or Console()
+        self._printed: float | None = None
+        self._started = self._first_ended = clock()
+        self._first: int | None = None
+        self._bar: Bar | None = None
+        if self.console.is_terminal:
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+            self._bar = Bar(*columns, console=self.console)
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        self._started = self.clock()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows that ``step`` (counted from 1) is done, with its metrics under verl's names."""
+        now = self.clock()
+        parts = _parts(metrics)
+        if step < self.total:
+            parts.append(f"{format_seconds(self._left(step, now))} left")
+        if self._first is None:
+            self._first, self._first_ended = step, now
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=" · ".join(parts))
+        elif self._printed is None or step >= self.total or now - self._printed >= self.interval:
+            self._printed = now
+            self._line(" · ".join([f"step {step}/{self.total}", *parts]))
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar if there is one."""
+        self._line(text)
+
+    def _left(self, step: int, now: float) -> float:
+        """Seconds to the end at the mean pace since the first step, which is slower and so left out when it can be."""
+        if self._first is not None and step > self._first:
+            pace = (now - self._first_ended) / (step - self._first)
+        else:
+            pace = (now - self._started) / max(step - self.done, 1)
+        return pace * (self.total - step)
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_seconds(seconds: float) -> str:
+    """
+    >>> [format_seconds(value) for value in (0.4, 59.9, 61, 3661, 90000, float("nan"))]
+    ['0:00', '1:00', '1:01', '1:01:01', '25:00:00', '?']
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _parts(metrics: Mapping[str, float]) -> list[str]:
+    reward, throughput = metrics.get(REWARD, math.nan), metrics.get(THROUGHPUT, math.nan)
+    parts = [f"reward {reward:.3f}"] if math.isfinite(reward) else []
+    return parts + ([f"{throughput:,.0f} tokens/s"] if math.isfinite(throughput) else [])

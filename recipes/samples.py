@@ -1,0 +1,147 @@
+"""Rollouts kept for the reader: a few prompts, pictures, answers and rewards of an evaluation, in the run's directory."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from dataproto.errors import FileFormatError
+
+if TYPE_CHECKING:
+    from dataproto import DataProto
+
+FOLDER = "rollouts"
+MAX_SIDE = 448  # pixels; larger pictures are stored smaller
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """One response to one problem.
+
+    ``key`` names the problem and is the same at every evaluation; ``accuracy`` is ``None`` where right and wrong have no
+    meaning.
+    """
+
+    key: str
+    prompt: str
+    response: str
+    ground_truth: str
+    reward: float
+    accuracy: float | None = None
+    images: tuple[Image.Image, ...] = ()
+
+
+def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
+    """The first response to each of the first ``limit`` problems of a scored rollout batch.
+
+    Args:
+        data: with object columns ``response_text`` (B,) and ``score`` (B,); if present, ``acc``, ``raw_prompt`` (messages),
+            ``reward_model``, ``multi_modal_data``, ``data_source``; and ``index`` or ``uid``, which name the problem.
+        limit: how many at most.
+    """
+    samples: dict[str, RolloutSample] = {}
+    for row in range(len(data)):
+        source, index = _cell(data, "data_source", row, ""), _cell(data, "index", row, _cell(data, "uid", row, row))
+        key = f"{source} {index}".strip()
+        if key in samples:
+            continue
+        if len(samples) == limit:
+            break
+        accuracy = _cell(data, "acc", row, None)
+        samples[key] = RolloutSample(
+            key=key,
+            prompt=prompt_text(_cell(data, "raw_prompt", row, "")),
+            response=str(data["response_text"][row]),
+            ground_truth=str((_cell(data, "reward_model", row, None) or {}).get("ground_truth", "")),
+            reward=float(data["score"][row]),
+            accuracy=None if accuracy is None else float(accuracy),
+            images=tuple((_cell(data, "multi_modal_data", row, None) or {}).get("image", ())),
+        )
+    return list(samples.values())
+
+
+def prompt_text(messages: Any) -> str:
+    """The text of the users' turns, without markers of pictures.
+
+    >>> prompt_text([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Find x."}]}])
+    'Find x.'
+    >>> prompt_text([{"role": "system", "content": "Think."}, {"role": "user", "content": "<image>Find y."}])
+    'Find y.'
+    """
+    if isinstance(messages, str):
+        return messages
+    turns = [turn.get("content", "") for turn in messages if turn.get("role") == "user"]
+    parts = [part for content in turns for part in ([content] if isinstance(content, str) else content)]
+    texts = [part if isinstance(part, str) else part.get("text") or "" for part in parts]
+    return re.sub(r"<(image|video)>", "", "\n".join(text for text in texts if text)).strip()
+
+
+def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample]) -> Path:
+    """Writes ``<directory>/rollouts/step_<step>.jsonl``, and each distinct picture once, as ``rollouts/images/<hash>.png``."""
+    folder = Path(directory) / FOLDER
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for sample in rows:
+        fields = {name: value for name, value in vars(sample).items() if name != "images"}
+        names = [_save_image(folder / "images", image) for image in sample.images]
+        lines.append(json.dumps(fields | {"images": names}) + "\n")
+    path = folder / f"step_{step}.jsonl"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(lines), encoding="utf-8")
+    return temporary.replace(path)
+
+
+def rollout_steps(directory: str | Path) -> list[int]:
+    """The steps whose rollouts a run kept, in order."""
+    names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (Path(directory) / FOLDER).glob("step_*.jsonl"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
+    """Reads back what `save_rollouts` wrote. A picture that is gone or broken is left out.
+
+    Raises:
+        FileFormatError: a line is not a rollout; names the line.
+    """
+    folder = Path(directory) / FOLDER
+    path = folder / f"step_{step}.jsonl"
+    samples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            images = _load_images(folder / "images", fields.pop("images"))
+            samples.append(replace(RolloutSample(**fields), images=images))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FileFormatError(f"{path}, line {number}: not a rollout ({error})") from error
+    return samples
+
+
+def _cell(data: "DataProto", name: str, row: int, default: Any) -> Any:
+    return data[name][row] if name in data else default
+
+
+def _save_image(folder: Path, image: Image.Image) -> str:
+    small = image.convert("RGB")
+    small.thumbnail((MAX_SIDE, MAX_SIDE))
+    name = hashlib.sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16] + ".png"
+    if not (folder / name).exists():
+        temporary = folder / f"{name}.tmp"
+        small.save(temporary, format="PNG", optimize=True)
+        temporary.replace(folder / name)
+    return name
+
+
+def _load_images(folder: Path, names: Sequence[str]) -> tuple[Image.Image, ...]:
+    images = []
+    for name in names:
+        try:
+            with Image.open(folder / Path(name).name) as image:
+                images.append(image.convert("RGB"))
+        except (OSError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG
+            continue
+    return tuple(images)

@@ -1,0 +1,232 @@
+import json
+import math
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dataproto.errors import FileFormatError
+from recipes.metrics import MetricsLog, read_metrics
+from recipes.pictures import plot_curves, rollout_picture
+from recipes.report import environment, held_out_accuracy, main, write_report
+from recipes.samples import RolloutSample, save_rollouts
+
+ACCURACY = "val-core/synthetic/angles/acc/mean@1"
+VOID = {"meta", "img"}
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails where tags do not nest."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+    def all(self, tag, kind=None):
+        return [
+            got for name, got in self.tags if name == tag and (kind is None or kind in got.get("class", "").split())
+        ]
+
+
+def sample(key, step, right, **changes):
+    fields = {
+        "prompt": f"Find {key}.",
+        "response": f"{key} at {step}",
+        "ground_truth": "30",
+        "reward": 0.1 + 0.9 * right,
+        "accuracy": float(right),
+    }
+    picture = (Image.new("RGB", (20, 20), "white"),)
+    return RolloutSample(key=key, **({"images": picture} | fields | changes))
+
+
+def make_run(folder, steps=3):
+    with MetricsLog(folder, tensorboard=False) as log:
+        for step in range(steps):
+            log.write(
+                step,
+                {
+                    "critic/score/mean": 0.1 * step,
+                    "timing_s/step": 2.0,
+                    "timing_s/gen": 1.0,
+                    ACCURACY: 0.25 + 0.1 * step,
+                },
+            )
+    return folder
+
+
+def page_of(folder):
+    text = write_report(folder).read_text(encoding="utf-8")
+    return Page(text), text
+
+
+def test_a_whole_run(tmp_path):
+    run = make_run(tmp_path / "my run")
+    save_rollouts(run, 0, [sample("a", 0, False), sample("b", 0, True), sample("c", 0, True)])
+    save_rollouts(run, 1, [sample("a", 1, False)])
+    save_rollouts(run, 2, [sample("b", 2, False), sample("a", 2, True), sample("c", 2, True)])
+    (run / "config.json").write_text(json.dumps({"algorithm": {"clip": [0.2, 0.28]}, "model_path": None}))
+    (run / "environment.json").write_text(json.dumps({"torch": "9.9.9"}))
+    page, text = page_of(run)
+    shown = "".join(page.text)
+    assert "<title>my run</title>" in text
+    assert "25.0% → 45.0% +20.0" in shown
+    assert "0.00 → 0.20" in shown
+    assert "0:06 2.00 s each" in shown
+    assert len(page.all("svg")) == 3  # accuracy, reward, time
+    assert len(page.all("article")) == 3
+    assert (len(page.all("span", "good")), len(page.all("span", "bad"))) == (4, 2)
+    assert shown.index("a at 0") < shown.index("a at 2") < shown.index("b at 0") < shown.index("b at 2")
+    assert "a at 1" not in shown  # neither the first evaluation nor the last
+    assert "1 went from wrong to right and 1 from right to wrong" in shown
+    assert len(page.all("img")) == 3
+    assert "algorithm.clip" in shown
+    assert "[0.2, 0.28]" in shown
+    assert "9.9.9" in shown
+    assert ACCURACY in shown
+
+
+def test_the_page_is_self_contained(tmp_path):
+    run = make_run(tmp_path)
+    save_rollouts(run, 0, [sample("a", 0, True)])
+    page, text = page_of(run)
+    assert not page.all("script")
+    assert not page.all("link")
+    for _, attributes in page.tags:
+        assert attributes.keys().isdisjoint({"href", "srcset", "onload", "onerror"})
+        assert attributes.get("src", "data:image/png").startswith("data:image/png")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+HOSTILE = "</pre></style><script>alert(1)</script><img src=x onerror=alert(1)> & \"' $title ${body} \x00\x1b[31m\ud800"
+
+
+def test_text_of_models_and_data_is_escaped(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(0, {f"val-core/{HOSTILE}/acc/mean@1": 0.5, HOSTILE: 1.0, "timing_s/<b>": 1.0})
+    fields = dict.fromkeys(("prompt", "response", "ground_truth"), HOSTILE)
+    save_rollouts(tmp_path, 0, [sample(HOSTILE, 0, True, **fields)])
+    (tmp_path / "config.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    page, text = page_of(tmp_path)
+    assert not page.all("script")
+    assert "&lt;b&gt;" in text
+    assert "<b><" not in text
+    assert len(page.all("img")) == 1
+    shown = "".join(page.text)
+    assert shown.count("<script>alert(1)</script>") >= 7
+    assert "$title ${body}" in shown
+    assert "\x00" not in text
+    assert "\x1b" not in text
+
+
+def test_long_text_is_cut_and_says_so(tmp_path):
+    save_rollouts(tmp_path, 0, [sample("a", 0, True, response="x" * 10_000)])
+    _, text = page_of(tmp_path)
+    assert "x" * 4000 in text
+    assert "x" * 4001 not in text
+    assert "6,000 more characters" in text
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_runs_that_have_hardly_begun(tmp_path, steps):
+    page, _ = page_of(make_run(tmp_path, steps))
+    assert ("No step has been recorded yet." in "".join(page.text)) == (steps == 0)
+    assert len(page.all("svg")) == 3 * steps
+
+
+def test_an_empty_directory_and_a_directory_that_is_not_there(tmp_path):
+    page, _ = page_of(tmp_path)
+    assert "No step has been recorded yet." in "".join(page.text)
+    with pytest.raises(FileFormatError, match="not the directory of a run"):
+        write_report(tmp_path / "absent")
+
+
+def test_metrics_that_come_and_go_or_are_never_finite(tmp_path):
+    with MetricsLog(tmp_path, tensorboard=False) as log:
+        log.write(0, {"critic/score/mean": math.nan, "actor/entropy": math.nan})
+        log.write(1, {"critic/score/mean": 0.5})
+        log.write(2, {"response_length/mean": math.inf, "actor/grad_norm": 3.0})
+    page, _ = page_of(tmp_path)
+    assert [got["aria-label"] for got in page.all("svg")] == ["Reward", "Gradient norm"]
+
+
+def test_one_evaluation_has_no_before_and_after(tmp_path):
+    save_rollouts(tmp_path, 4, [sample("a", 4, True), sample("b", 4, False, accuracy=None, response="")])
+    page, _ = page_of(tmp_path)
+    shown = "".join(page.text)
+    assert "Before" not in shown
+    assert "answered at step 4" in shown
+    assert "(empty)" in shown
+    assert len(page.all("span", "good")) + len(page.all("span", "bad")) == 1  # no verdict where there is none to give
+
+
+def test_held_out_accuracy_is_the_first_and_the_last_evaluation(tmp_path):
+    rows = [{"step": 0, ACCURACY: 0.2, "val-core/b/acc/mean@4": 0.5}, {"step": 1}, {"step": 2, ACCURACY: 0.6}]
+    assert held_out_accuracy(rows) == {"synthetic/angles": (0.2, 0.6), "b": (0.5, 0.5)}
+
+
+def test_a_report_can_be_written_again_and_damage_is_told(tmp_path, capsys):
+    run = make_run(tmp_path)
+    assert main([str(run)]) == 0
+    first = (run / "report.html").read_bytes()
+    assert main([str(run)]) == 0
+    assert (run / "report.html").read_bytes() == first
+    (run / "config.json").write_text("{")
+    assert main([str(run)]) == 1
+    assert "config.json: not JSON" in capsys.readouterr().err
+    assert (run / "report.html").read_bytes() == first
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+
+
+def test_the_module_runs(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "recipes.report", str(make_run(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "report.html")
+
+
+def test_environment_names_versions_only():
+    found = environment()
+    assert found["python"] == sys.version.split()[0]
+    assert {"torch", "transformers", "numpy"} <= found.keys()
+    assert not any(os.sep in value for value in found.values())
+
+
+def test_pictures_for_a_readme(tmp_path):
+    rows = read_metrics(make_run(tmp_path) / "metrics.jsonl")
+    plot_curves(rows, tmp_path / "curves.png")
+    plot_curves([], tmp_path / "none.png")
+    before = [sample(key, 0, False, prompt="cost $5 and $x^{$ \\boxed{", response="") for key in "abc"]
+    rollout_picture(before, [sample("b", 9, True)], tmp_path / "rollouts.png")
+    rollout_picture([], [], tmp_path / "no_rollouts.png")
+    for name in ("curves", "none", "rollouts", "no_rollouts"):
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert image.format == "PNG"
+    with Image.open(tmp_path / "curves.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(image.width * image.height)}
+    assert {(0x2F, 0x6F, 0xDE), (0xE0, 0x76, 0x2F)} <= colours  # both lines are there
