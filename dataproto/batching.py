@@ -3,7 +3,7 @@
 A packed sequence holds the attended tokens of all rows one after the other, ``(1, T)``; ``cu_seqlens`` says where rows begin.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,21 +15,28 @@ from dataproto.errors import InvalidColumn, InvalidConfig
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows without their padding, and where their response tokens stand.
+    """Rows without their padding, one segment a row, and where their response tokens stand.
 
-    Shapes: T packed tokens, B rows, N response tokens that the loss can see.
+    A row that shares its prompt with the row before is a segment of its response tokens alone: its queries see the keys of
+    the shared prompt and their own. So a prompt with n samples is computed once.
+
+    Shapes: T packed tokens, B rows, K keys that segments see (T if no prompt is shared), N response tokens that the loss sees.
     """
 
     input_ids: Tensor  # (1, T) int64
     position_ids: Tensor  # (4, 1, T) m-RoPE with text positions first, or (1, T)
     token_types: Tensor  # (1, T) int8: 0 text, 1 image, 2 video
-    cu_seqlens: Tensor  # (B + 1,) int32
+    cu_seqlens: Tensor  # (B + 1,) int32, where segments begin
     max_length: int
+    key_index: Tensor | None  # (K,) index into T, or None if each segment sees just itself
+    key_cu_seqlens: Tensor  # (B + 1,) int32, where the keys of segments begin
+    key_max_length: int
     predictors: Tensor  # (N,) index into T of the token before each response token
     targets: Tensor  # (N,) the response tokens
     response_cells: Tensor  # (N,) index into the flattened (B, R) grid
 
     def to(self, device: torch.device | str) -> "PackedRows":
+        """The same rows on another device."""
         return PackedRows(
             **{
                 name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -44,6 +51,7 @@ def pack_rows(
     position_ids: Tensor,
     response_mask: Tensor,
     token_types: Tensor | None = None,
+    shares_prompt: Tensor | None = None,
 ) -> PackedRows:
     """Drops padding and lays the rows out one after the other.
 
@@ -52,6 +60,7 @@ def pack_rows(
         position_ids: ``(B, 4, L)`` or ``(B, L)``.
         response_mask: ``(B, R)``, 1 on tokens whose log-prob is wanted; the last R columns of ``input_ids``.
         token_types: ``(B, L)``, or ``None`` for text only.
+        shares_prompt: ``(B,)`` bool, see `prompt_sharing`; no row shares by default.
 
     Raises:
         InvalidColumn: a row has no token, or a response token has no attended token before it; names the row.
@@ -67,19 +76,22 @@ def pack_rows(
     rows, length = input_ids.shape
     width = response_mask.shape[1]
     attended = attention_mask.bool()
-    lengths = attended.sum(1)
-    if rows and int(lengths.min()) == 0:
-        raise InvalidColumn(f"row {int(lengths.argmin())} has no attended token: every row needs a prompt")
-
-    flat = attended.flatten().nonzero().squeeze(1)
-    packed_index = attended.flatten().cumsum(0) - 1  # (B * L,) position of each attended token in T
-    cu_seqlens = torch.zeros(rows + 1, dtype=torch.int32, device=input_ids.device)
-    cu_seqlens[1:] = lengths.cumsum(0)
+    if rows and int(attended.sum(1).min()) == 0:
+        raise InvalidColumn(f"row {int(attended.sum(1).argmin())} has no attended token: every row needs a prompt")
+    shared = torch.zeros(rows, dtype=torch.bool) if shares_prompt is None else shares_prompt
+    leader = torch.where(shared, 0, torch.arange(rows)).cummax(0).values  # the row whose prompt each row uses
+    kept = attended.clone()
+    kept[shared, : length - width] = False
+    flat = kept.flatten().nonzero().squeeze(1)
+    # Packed index of the token in each cell; in the prompt of a row that shares it, that of its leader's.
+    packed_index = (kept.flatten().cumsum(0) - 1).view(rows, length)
+    packed_index[shared, : length - width] = packed_index[leader[shared], : length - width]
 
     cells = response_mask.bool().flatten().nonzero().squeeze(1)
     row, column = cells // max(width, 1), cells % max(width, 1) + length - width
-    predictors = packed_index[row * length + column] - 1
-    misplaced = ~attended[row, column] | (predictors < cu_seqlens[:-1].long()[row])
+    before = packed_index.where(attended, -1).cummax(1).values  # of the last attended token up to each cell
+    predictors = before[row, column - 1].where(column > 0, -1)
+    misplaced = ~attended[row, column] | (predictors < 0)
     if bool(misplaced.any()):
         raise InvalidColumn(
             f"row {int(row[misplaced][0])}: response_mask is 1 on a token that is not attended to or has no token before it"
@@ -89,16 +101,59 @@ def pack_rows(
     else:
         positions = position_ids.flatten()[flat].unsqueeze(0)
     types = torch.zeros_like(flat, dtype=torch.int8) if token_types is None else token_types.flatten()[flat]
+    cu_seqlens, longest = _boundaries(kept.sum(1))
+    key_cu_seqlens, key_longest = _boundaries(attended.sum(1))
     return PackedRows(
         input_ids=input_ids.flatten()[flat].unsqueeze(0),
         position_ids=positions,
         token_types=types.unsqueeze(0),
         cu_seqlens=cu_seqlens,
-        max_length=int(lengths.max()) if rows else 0,
+        max_length=longest,
+        key_index=packed_index[attended] if bool(shared.any()) else None,
+        key_cu_seqlens=key_cu_seqlens,
+        key_max_length=key_longest,
         predictors=predictors,
         targets=input_ids[row, column],
         response_cells=cells,
     )
+
+
+def _boundaries(lengths: Tensor) -> tuple[Tensor, int]:
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = lengths.cumsum(0)
+    return cu_seqlens, int(lengths.max()) if len(lengths) else 0
+
+
+def prompt_sharing(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    token_types: Tensor,
+    media: Sequence[Mapping[str, object]],
+    response_width: int,
+) -> Tensor:
+    """``(B,)`` bool: rows whose prompt (tokens, positions, the media objects themselves) is that of the row before.
+
+    The prompt is all but the last ``response_width`` columns. A row with media in its response shares nothing.
+
+    >>> ids = torch.tensor([[5, 6, 1], [5, 6, 2], [5, 7, 2]])
+    >>> ones = torch.ones_like(ids)
+    >>> prompt_sharing(ids, ones, ones, 0 * ids, [{}, {}, {}], response_width=1).tolist()
+    [False, True, False]
+    """
+    shared = torch.zeros(len(input_ids), dtype=torch.bool)
+    prompt = input_ids.shape[1] - response_width
+    if len(input_ids) < 2 or prompt < 1:
+        return shared
+    same = torch.ones(len(input_ids) - 1, dtype=torch.bool)
+    for column in (input_ids, attention_mask, position_ids, token_types):
+        part = column[..., :prompt].flatten(1)
+        same &= (part[1:] == part[:-1]).all(1)
+    text_only = (token_types[:, prompt:] == 0).all(1)
+    objects = [{name: id(value) for name, value in row.items()} for row in media]
+    same_media = torch.tensor([a == b for a, b in zip(objects, objects[1:])], dtype=torch.bool)
+    shared[1:] = same & same_media & text_only[1:] & text_only[:-1]
+    return shared
 
 
 def unpack_cells(values: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -110,22 +165,30 @@ def unpack_cells(values: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tenso
     return values.new_zeros(shape[0] * shape[1]).index_put((cells,), values).view(shape)
 
 
-def split_by_tokens(lengths: Sequence[int] | np.ndarray | Tensor, budget: int) -> list[slice]:
+def split_by_tokens(
+    lengths: Sequence[int] | np.ndarray | Tensor, budget: int, lead: Sequence[int] | np.ndarray | Tensor | None = None
+) -> list[slice]:
     """Cuts rows, in order, into the fewest contiguous parts of at most ``budget`` tokens that a greedy pass finds.
 
-    Keeping the order keeps the samples of one prompt together, so their image is encoded once. A row longer than the budget
-    stands alone.
+    Keeping the order keeps the samples of one prompt together, so their image and prompt are computed once. A row longer
+    than the budget stands alone.
+
+    Args:
+        lead: tokens that a row has more if it is the first of its part (the prompt that it otherwise shares).
 
     >>> split_by_tokens([3, 3, 3, 9, 1], budget=6)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    >>> split_by_tokens([5, 2, 2, 2], budget=9, lead=[0, 3, 3, 3])
+    [slice(0, 3, None), slice(3, 4, None)]
     """
     if budget < 1:
         raise InvalidConfig(f"token budget {budget}: must be at least 1")
     ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
+    more = np.zeros_like(ends) if lead is None else np.asarray(lead, dtype=np.int64)
     parts: list[slice] = []
     start, used = 0, 0
     while start < len(ends):
-        stop = max(int(np.searchsorted(ends, used + budget, side="right")), start + 1)
+        stop = max(int(np.searchsorted(ends, used + budget - more[start], side="right")), start + 1)
         parts.append(slice(start, stop))
         start, used = stop, int(ends[stop - 1])
     return parts

@@ -30,6 +30,7 @@ from workers.actor import ActorConfig
 from workers.checkpoint import write_json
 from workers.launch import Roles, launch
 from workers.optimizer import OptimizerConfig
+from workers.policy import checkpoint_family
 from workers.rollout import RolloutConfig
 
 REPORTED_ROLLOUTS = 24  # of each evaluation
@@ -115,10 +116,11 @@ def parse(arguments: Sequence[str]) -> Geo3KConfig:
 
 def run(config: Geo3KConfig) -> Path:
     """Runs the recipe and returns the path of its report."""
+    model_path = config.model_path
+    checkpoint_family(model_path)
     directory = prepare_directory(config.run)
     write_json(directory / "config.json", asdict(config))
     write_json(directory / "environment.json", environment())
-    model_path = config.model_path
     builder = PromptBuilder.from_pretrained(
         model_path, config.data.max_prompt_length, config.data.min_pixels, config.data.max_pixels
     )

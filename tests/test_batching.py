@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataproto.batching import cut_minibatches, pack_rows, split_by_tokens, unpack_cells
+from dataproto.batching import cut_minibatches, pack_rows, prompt_sharing, split_by_tokens, unpack_cells
 from dataproto.errors import InvalidColumn, InvalidConfig
 
 
@@ -49,6 +49,29 @@ def test_packing_equals_a_loop_over_rows_and_tokens(batch):
     assert packed.response_cells.tolist() == cells
     assert packed.position_ids[:, 0].tolist() == [[token * 10 + axis for token in tokens] for axis in range(4)]
     assert packed.token_types.tolist() == [[token % 3 for token in tokens]]
+
+
+def test_a_shared_prompt_is_packed_once_and_its_keys_are_seen_by_all():
+    ids = torch.tensor([[0, 5, 6, 7, 0], [0, 5, 6, 8, 9], [3, 4, 4, 1, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    shared = prompt_sharing(ids, mask, ids, 0 * ids, [{}, {}, {}], response_width=2)
+    packed = pack_rows(ids, mask, mask.cumsum(1) - 1, mask[:, 3:], shares_prompt=shared)
+    assert shared.tolist() == [False, True, False]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 4, 1]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 2, 3]]
+    assert packed.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert packed.key_index.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8]
+    assert packed.key_cu_seqlens.tolist() == [0, 3, 7, 11]
+    assert packed.targets.tolist() == [7, 8, 9, 1]
+    assert packed.predictors.tolist() == [1, 1, 3, 7]
+
+
+def test_prompts_with_other_media_or_media_in_the_response_are_not_shared():
+    ids = torch.ones(4, 3, dtype=torch.int64)
+    one, other = torch.zeros(1), torch.zeros(1)
+    media = [{"pixel_values": one}, {"pixel_values": one}, {"pixel_values": other}, {"pixel_values": other}]
+    types = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0], [1, 0, 1]])
+    assert prompt_sharing(ids, ids, ids, types, media, response_width=1).tolist() == [False, True, False, False]
 
 
 def test_supervised_rows_have_responses_from_the_second_token_on():

@@ -5,6 +5,7 @@ do not see each other. On CUDA in half precision it is variable-length flash att
 one call for all segments of equal length.
 """
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -28,7 +29,10 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    key_index: Tensor | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     **_: Any,
@@ -37,7 +41,9 @@ def packed_attention(
 
     Args:
         query: ``(1, H, T, D)``; key and value ``(1, H_kv, T, D)``, H a multiple of H_kv.
-        cu_seq_lens_q: ``(S + 1,)`` boundaries of the S segments.
+        cu_seq_lens_q: ``(S + 1,)`` boundaries of the S segments among queries; cu_seq_lens_k among keys.
+        key_index: ``(K,)`` which of the T keys the segments see, one segment after the other; by default their own.
+            The last key of a causal segment is that of its last query.
         is_causal: ``None`` asks the module (language models say yes, vision towers no).
 
     Returns:
@@ -57,56 +63,90 @@ def packed_attention(
         )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, D)
+    if key_index is not None:
+        k, v = k.index_select(0, key_index), v.index_select(0, key_index)
+    cu_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     if q.device.type == "cuda" and (q.dtype in HALF or torch.is_autocast_enabled("cuda")):
         dtype = q.dtype if q.dtype in HALF else torch.get_autocast_dtype("cuda")
-        longest = max_length_q or int((cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).max())
-        out = _flash(q.to(dtype), k.to(dtype), v.to(dtype), cu_seq_lens_q.int(), longest, scaling, causal)
+        longest_q, longest_k = max_length_q or _longest(cu_seq_lens_q), max_length_k or _longest(cu_k)
+        out = _flash(q.to(dtype), k.to(dtype), v.to(dtype), cu_seq_lens_q, cu_k, longest_q, longest_k, scaling, causal)
     else:
-        out = attend_segments(q, k, v, cu_seq_lens_q, scaling, causal)
+        out = attend_segments(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
     return out.unsqueeze(0), None
 
 
 HALF = (torch.bfloat16, torch.float16)
 
 
+def _longest(cu_seqlens: Tensor) -> int:
+    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+
+
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scaling: float | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scaling: float | None,
+    causal: bool,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0) if causal else (-1, -1)
+    window = (-1, 0) if causal else (-1, -1)  # aligned to the last query and key, as flash attention does
     grouped = {"enable_gqa": True} if _takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, window_size=window, **grouped)
+    out: Tensor = varlen_attn(
+        q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, scale=scaling, window_size=window, **grouped
+    )
+    return out
 
 
 @cache
 def _takes_enable_gqa() -> bool:
-    import inspect
-
+    """Whether this torch wants to be told of grouped heads (2.11 finds out by itself)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def attend_segments(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scaling: float | None, causal: bool) -> Tensor:
-    """Scaled-dot-product attention ``(T, H, D)``, one call for all segments of the same length."""
-    starts, lengths = cu_seqlens[:-1].long(), (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    distinct = [length for length in lengths.unique().tolist() if length]
-    if len(distinct) == 1:
-        return _attend_equal(q, k, v, distinct[0], scaling, causal)
-    out = torch.empty_like(q)
-    indices, parts = [], []
-    for length in distinct:
-        of_length = starts[lengths == length]
-        index = (of_length[:, None] + torch.arange(length, device=q.device)).flatten()
-        indices.append(index)
-        parts.append(_attend_equal(q[index], k[index], v[index], length, scaling, causal))
-    return out.index_copy(0, torch.cat(indices), torch.cat(parts)) if parts else out
+def attend_segments(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> Tensor:
+    """Scaled-dot-product attention: queries ``(T, H, D)``, keys and values ``(K, H_kv, D)``, one call for all segments of
+    the same lengths. Segments without queries are passed over.
+    """
+    lengths = torch.stack([cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]], dim=1).long()
+    distinct = [(length_q, length_k) for length_q, length_k in lengths.unique(dim=0).tolist() if length_q]
+    if len(distinct) == 1 and len(q) == distinct[0][0] * len(lengths):
+        return _attend_equal(q, k, v, *distinct[0], scaling, causal)
+    rows, parts = [], []
+    for length_q, length_k in distinct:
+        chosen = ((lengths[:, 0] == length_q) & (lengths[:, 1] == length_k)).nonzero().squeeze(1)
+        at_q = (cu_q[chosen].long()[:, None] + torch.arange(length_q, device=q.device)).flatten()
+        at_k = (cu_k[chosen].long()[:, None] + torch.arange(length_k, device=q.device)).flatten()
+        rows.append(at_q)
+        parts.append(_attend_equal(q[at_q], k[at_k], v[at_k], length_q, length_k, scaling, causal))
+    return torch.empty_like(q).index_copy(0, torch.cat(rows), torch.cat(parts)) if parts else torch.zeros_like(q)
 
 
-def _attend_equal(q: Tensor, k: Tensor, v: Tensor, length: int, scaling: float | None, causal: bool) -> Tensor:
-    batched = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, length, D)
-    out = scaled_dot_product_attention(*batched, is_causal=causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+def _attend_equal(
+    q: Tensor, k: Tensor, v: Tensor, length_q: int, length_k: int, scaling: float | None, causal: bool
+) -> Tensor:
+    batched = [
+        x.unflatten(0, (-1, length)).transpose(1, 2) for x, length in ((q, length_q), (k, length_k), (v, length_k))
+    ]  # (S, H, length, D)
+    mask = None
+    if causal and length_q != length_k:
+        mask = torch.ones(length_q, length_k, dtype=torch.bool, device=q.device).tril(length_k - length_q)
+    out = scaled_dot_product_attention(
+        *batched,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return out.transpose(1, 2).flatten(0, 1)
 
 

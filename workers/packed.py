@@ -51,9 +51,10 @@ class PackedVLM(nn.Module):
             extras,
             use_cache=False,
             cu_seq_lens_q=rows.cu_seqlens,
-            cu_seq_lens_k=rows.cu_seqlens,
+            cu_seq_lens_k=rows.key_cu_seqlens,
             max_length_q=rows.max_length,
-            max_length_k=rows.max_length,
+            max_length_k=rows.key_max_length,
+            key_index=rows.key_index,
         )
         return token_log_probs(
             hidden[0, rows.predictors],

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from dataproto.vlm import family_of
+from dataproto.vlm import VLMFamily, family_of
 from workers.group import dispatch
 from workers.packed import PackedVLM
 from workers.step import check_rows, forward_rows, micro_batches
@@ -94,9 +93,7 @@ class ReferenceWorker(PolicyWorker):
 
 def load_packed(config: PolicyConfig, device: torch.device) -> PackedVLM:
     """Loads a checkpoint directory (or hub name) in float32, ready for packed forwards."""
-    if not Path(config.model_path).exists() and config.model_path.startswith((".", "/")):
-        raise InvalidConfig(f"model path {config.model_path!r} does not exist")
-    family = family_of(AutoConfig.from_pretrained(config.model_path))
+    family = checkpoint_family(config.model_path)
     model = AutoModelForImageTextToText.from_pretrained(
         config.model_path, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
@@ -104,6 +101,20 @@ def load_packed(config: PolicyConfig, device: torch.device) -> PackedVLM:
     if config.freeze_vision:
         model.get_submodule(family.vision_tower).requires_grad_(False)
     return module
+
+
+def checkpoint_family(model_path: str) -> VLMFamily:
+    """The family of a checkpoint directory or hub name.
+
+    Raises:
+        InvalidConfig: there is no such checkpoint.
+        UnknownModel: it is of no registered family.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {str(error).splitlines()[0]}") from error
+    return family_of(config)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from dataproto.columns import require
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
+from dataproto.columns import require
 from dataproto.errors import RewardError
 from workers.group import dispatch
 

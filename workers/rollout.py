@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dataproto import DataProto
-from dataproto.vlm import family_of
 from rollout.engine import SamplingParams, create_engine
 from rollout.responses import attach_responses, build_requests
 from workers.group import dispatch
+from workers.policy import checkpoint_family
 from workers.sharding import ShardingManager
 
 
@@ -31,7 +31,7 @@ class RolloutWorker:
         """``weights`` gives the actor's (name, tensor) pairs; it is asked whenever they have changed."""
         self.engine = create_engine(config.engine, config.model_path, **config.options)
         self.sharding = ShardingManager(self.engine, weights)
-        self.family = family_of(AutoConfig.from_pretrained(config.model_path))
+        self.family = checkpoint_family(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -6,6 +6,7 @@ from types import TracebackType
 from torch import Tensor, distributed
 
 from dataproto import DataProto
+from dataproto.protocol import all_gather_data_proto
 from rollout.engine import RolloutEngine
 
 
@@ -49,8 +50,6 @@ class ShardingManager:
         """All rows of the group, in rank order, on each of its ranks: tensors and non-tensors alike."""
         if self.group is None or distributed.get_world_size(self.group) == 1:
             return data
-        from dataproto.protocol import all_gather_data_proto
-
         gathered = data[:]
         all_gather_data_proto(gathered, self.group)
         return gathered

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
-from dataproto.columns import require
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.batching import PackedRows, pack_rows, split_by_tokens, unpack_cells
+from dataproto.batching import PackedRows, pack_rows, prompt_sharing, split_by_tokens, unpack_cells
+from dataproto.columns import require
 from dataproto.errors import InvalidColumn
 from dataproto.vlm import MediaSpans, media_spans
 from workers.packed import Outputs, PackedVLM
@@ -20,9 +19,14 @@ TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mas
 
 
 def micro_batches(data: DataProto, token_budget: int) -> Iterator[DataProto]:
-    """Contiguous parts of at most ``token_budget`` attended tokens."""
-    lengths = data["attention_mask"].sum(1).cpu().numpy()
-    for part in split_by_tokens(lengths, token_budget):
+    """Contiguous parts of at most ``token_budget`` packed tokens, a shared prompt counted once."""
+    if not len(data):
+        return
+    width = data["response_mask"].shape[1]
+    attended = data["attention_mask"]
+    prompts = attended[:, : attended.shape[1] - width].sum(1)
+    saved = torch.where(sharing(data), prompts, 0)
+    for part in split_by_tokens(attended.sum(1) - saved, token_budget, lead=saved):
         yield data[part]
 
 
@@ -60,16 +64,32 @@ def forward_rows(module: PackedVLM, rows: DataProto, device: torch.device, entro
 
 
 def prepare_rows(module: PackedVLM, rows: DataProto) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
-    config = module.model.config
-    inputs: Sequence[dict] | np.ndarray = (
-        rows["multi_modal_inputs"] if "multi_modal_inputs" in rows else [{} for _ in range(len(rows))]
-    )
+    """The rows packed, their distinct media, and where its features go. The media of a shared prompt stand with its first
+    row.
+    """
+    shared = sharing(rows)
     types = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else infer_token_types(module, rows)
     packed = pack_rows(
-        rows["input_ids"], rows["attention_mask"], rows["position_ids"], rows["response_mask"], token_types=types
+        rows["input_ids"], rows["attention_mask"], rows["position_ids"], rows["response_mask"], types, shared
     )
-    media = module.family.distinct_media(inputs, config)
+    inputs = [{} if skip else row for row, skip in zip(media_of(rows), shared.tolist(), strict=True)]
+    media = module.family.distinct_media(inputs, module.model.config)
     return packed, media.inputs, media_spans(packed.token_types, media, packed.cu_seqlens)
+
+
+def sharing(rows: DataProto) -> Tensor:
+    """``(B,)`` bool: rows with the prompt of the row before, see `prompt_sharing`."""
+    ids = rows["input_ids"]
+    types = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else torch.zeros_like(ids)
+    width = rows["response_mask"].shape[1]
+    return prompt_sharing(ids, rows["attention_mask"], rows["position_ids"], types, media_of(rows), width)
+
+
+def media_of(rows: DataProto) -> Sequence[dict[str, Tensor]]:
+    inputs: Sequence[dict[str, Tensor]] = (
+        rows["multi_modal_inputs"] if "multi_modal_inputs" in rows else [{} for _ in range(len(rows))]
+    )
+    return inputs
 
 
 def infer_token_types(module: PackedVLM, rows: DataProto) -> Tensor:

@@ -72,7 +72,9 @@ def with_responses(config: Any, prompts: DataProto, lengths: list[int], width: i
     return data
 
 
-def padded_log_probs(model: Any, data: DataProto, temperature: float = 1.0, banned: tuple[int, ...] = ()) -> torch.Tensor:
+def padded_log_probs(
+    model: Any, data: DataProto, temperature: float = 1.0, banned: tuple[int, ...] = ()
+) -> torch.Tensor:
     """Log-probs ``(B, R)`` from Hugging Face's own padded forward, one row at a time, positions its own too."""
     family = family_of(model.config)
     width = data["response_mask"].shape[1]
@@ -88,7 +90,9 @@ def padded_log_probs(model: Any, data: DataProto, temperature: float = 1.0, bann
             use_cache=False,
             **one["multi_modal_inputs"][0],
         ).logits[0]
-        logits = (logits.float() / temperature).index_fill(-1, torch.tensor(banned or family.banned_ids(model.config)), -1e30)
+        logits = (logits.float() / temperature).index_fill(
+            -1, torch.tensor(banned or family.banned_ids(model.config)), -1e30
+        )
         chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
         length = int(one["response_mask"].sum())
         rows.append(torch.cat([chosen[len(chosen) - length :], torch.zeros(width - length)]))

@@ -12,7 +12,7 @@ MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 
-_CLASSES = {
+CLASSES = {
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
@@ -59,7 +59,7 @@ def tiny_config(model_type: str) -> Any:
         "eos_token_id": None,
         "tie_word_embeddings": False,
     }
-    return getattr(transformers, _CLASSES[model_type][0])(
+    return getattr(transformers, CLASSES[model_type][0])(
         text_config=text | _TEXT.get(model_type, {}),
         vision_config=vision | _VISION[model_type],
         image_token_id=IMAGE,
@@ -73,7 +73,7 @@ def tiny_config(model_type: str) -> Any:
 def tiny_model(model_type: str, seed: int = 0) -> Any:
     """A model in float32 with sdpa attention, no parameter zero, so that nothing hides behind an initial value."""
     torch.manual_seed(seed)
-    model = getattr(transformers, _CLASSES[model_type][1])._from_config(
+    model = getattr(transformers, CLASSES[model_type][1])._from_config(
         tiny_config(model_type), attn_implementation="sdpa", dtype=torch.float32
     )
     with torch.no_grad():

@@ -40,6 +40,28 @@ def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
+@given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 10))
+@settings(deadline=None)
+def test_segments_that_share_a_prompt_equal_whole_rows(prompt, responses, seed):
+    generator = torch.Generator().manual_seed(seed)
+    total = prompt + sum(responses)
+    q = torch.randn(1, 4, total, 8, generator=generator, requires_grad=True)
+    k, v = (torch.randn(1, 2, total, 8, generator=generator, requires_grad=True) for _ in range(2))
+    keys, starts = [], [prompt, *(prompt + torch.tensor(responses).cumsum(0)).tolist()]
+    for start, stop in zip(starts, starts[1:], strict=False):
+        keys.append([*range(prompt), *range(start, stop)])
+    cu_q = torch.tensor([0, starts[1], *starts[2:]])
+    cu_k = torch.tensor([0, *torch.tensor([len(each) for each in keys]).cumsum(0).tolist()])
+    index = torch.tensor([place for each in keys for place in each])
+    out, _ = packed_attention(
+        nn.Module(), q, k, v, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k, key_index=index, is_causal=True
+    )
+    for number, each in enumerate(keys):
+        rows = scaled_dot_product_attention(*(x[:, :, each] for x in (q, k, v)), is_causal=True, enable_gqa=True)
+        mine = each if number == 0 else each[prompt:]
+        torch.testing.assert_close(out[:, mine], rows.transpose(1, 2)[:, len(each) - len(mine) :], atol=1e-6, rtol=0)
+
+
 def test_what_it_cannot_express_is_refused():
     q = torch.zeros(1, 1, 2, 4)
     bounds = torch.tensor([0, 2])

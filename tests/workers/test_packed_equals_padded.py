@@ -13,7 +13,7 @@ from dataproto.vlm import family_of
 from workers.actor import ActorConfig, ActorWorker
 from workers.packed import PackedVLM
 from workers.policy import PolicyConfig, ReferenceWorker
-from workers.step import forward_rows, infer_token_types
+from workers.step import forward_rows, infer_token_types, prepare_rows
 
 CPU = torch.device("cpu")
 
@@ -24,15 +24,17 @@ def model(request):
 
 
 def mixed_batch(model):
-    """Two images of unequal size, one, none, and a prompt that shares its image with another row."""
+    """Two images of unequal size, one, none, a prompt that shares its image with another row, and samples of one prompt."""
     grids = [[(4, 6), (8, 4)], [(6, 6)], [], [(6, 6)]]
-    prompts = prompt_batch(model.config, grids, texts=[4, 7, 5, 3])
-    return with_responses(model.config, prompts, lengths=[5, 1, 6, 3], width=6)
+    prompts = prompt_batch(model.config, grids, texts=[4, 7, 5, 3])[[0, 1, 2, 2, 3, 0, 0]]
+    return with_responses(model.config, prompts, lengths=[5, 1, 6, 2, 3, 4, 0], width=6)
 
 
 def test_log_probs_and_gradients(model):
     data = mixed_batch(model)
-    weights = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(0)) * data["response_mask"]
+    weights = (
+        torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(0)) * data["response_mask"]
+    )
     temperature = 0.8
     reference = copy.deepcopy(model)
     expected = padded_log_probs(reference, data, temperature)
@@ -50,6 +52,15 @@ def test_log_probs_and_gradients(model):
             continue
         error = (ours[name].grad - parameter.grad).norm()
         assert error <= 1e-5 * parameter.grad.norm() + 1e-9, f"{name}: {error} of {parameter.grad.norm()}"
+
+
+def test_a_prompt_with_several_samples_is_computed_once(model):
+    data = mixed_batch(model)
+    packed, media, _ = prepare_rows(PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0), data)
+    prompts, responses = data["attention_mask"][:, :-6].sum(1), data["attention_mask"][:, -6:].sum(1)
+    shared = [3, 6]  # rows 2 and 3 are samples of one prompt, and so are rows 5 and 6
+    assert packed.input_ids.shape[1] == int(prompts.sum() + responses.sum() - prompts[shared].sum())
+    assert len(media["image_grid_thw"]) == 3
 
 
 def test_entropy_is_that_of_the_policy(model):
@@ -112,7 +123,7 @@ def test_the_update_does_not_depend_on_micro_batches(checkpoint, aggregation):
 def test_permuting_the_rows_permutes_the_log_probs(checkpoint):
     data = training_batch(tiny_model("qwen2_5_vl"))
     reference = ReferenceWorker(PolicyConfig(checkpoint), CPU)
-    order = torch.tensor([2, 0, 3, 1])
+    order = torch.tensor([2, 0, 3, 1, 6, 5, 4])
     straight = reference.log_probs(data)["ref_log_prob"]
     torch.testing.assert_close(reference.log_probs(data[order])["ref_log_prob"], straight[order], atol=1e-6, rtol=0)
 
@@ -128,11 +139,11 @@ def test_a_different_image_gives_different_log_probs(checkpoint):
     data = training_batch(tiny_model("qwen2_5_vl"))
     reference = ReferenceWorker(PolicyConfig(checkpoint), CPU)
     before = reference.log_probs(data)["ref_log_prob"]
-    media = data["multi_modal_inputs"][1]
+    media = data["multi_modal_inputs"][1]  # of row 1 alone; row 4 points at the same object
     data["multi_modal_inputs"][1] = media | {"pixel_values": -media["pixel_values"]}
     after = reference.log_probs(data)["ref_log_prob"]
     assert (before[1] != after[1])[: int(data["response_mask"][1].sum())].all()
-    torch.testing.assert_close(before[[0, 2, 3]], after[[0, 2, 3]], atol=1e-6, rtol=0)
+    torch.testing.assert_close(before[[0, 2, 3, 5]], after[[0, 2, 3, 5]], atol=1e-6, rtol=0)
 
 
 def test_a_banned_token_in_a_response_is_named(checkpoint):

@@ -1,0 +1,185 @@
+"""The entry point as users run it: whole runs, interrupted runs, and wrong command lines."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.checkpoints import write_checkpoint
+from helpers.tiny_models import MODEL_TYPES
+from PIL import Image
+
+from recipes.geo3k_grpo import TINY, main, parse
+
+REWARD = '''
+def score(data_source, solution_str, ground_truth, extra_info):
+    """Rewards short answers, so that even a random model has something to learn from."""
+    return {"score": 1.0 / (1 + len(solution_str)), "acc": float(len(solution_str) < 5)}
+'''
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "mine.py"
+    path.write_text(REWARD)
+    return f"{path}:score"
+
+
+@pytest.fixture(scope="module")
+def geometry3k(tmp_path_factory):
+    """A folder in the layout of hiyouga/geometry3k: train and test parquet files of images, problem, answer."""
+    from datasets import Dataset, Features, List, Value
+    from datasets import Image as ImageFeature
+
+    folder, rng = tmp_path_factory.mktemp("geometry3k"), np.random.default_rng(0)
+    features = Features({"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")})
+    for split, rows in (("train", 12), ("test", 5)):
+        sizes = rng.integers(16, 48, (rows, 2))
+        pictures = [[Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8))] for size in sizes]
+        data = {"images": pictures, "problem": ["<image>Find x."] * rows, "answer": [str(row) for row in range(rows)]}
+        Dataset.from_dict(data, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+def arguments(model_path, data_path, reward, output_dir, *more):
+    settings = (
+        "--batch-size 4 --algorithm.n 3 --max-prompt-length 500 --max-response-length 6 --eval-rows 5 --optimizer.lr 1e-3"
+        " --algorithm.entropy-coef 0.01 --token-budget 600 --steps 5 --save-every 2"
+    )
+    paths = ["--model-path", model_path, "--data-path", data_path, "--reward", reward, "--output-dir", str(output_dir)]
+    return [*paths, *settings.split(), *more]
+
+
+def rows_of(directory):
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows):
+    timed = ("timing", "perf/t")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished_run(checkpoint, geometry3k, reward, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    assert main(arguments(checkpoint, geometry3k, reward, directory)) == 0
+    return directory
+
+
+def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
+    rows = rows_of(finished_run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    held_out = [row for row in rows if any(name.startswith("val-core/") for name in row)]
+    assert [row["step"] for row in held_out] == [0, 5]
+    for row in rows[1:]:
+        assert row["actor/grad_norm"] > 0
+        assert math.isfinite(row["actor/pg_loss"])
+        assert {"critic/score/mean", "response_length/mean", "timing_s/gen", "perf/throughput"} <= row.keys()
+    assert sorted(path.name for path in finished_run.glob("global_step_*")) == ["global_step_4", "global_step_5"]
+    assert "<html" in (finished_run / "report.html").read_text()
+    assert list((finished_run / "tensorboard").glob("events*"))
+    config = json.loads((finished_run / "config.json").read_text())
+    assert config["algorithm"]["n"] == 3
+
+
+def test_the_exported_checkpoint_is_one_to_start_from(finished_run, geometry3k, reward, tmp_path):
+    exported = finished_run / "global_step_5" / "actor" / "huggingface"
+    assert main(arguments(str(exported), geometry3k, reward, tmp_path / "next", "--steps", "1")) == 0
+    first, last = rows_of(tmp_path / "next")[0], rows_of(finished_run)[-1]
+    name = next(name for name in last if name.endswith("reward/mean@1"))
+    assert first[name] == last[name]
+
+
+def test_a_killed_run_continues_to_the_bit(finished_run, checkpoint, geometry3k, reward, tmp_path):
+    directory = tmp_path / "killed"
+    command = [sys.executable, "-m", "recipes.geo3k_grpo", *arguments(checkpoint, geometry3k, reward, directory)]
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 200
+    while len(rows_of(directory)) < 4 if (directory / "metrics.jsonl").exists() else True:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (directory / "global_step_2").exists()
+    assert main(arguments(checkpoint, geometry3k, reward, directory, "--resume")) == 0
+
+    assert without_times(rows_of(directory)) == without_times(rows_of(finished_run))
+    for file in ("actor/huggingface/model.safetensors", "actor/optimizer.pt"):
+        assert (directory / "global_step_5" / file).read_bytes() == (finished_run / "global_step_5" / file).read_bytes()
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "qwen2_5_vl"])
+def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_path):
+    path = write_checkpoint(model_type, tmp_path / "model")
+    more = ("--steps", "1", "--algorithm.kl-coef", "0.1", "--algorithm.minibatch", "2", "--optimizer.schedule", "cosine")
+    more += ("--optimizer.total-steps", "10")
+    assert main(arguments(path, geometry3k, reward, tmp_path / "run", *more)) == 0
+    row = rows_of(tmp_path / "run")[1]
+    assert row["actor/grad_norm"] > 0
+    assert row["actor/kl_loss"] >= 0
+    assert row["timing_s/ref"] > 0
+
+
+def test_a_second_run_does_not_write_over_the_first(finished_run, checkpoint, geometry3k, reward, capsys):
+    assert main(arguments(checkpoint, geometry3k, reward, finished_run)) == 2
+    assert "earlier run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--algorithm.n", "1"], "needs at least 2"),
+        (["--algorithm.minibatch", "64"], "minibatch=64"),
+        (["--engine", "sglang"], "'sglang'"),
+        (["--optimizer.schedule", "linear", "--optimizer.total-steps", "0"], "total_steps"),
+        (["--resume", "--overwrite"], "contradict"),
+        (["--model-path", "/nowhere"], "/nowhere"),
+        (["--data-path", "/nowhere.parquet"], "/nowhere.parquet"),
+        (["--reward", "nowhere.py:f"], "nowhere.py"),
+        (["--eval-data-path", "x.parquet"], "data_path"),
+        (["--steps", "0"], "steps=0"),
+        (["--stepz", "3"], "stepz"),
+        (["--steps", "many"], "many"),
+    ],
+)
+def test_mistakes_end_with_one_clear_line(wrong, message, capfd, tmp_path):
+    options = ["--output-dir", str(tmp_path / "run"), *wrong]
+    try:
+        status = main(options)
+    except SystemExit as error:  # tyro's own way to refuse an option
+        status = error.code
+    captured = capfd.readouterr()
+    assert status == 2
+    assert message in captured.err + captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_help_is_complete(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--model-path", "--data-path", "--reward", "--engine", "--output-dir", "--resume", "--seed"):
+        assert option in text
+
+
+def test_defaults_are_for_the_model_at_hand():
+    assert parse([]) == TINY
+    real = parse(["--model-path", "somewhere"])
+    assert real.optimizer.lr == 1e-6
+    assert real.data.batch_size == 512
+    assert parse(["--seed", "3"]).run.seed == 3
