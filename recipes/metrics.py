@@ -73,8 +73,9 @@ def rollout_metrics(
     if "advantages" in data:
         metrics |= _statistics("critic/advantages", data["advantages"][mask])
     if "acc" in data:
-        right = [float(value) for value, kept in zip(data["acc"], answered.tolist(), strict=True) if kept]
-        metrics["reward/acc"] = sum(right) / len(right) if right else math.nan
+        judged = zip(data["acc"], answered.tolist(), strict=True)
+        right = [float(value) for value, kept in judged if kept and value is not None]
+        metrics["reward/acc"] = math.fsum(right) / len(right) if right else math.nan
     width = mask.shape[1]
     limits = (max_prompt_length or data["attention_mask"].shape[1] - width, max_response_length or width)
     for name, lengths, limit in zip(("prompt_length", "response_length"), (prompt, response), limits, strict=True):

@@ -50,7 +50,7 @@ def rollout_picture(
     later = {sample.key: sample for sample in after}
     pairs = [(sample, later[sample.key]) for sample in before if sample.key in later][:count]
     figure = Figure(figsize=(max(2.4 * len(pairs), 2.4), 4.4), dpi=150, layout="constrained")
-    grid = figure.subplots(2, max(len(pairs), 1), squeeze=False, height_ratios=(3, 2))
+    grid = figure.subplots(2, max(len(pairs), 1), squeeze=False, height_ratios=(3, 1.8))
     for axes in grid.flat:
         axes.axis("off")
     for column, (first, last) in enumerate(pairs):

@@ -50,9 +50,9 @@ img.tiny { image-rendering: pixelated; }
 .truth { margin-top: 8px; overflow-wrap: anywhere; }
 .answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
 .answer { min-width: 0; }
-.answer header { display: flex; flex-wrap: wrap; gap: 4px 8px; align-items: center; font-size: 13px; }
+.answer header { display: flex; flex-wrap: wrap; gap: 4px 5px; align-items: center; font-size: 13px; }
 .answer .when { flex-basis: 100%; }
-.badge { border-radius: 99px; padding: 1px 9px; font-size: 12px; font-weight: 600; background: var(--code); }
+.badge { border-radius: 99px; padding: 1px 8px; font-size: 11.5px; font-weight: 600; background: var(--code); }
 .badge.good { color: var(--good); background: var(--good-bg); } .badge.bad { color: var(--bad); background: var(--bad-bg); }
 pre { margin: 6px 0 0; padding: 10px; background: var(--code); border-radius: 8px; white-space: pre-wrap;
   overflow-wrap: anywhere; max-height: 15em; overflow: auto; unicode-bidi: isolate;

@@ -57,8 +57,9 @@ def test_every_chart_is_well_formed_and_inside_its_frame(values, percent):
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
 def test_ticks_enclose_and_are_few(low, width):
     found = ticks(low, low + width)
-    assert found[0] <= low + 1e-6 * abs(low) + 1e-9
-    assert found[-1] >= low + width - 1e-6 * abs(low + width) - 1e-9
+    near = 1e-6 * (width + abs(low)) + 1e-9
+    assert found[0] <= low + near
+    assert found[-1] >= low + width - near
     assert 2 <= len(found) <= 9
     assert found == sorted(set(found))
 

@@ -3,9 +3,11 @@ import math
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.metrics import (
     MetricsLog,
@@ -60,6 +62,18 @@ def test_scores_differ_from_rewards_where_the_batch_says_so():
     metrics = rollout_metrics(batch() | {"token_level_scores": torch.ones(3, 4)})
     assert metrics["critic/score/mean"] == 4.0
     assert metrics["critic/rewards/mean"] == 0.75
+
+
+def test_a_real_batch_gives_the_same_numbers():
+    columns = batch()
+    accuracy = np.array(columns.pop("acc"), dtype=object)
+    data = DataProto.from_dict(columns, non_tensors={"acc": accuracy})
+    assert rollout_metrics(data) == rollout_metrics(batch())
+    assert speed_metrics(data, {"timing_s/gen": 1.0}) == speed_metrics(batch(), {"timing_s/gen": 1.0})
+
+
+def test_rows_without_a_verdict_are_no_wrong_answers():
+    assert rollout_metrics(batch() | {"acc": [None, 1.0, 0.0]})["reward/acc"] == 1.0
 
 
 def test_an_empty_batch_has_no_statistics():
