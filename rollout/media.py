@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from dataproto.errors import InvalidMedia
 
@@ -44,7 +44,7 @@ def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image
         try:
             return _to_rgb(image)
         except Exception as error:
-            raise InvalidMedia(f"image {_describe(source)} is broken: {error}") from error
+            raise InvalidMedia(f"image {_describe(source)} is broken: {_reason(error)}") from error
 
 
 def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def _open(found: Any, root: str | os.PathLike[str] | None, source: Any) -> Image
     except InvalidMedia:
         raise
     except Exception as error:  # Pillow's plugins raise all kinds
-        raise InvalidMedia(f"image {_describe(source)} cannot be read: {error}") from error
+        raise InvalidMedia(f"image {_describe(source)} cannot be read: {_reason(error)}") from error
 
 
 def _file_of(found: Any, root: str | os.PathLike[str] | None) -> io.BytesIO | Path:
@@ -135,10 +135,20 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def _reason(error: Exception) -> str:
+    """An error without the file's name or content, which the message around it tells."""
+    if isinstance(error, UnidentifiedImageError):
+        return "it is of no known image format"
+    return (isinstance(error, OSError) and error.strerror) or _shorten(str(error))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def _describe(source: Any) -> str:
     if isinstance(source, Mapping) and source.get("bytes") is not None:
         return f"{source.get('path') or ''} ({len(source['bytes'])} bytes)".strip()
     if isinstance(source, (bytes, bytearray, memoryview)):
         return f"({len(source)} bytes)"
-    text = str(source) if isinstance(source, os.PathLike) else repr(source)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return _shorten(str(source) if isinstance(source, os.PathLike) else repr(source))

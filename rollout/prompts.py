@@ -52,9 +52,8 @@ class Prompt:
 
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:
-    """The checkpoint's image processor on `IMAGE_BACKEND`, whatever else is installed."""
+    """The checkpoint's image processor on `IMAGE_BACKEND`, whatever else is installed. Raises `InvalidConfig`."""
     from transformers import AutoImageProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     try:
         processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)
@@ -62,8 +61,10 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
         # The first Qwen2.5-VL checkpoints name a class that no longer exists; its successor reads their settings.
         if "Unrecognized image processor" not in str(error):
             raise
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
         processor = Qwen2VLImageProcessorPil.from_pretrained(path)
-    if not type(processor).__name__.endswith("Pil"):
+    if getattr(processor, "backend", None) != IMAGE_BACKEND:
         raise InvalidConfig(f"{path}: its image processor {type(processor).__name__} has no {IMAGE_BACKEND} backend")
     return processor
 

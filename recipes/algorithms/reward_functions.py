@@ -106,7 +106,8 @@ def load_function(name: str) -> Callable[..., Any]:
         raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        functions = inspect.getmembers(module, inspect.isfunction)
+        defined = [key for key, value in functions if value.__module__ == module_name]
         raise RewardError(f"{path} has no function {attribute!r}; it defines {', '.join(defined) or 'none'}")
     return function
 

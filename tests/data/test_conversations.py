@@ -1,0 +1,89 @@
+import numpy as np
+import pytest
+
+from dataproto.errors import InvalidPrompt
+from rollout.messages import read_conversation
+
+
+def test_markers_become_parts_in_order():
+    chat = read_conversation(
+        [{"role": "system", "content": "Look."}, {"role": "user", "content": "a <image>b<video><image>"}],
+        images=["1.png", "2.png"],
+        videos=["v.mp4"],
+    )
+    assert chat.messages[0] == {"role": "system", "content": "Look."}
+    assert chat.messages[1]["content"] == [
+        {"type": "text", "text": "a "},
+        {"type": "image"},
+        {"type": "text", "text": "b"},
+        {"type": "video"},
+        {"type": "image"},
+    ]
+    assert (chat.images, chat.videos) == (["1.png", "2.png"], ["v.mp4"])
+    assert list(chat.texts()) == ["Look.", "a ", "b"]
+
+
+def test_typed_parts_bring_their_image_or_take_the_next_of_the_rows():
+    chat = read_conversation(
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image"},
+                    {"type": "text", "text": "and"},
+                    {"type": "image_url", "image_url": {"url": "own.png"}},
+                    {"type": "image", "image": None, "text": None},  # as parquet fills in
+                ],
+            }
+        ],
+        images=["first.png", "last.png"],
+    )
+    assert chat.images[0] == "first.png"
+    assert chat.images[1] == {"image_url": {"url": "own.png"}}
+    assert chat.images[2] == "last.png"
+    assert [part["type"] for part in chat.messages[0]["content"]] == ["image", "text", "image", "image"]
+
+
+def test_a_marker_inside_a_typed_text_part_stays_text():
+    chat = read_conversation([{"role": "user", "content": [{"type": "text", "text": "what is <image>?"}]}])
+    assert chat.messages[0]["content"] == [{"type": "text", "text": "what is <image>?"}]
+
+
+def test_messages_may_be_arrays_as_pandas_reads_them():
+    messages = np.array([{"role": "user", "content": np.array([{"type": "text", "text": "hi"}], dtype=object)}])
+    assert read_conversation(messages).messages == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+
+
+def test_media_go_back_into_their_parts():
+    chat = read_conversation("<image>x<image>", images=["a", "b"])
+    assert chat.with_media(["A", "B"], []) == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": "A"},
+                {"type": "text", "text": "x"},
+                {"type": "image", "image": "B"},
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "says"),
+    [
+        ("<image><image>", ["a"], "2 image markers in the prompt, but 1 images"),
+        ("no marker", ["a"], "0 image markers in the prompt, but 1 images"),
+        ("<image>", [], "1 image markers in the prompt, but 0 images"),
+        ("<video>", [], "1 video markers in the prompt, but 0 videos"),
+        ([], [], "list of messages"),
+        (None, [], "list of messages"),
+        ([{"content": "x"}], [], "'role' and 'content'"),
+        (["x"], [], "'role' and 'content'"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], [], "text, image or video"),
+        ([{"role": "user", "content": ["x"]}], [], "text, image or video"),
+        ([{"role": "user", "content": [{"type": "text"}]}], [], "text, image or video"),
+    ],
+)
+def test_malformed_prompts_are_refused(messages, images, says):
+    with pytest.raises(InvalidPrompt, match=says):
+        read_conversation(messages, images)

@@ -1,0 +1,178 @@
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import load_dataset
+from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
+from helpers.tiny_prompts import tiny_builder
+
+from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
+from recipes.geo3k import INSTRUCTION, load_rows, read_row
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def test_the_layout_of_geometry3k_loads_as_it_is(tmp_path):
+    file = write_geometry3k(tmp_path / "geometry3k" / "data" / "train-00000-of-00001.parquet", geometry3k(3))
+    row = load_dataset("parquet", data_files=str(file), split="train")[0]
+    assert row["images"][0].size == (24, 16)  # `datasets` sees the pictures, as in the original
+    rows = load_rows(tmp_path / "geometry3k")
+    assert len(rows) == 3
+    assert rows.data_source == "geometry3k"
+    row = rows[2]
+    assert row["prompt"] == [{"role": "user", "content": f"<image>Find x of triangle 2. {INSTRUCTION}"}]
+    assert row["images"] == [{"bytes": png(drawing(2)), "path": None}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "2"}
+    assert row["extra_info"] == {
+        "split": "train",
+        "index": 2,
+        "answer": "2",
+        "question": "<image>Find x of triangle 2.",
+    }
+    assert (row["data_source"], row["ability"], row["index"]) == ("geometry3k", "math", 2)
+    batch = tiny_builder(max_prompt_length=1024)([rows[0], rows[2]])
+    assert np.array_equal(np.asarray(batch["multi_modal_data"][1]["image"][0]), np.asarray(drawing(2)))
+    assert batch["reward_model"][1]["ground_truth"] == "2"
+
+
+def test_verls_schema_is_taken_as_it_is(tmp_path):
+    source = {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": "<image>Find x."}],
+        "images": [{"bytes": png(drawing(1)), "path": None}],
+        "ability": "geometry",
+        "reward_model": {"style": "rule", "ground_truth": "65"},
+        "extra_info": {"split": "test", "index": 9, "answer": "65", "question": "Find x."},
+    }
+    file = tmp_path / "test.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([source]), file)
+    row = load_rows(file, split="test", data_source="unused")[0]
+    assert {name: row[name] for name in source} == source
+    assert row["index"] == 0
+    assert len(tiny_builder()([row])) == 1
+
+
+def test_typed_messages_load_with_parquets_empty_keys(tmp_path):
+    source = {
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "text": None, "image": {"bytes": png(drawing(1)), "path": None}},
+                    {"type": "text", "text": "Find x.", "image": None},
+                ],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "It is 9.", "image": None}]},
+        ],
+        "solution": "9",
+        "level": 2,
+    }
+    file = tmp_path / "chat.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([source]), file)
+    row = load_rows(file)[0]
+    assert [message["role"] for message in row["prompt"]] == ["user"]
+    assert row["reward_model"]["ground_truth"] == "9"
+    assert row["extra_info"]["level"] == 2
+    assert row["data_source"] == "chat"
+    batch = tiny_builder()([row])
+    assert batch["multi_modal_data"][0]["image"][0].size == (24, 16)
+
+
+def test_a_json_file_with_relative_paths(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    drawing(3).save(tmp_path / "pictures" / "3.png")
+    row = {"prompt": "<image>Find x.", "image": "pictures/3.png", "answer": "3"}
+    (tmp_path / "problems.jsonl").write_text(json.dumps(row) + "\n")
+    loaded = load_rows(str(tmp_path / "problems.jsonl"))[0]
+    assert loaded["prompt"] == [{"role": "user", "content": "<image>Find x."}]
+    batch = tiny_builder()([loaded])
+    assert np.array_equal(np.asarray(batch["multi_modal_data"][0]["image"][0]), np.asarray(drawing(3)))
+
+
+def test_a_folder_has_splits_and_shards(tmp_path):
+    rows = geometry3k(7)
+    write_geometry3k(tmp_path / "train-00000-of-00002.parquet", rows[:3])
+    write_geometry3k(tmp_path / "train-00001-of-00002.parquet", rows[3:5])
+    write_geometry3k(tmp_path / "test.parquet", rows[5:])
+    train, test = load_rows(tmp_path, split="train"), load_rows(tmp_path, split="test")
+    assert [row["reward_model"]["ground_truth"] for row in train] == list("01234")
+    assert [row["index"] for row in train[:]] == [0, 1, 2, 3, 4]
+    assert [row["reward_model"]["ground_truth"] for row in test] == list("56")
+    assert train[-1]["reward_model"]["ground_truth"] == "4"
+    both = load_rows([tmp_path / "test.parquet", tmp_path / "train-00001-of-00002.parquet"])
+    assert [row["reward_model"]["ground_truth"] for row in both] == list("5634")
+    with pytest.raises(IndexError):
+        train[5]
+    with pytest.raises(InvalidConfig, match=r"no file of split 'validation'; it has test\.parquet"):
+        load_rows(tmp_path, split="validation")
+
+
+def test_a_broken_image_is_no_obstacle_to_the_other_rows(tmp_path):
+    rows = load_rows(write_geometry3k(tmp_path / "a.parquet", geometry3k(2, bad={0: [{"bytes": b"x", "path": None}]})))
+    assert len(tiny_builder()([rows[1]])) == 1
+    with pytest.raises(InvalidRow, match="row 0"):
+        tiny_builder()([rows[0]])
+
+
+def test_the_instruction_can_be_ones_own(tmp_path):
+    file = write_geometry3k(tmp_path / "a.parquet", geometry3k(1))
+    content = "<image>Find x of triangle 0."
+    assert load_rows(file, instruction="Be short.")[0]["prompt"][0]["content"] == f"{content} Be short."
+    assert load_rows(file, instruction="")[0]["prompt"][0]["content"] == content
+
+
+def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path):
+    with pytest.raises(InvalidConfig, match=r"gone\.parquet: there is no such file"):
+        load_rows(tmp_path / "gone.parquet")
+    with pytest.raises(InvalidConfig, match="there is no such file"):
+        load_rows("gone.parquet")
+    (tmp_path / "a.csv").write_text("problem,answer\n")
+    with pytest.raises(InvalidConfig, match=r"end in \.parquet"):
+        load_rows(tmp_path / "a.csv")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidConfig, match="no parquet or JSON file"):
+        load_rows(tmp_path / "empty")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")
+    with pytest.raises(FileFormatError, match="cannot be read as parquet"):
+        load_rows(tmp_path / "broken.parquet")
+    with pytest.raises(InvalidConfig, match="no data set given"):
+        load_rows([])
+
+
+def test_a_hub_name_is_loaded_with_datasets(monkeypatch):
+    asked = []
+
+    def load(name, split):
+        asked.append((name, split))
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with pytest.raises(InvalidConfig, match="could not be loaded from the hub: offline"):
+        load_rows("hiyouga/geometry3k", split="test")
+    assert asked == [("hiyouga/geometry3k", "test")]
+
+
+def test_hub_rows_carry_the_hubs_name(monkeypatch, tmp_path):
+    file = write_geometry3k(tmp_path / "a.parquet", geometry3k(1))
+    table = load_dataset("parquet", data_files=str(file), split="train")
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
+    row = load_rows("hiyouga/geometry3k")[0]
+    assert row["data_source"] == "hiyouga/geometry3k"
+    assert row["images"] == [{"bytes": png(drawing(0)), "path": None}]
+
+
+def test_a_row_of_no_schema_is_named():
+    with pytest.raises(InvalidRow, match=r"row 5: no 'prompt', 'messages' or 'problem' among its columns \['text'\]"):
+        read_row({"text": "x"}, index=5)
+
+
+def test_a_worked_example_becomes_its_own_question():
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    row = read_row({"messages": messages}, index=0)
+    assert row["prompt"] == messages[:1]
+    assert row["reward_model"]["ground_truth"] == "4"

@@ -1,0 +1,167 @@
+import base64
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image, ImageFile
+
+from dataproto.errors import InvalidMedia
+from rollout import media
+from rollout.media import image_size, load_image
+
+
+def picture(width=6, height=4, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def same(one, other):
+    return one.mode == other.mode == "RGB" and np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_every_source_gives_the_same_picture(tmp_path):
+    image = picture()
+    data = encoded(image)
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = [
+        image,
+        data,
+        bytearray(data),
+        memoryview(data),
+        path,
+        str(path),
+        path.as_uri(),
+        uri,
+        {"bytes": data, "path": None},
+        {"bytes": None, "path": str(path)},
+        {"bytes": data, "path": "gone.png"},
+        {"type": "image", "image": image},
+        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "image", "url": str(path)},
+    ]
+    for source in sources:
+        assert same(load_image(source), image), source
+        assert image_size(source) == (4, 6)
+
+
+def test_relative_paths_start_at_the_root(tmp_path):
+    (tmp_path / "images").mkdir()
+    picture().save(tmp_path / "images" / "a.png")
+    assert same(load_image("images/a.png", root=tmp_path), picture())
+    with pytest.raises(InvalidMedia, match=r"images/b\.png"):
+        load_image("images/b.png", root=tmp_path)
+
+
+def test_transparency_is_laid_on_white():
+    drawing = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    drawing.putpixel((1, 0), (0, 0, 0, 255))
+    assert np.asarray(load_image(drawing)).tolist() == [[[255, 255, 255], [0, 0, 0]]]
+    half = Image.new("LA", (1, 1), (0, 128))
+    assert load_image(half).getpixel((0, 0)) == (127, 127, 127)
+
+
+def test_a_palette_with_a_transparent_colour_is_laid_on_white():
+    image = Image.new("P", (1, 1), 0)
+    image.putpalette([10, 20, 30])
+    assert load_image(image).getpixel((0, 0)) == (10, 20, 30)
+    assert load_image(encoded(image, transparency=0)).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bits_are_scaled_not_clipped():
+    values = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
+    assert np.asarray(load_image(encoded(Image.fromarray(values))))[0, :, 0].tolist() == [0, 1, 128, 255]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "F", "I", "RGB", "RGBA", "LA", "HSV", "YCbCr"])
+def test_every_mode_becomes_rgb(mode):
+    assert load_image(Image.new(mode, (3, 2))).mode == "RGB"
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8), st.sampled_from(["PNG", "JPEG", "WEBP", "TIFF"]))
+@settings(max_examples=40, deadline=None)
+def test_the_size_from_the_header_is_the_size_of_the_upright_picture(width, height, orientation, kind):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = encoded(picture(width, height), kind, exif=exif)
+    loaded = load_image(data)
+    assert image_size(data) == (loaded.height, loaded.width)
+    assert sorted(loaded.size) == sorted((width, height))
+
+
+def test_orientation_turns_the_picture():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # the camera was turned: rows are columns
+    assert same(load_image(encoded(picture(), exif=exif)), picture().transpose(Image.Transpose.ROTATE_270))
+
+
+def test_the_header_is_read_without_decoding(monkeypatch):
+    data = encoded(picture())
+
+    def refuse(self):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", refuse)
+    assert image_size(data) == (4, 6)
+
+
+def test_the_callers_image_stays_open():
+    image = Image.open(io.BytesIO(encoded(picture())))
+    assert image_size(image) == (4, 6)
+    load_image(image)
+    assert same(image.convert("RGB"), picture())
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (None, "missing"),
+        ({"bytes": None, "path": None}, "neither bytes nor a path"),
+        ({}, "neither bytes nor a path"),
+        (b"", "cannot be read"),
+        (b"not a picture", "cannot be read"),
+        ("/nowhere/a.png", "No such file"),
+        ("x" * 5000, "File name too long"),
+        ("a\0b", "null"),
+        ("https://example.com/a.png", "not downloaded"),
+        ("data:image/png,abc", "base64"),
+        ("data:image/png;base64,@@@", "broken"),
+        (3.5, "neither a PIL image"),
+        (encoded(picture(64, 64))[:200], "broken"),
+    ],
+)
+def test_bad_images_are_refused_with_the_reason(source, says):
+    with pytest.raises(InvalidMedia, match=says) as caught:
+        load_image(source)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_directory_is_not_an_image(tmp_path):
+    with pytest.raises(InvalidMedia, match="directory"):
+        load_image(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_decompression_bomb_is_refused_from_its_header(monkeypatch):
+    big = encoded(Image.new("1", (9500, 9500)))  # 90 million pixels in 11 kB
+    assert len(big) < 20_000
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(InvalidMedia, match=f"9500 x 9500 pixels, more than {media.MAX_IMAGE_PIXELS}"):
+        load_image(big)
+    with pytest.raises(InvalidMedia, match="9500 x 9500"):
+        image_size(big)
+
+
+def test_postscript_is_not_run():
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    assert Image.open(io.BytesIO(eps)).format == "EPS"  # Pillow alone would hand it to Ghostscript
+    with pytest.raises(InvalidMedia, match="cannot be read"):
+        load_image(eps)

@@ -1,0 +1,313 @@
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_models import MODEL_TYPES, tiny_model
+from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFile
+
+from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
+from rollout.prompts import PromptBuilder, load_image_processor
+
+
+def picture(width=24, height=16, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Counting:
+    """The image processor, counting the images that go through it."""
+
+    def __init__(self):
+        self.inner = tiny_image_processor()
+        self.images = 0
+
+    def __call__(self, images, **options):
+        self.images += len(images)
+        return self.inner(images=images, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def counting_builder(max_prompt_length=512):
+    return PromptBuilder(tiny_tokenizer(), Counting(), tiny_prompt_config(), max_prompt_length)
+
+
+MIXED = [
+    {"prompt": "<image>Find x.", "images": [picture()]},
+    {"prompt": "No picture at all, only words."},
+    {"prompt": "<image> and <image>", "images": [picture(40, 40, 1), picture(16, 8, 2)]},
+]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_columns_equal_hugging_faces_way(model_type):
+    """Placeholders repeated in the text before tokenizing, as HF's processors do; positions by `get_rope_index`."""
+    builder, tokenizer, processor = tiny_builder(model_type), tiny_tokenizer(), tiny_image_processor()
+    batch = builder(MIXED)
+    config = tiny_prompt_config(model_type)
+    for row, source in enumerate(MIXED):
+        images = source.get("images", [])
+        pieces = source["prompt"].split("<image>")
+        made = processor(images=images, return_tensors="pt") if images else {}
+        text = pieces[0]
+        for number, piece in enumerate(pieces[1:]):
+            count = int(made["image_grid_thw"][number].prod()) // 4
+            text += "<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>" + piece
+        text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer(text)["input_ids"]
+        kept = batch["attention_mask"][row].bool()
+        assert batch["input_ids"][row, kept].tolist() == ids
+        assert kept.tolist() == sorted(kept.tolist())  # left-padded
+        types = [1 if i == config.image_token_id else 0 for i in ids]
+        assert batch["mm_token_type_ids"][row, kept].tolist() == types
+        assert batch["raw_prompt_ids"][row].count(config.image_token_id) == len(images)
+        inputs = batch["multi_modal_inputs"][row]
+        assert set(inputs) == set(made)
+        for name in made:
+            assert torch.equal(inputs[name], made[name])
+    types = batch["mm_token_type_ids"]
+    grids = torch.cat([row["image_grid_thw"] for row in batch["multi_modal_inputs"] if row])
+    expected, _ = tiny_model(model_type).model.get_rope_index(
+        input_ids=batch["input_ids"],
+        mm_token_type_ids=types.int(),
+        image_grid_thw=grids,
+        attention_mask=batch["attention_mask"],
+    )
+    kept = batch["attention_mask"].bool()
+    assert torch.equal(batch["position_ids"].transpose(0, 1)[1:][:, kept], expected[:, kept])
+    assert batch["position_ids"].shape == (3, 4, batch["input_ids"].shape[1])
+
+
+def test_dtypes_and_columns():
+    batch = tiny_builder()(MIXED)
+    assert {name: column.dtype for name, column in batch.batch.items()} == {
+        "input_ids": torch.int64,
+        "attention_mask": torch.int64,
+        "position_ids": torch.int64,
+        "mm_token_type_ids": torch.int8,
+    }
+    assert batch["multi_modal_data"][1] == {}
+    assert batch["multi_modal_inputs"][1] == {}
+    assert batch["multi_modal_inputs"][0]["pixel_values"].dtype == torch.float32
+    assert len(batch["multi_modal_data"][2]["image"]) == 2
+    assert batch["raw_prompt"][0][0]["content"][0]["image"] is batch["multi_modal_data"][0]["image"][0]
+    assert batch["uid"].tolist() == ["0", "1", "2"]
+    assert all(column.dtype == object for column in batch.non_tensor_batch.values())
+
+
+def test_the_rows_other_values_become_columns():
+    rows = [
+        {
+            "prompt": "a",
+            "uid": "0-7",
+            "index": 7,
+            "data_source": "x",
+            "reward_model": {"ground_truth": "1"},
+            "level": 3,
+        },
+        {"prompt": "b", "uid": "0-9", "index": 9, "data_source": "y", "reward_model": {"ground_truth": "2"}},
+    ]
+    batch = tiny_builder()(rows)
+    assert batch["uid"].tolist() == ["0-7", "0-9"]
+    assert batch["index"].tolist() == [7, 9]
+    assert batch["reward_model"].tolist() == [{"ground_truth": "1"}, {"ground_truth": "2"}]
+    assert batch["level"].tolist() == [3, None]
+    assert batch["extra_info"].tolist() == [{}, {}]
+
+
+def test_each_distinct_image_is_processed_once_and_shared():
+    builder, image = counting_builder(), picture()
+    rows = [
+        {"prompt": "<image>one", "images": [image]},
+        {"prompt": "<image>same object", "images": [image]},
+        {"prompt": "<image>same content", "images": [encoded(image)]},
+        {"prompt": "<image>other", "images": [picture(seed=5)]},
+        {"prompt": "<image><image>both", "images": [image, picture(seed=5)]},
+    ]
+    batch = builder(rows)
+    assert builder.image_processor.images == 2
+    inputs, data = batch["multi_modal_inputs"], batch["multi_modal_data"]
+    for row in (1, 2):
+        assert inputs[row]["pixel_values"] is inputs[0]["pixel_values"]
+        assert inputs[row]["image_grid_thw"] is inputs[0]["image_grid_thw"]
+        assert data[row]["image"][0] is data[0]["image"][0]
+    assert data[4]["image"][1] is data[3]["image"][0]
+    assert inputs[3]["pixel_values"] is not inputs[0]["pixel_values"]
+    assert torch.equal(inputs[4]["pixel_values"], torch.cat([inputs[0]["pixel_values"], inputs[3]["pixel_values"]]))
+
+
+def test_images_of_equal_bytes_and_other_shape_are_distinct():
+    flat, tall = Image.new("RGB", (32, 8)), Image.new("RGB", (8, 32))
+    builder = counting_builder()
+    batch = builder([{"prompt": "<image>", "images": [image]} for image in (flat, tall)])
+    assert builder.image_processor.images == 2
+    assert [row["image_grid_thw"].tolist() for row in batch["multi_modal_inputs"]] == [[[1, 2, 8]], [[1, 8, 2]]]
+
+
+@given(st.lists(st.tuples(st.integers(4, 120), st.integers(4, 120)), max_size=3), st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_the_length_from_headers_is_the_length_of_the_prompt(sizes, words):
+    builder = tiny_builder(max_prompt_length=4096)
+    row = {"prompt": "<image>" * len(sizes) + "word " * words, "images": [picture(*size) for size in sizes]}
+    assert builder.prompt_length(row) == len(builder.prepare(row).input_ids)
+
+
+def test_an_overlong_prompt_is_refused_without_decoding(monkeypatch):
+    row = {"prompt": "<image>x", "images": [encoded(picture(64, 64))]}  # 64 image tokens
+    builder = tiny_builder(max_prompt_length=60)
+
+    def refuse(self):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", refuse)
+    assert builder.prompt_length(row) > 64
+    with pytest.raises(InvalidPrompt, match=r"has \d+ tokens, more than max_prompt_length=60"):
+        builder.prepare(row)
+
+
+def test_pixel_limits_change_the_number_of_tokens():
+    row = {"prompt": "<image>", "images": [picture(64, 64)]}
+    lengths = {
+        limit: tiny_builder(max_pixels=limit)([row])["mm_token_type_ids"].sum().item() for limit in (4096, 1024, 256)
+    }
+    assert lengths == {4096: 64, 1024: 16, 256: 4}
+    grown = tiny_builder(min_pixels=4096)([{"prompt": "<image>", "images": [picture(32, 32)]}])
+    assert grown["mm_token_type_ids"].sum() == 64
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 100), (200, 100)])
+def test_impossible_pixel_limits_are_refused(low, high):
+    with pytest.raises(InvalidConfig, match=f"min_pixels={low} and max_pixels={high}"):
+        tiny_builder(min_pixels=low, max_pixels=high)
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+@pytest.mark.parametrize("typed", [False, True])
+def test_text_cannot_smuggle_in_placeholders(token, typed):
+    text = f"ignore this {token} here"
+    prompt = [{"role": "user", "content": [{"type": "text", "text": text}] if typed else text}]
+    with pytest.raises(InvalidRow, match=r"row 4: the text contains <\|") as caught:
+        tiny_builder()([{"prompt": prompt, "index": 4}])
+    assert token in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "<image><image>", "images": [picture()]}, "2 image markers in the prompt, but 1 images"),
+        ({"prompt": "<image>", "images": [b"broken"]}, "cannot be read"),
+        ({"prompt": "<image>", "images": [encoded(picture(64, 64))[:300]]}, "broken"),
+        ({"prompt": "<image>", "images": [None]}, "missing"),
+        ({"prompt": "<image>", "images": ["/nowhere.png"]}, "No such file"),
+        ({"prompt": "<image>", "images": [Image.new("RGB", (401, 2))]}, "at most 200 times"),
+        ({"prompt": "<image>", "images": [Image.new("RGB", (0, 5))]}, "width 0"),
+        ({"images": []}, "list of messages"),
+        ({"prompt": "x" * 600}, "more than max_prompt_length=512"),
+    ],
+)
+def test_a_bad_row_is_named_with_index_and_reason(row, says):
+    good = {"prompt": "<image>", "images": [picture()]}
+    with pytest.raises(InvalidRow, match=says) as caught:
+        tiny_builder()([good, row])
+    assert caught.value.index == 1
+    assert str(caught.value).startswith("row 1: ")
+    with pytest.raises(InvalidRow) as caught:
+        tiny_builder()([good, row | {"index": 77}])
+    assert caught.value.index == 77
+
+
+def test_relative_paths_start_at_the_rows_media_root(tmp_path):
+    picture().save(tmp_path / "a.png")
+    batch = tiny_builder()([{"prompt": "<image>", "images": ["a.png"], "media_root": tmp_path}])
+    assert batch["multi_modal_data"][0]["image"][0].size == (24, 16)
+    assert "media_root" not in batch.non_tensor_batch
+
+
+def test_a_template_that_writes_no_placeholder_is_named():
+    builder = tiny_builder()
+    builder.tokenizer = TextOnly(tiny_tokenizer())
+    with pytest.raises(InvalidPrompt, match="wrote 0 image placeholders for 1 images"):
+        builder.prepare({"prompt": "<image>", "images": [picture()]})
+
+
+class TextOnly:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def apply_chat_template(self, messages, **options):
+        return "no placeholders"
+
+    def __call__(self, *arguments, **options):
+        return self.inner(*arguments, **options)
+
+
+def test_a_template_that_refuses_is_a_bad_prompt():
+    builder = tiny_builder()
+    tokenizer = tiny_tokenizer()
+    chosen = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        with pytest.raises(InvalidPrompt, match="roles must alternate"):
+            builder.prepare({"prompt": "x"})
+    finally:
+        tokenizer.chat_template = chosen
+
+
+def test_a_checkpoint_directory_is_enough(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_image_processor().save_pretrained(tmp_path)
+    tiny_prompt_config().save_pretrained(tmp_path)
+    builder = PromptBuilder.from_pretrained(tmp_path, max_prompt_length=512, max_pixels=1024)
+    row = {"prompt": "<image>Find x.", "images": [picture(64, 64)]}
+    expected = tiny_builder(max_pixels=1024)([row])
+    batch = builder([row])
+    assert torch.equal(batch["input_ids"], expected["input_ids"])
+    assert torch.equal(
+        batch["multi_modal_inputs"][0]["pixel_values"], expected["multi_modal_inputs"][0]["pixel_values"]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor", "nested"]
+)
+def test_the_image_processor_is_pils_whatever_the_checkpoint_says(tmp_path, name):
+    settings = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
+    if name == "nested":  # as `Processor.save_pretrained` writes it
+        nested = {"image_processor": settings | {"image_processor_type": "Qwen2VLImageProcessor"}}
+        (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    else:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"image_processor_type": name}))
+    processor = load_image_processor(tmp_path)
+    assert type(processor) is type(tiny_image_processor())
+    assert processor.patch_size == 4
+    assert processor.size["longest_edge"] == 4096
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(InvalidPrompt, match="at least one row"):
+        tiny_builder()([])
+
+
+def test_the_processors_refusal_is_a_bad_image():
+    builder = counting_builder()
+    builder.image_processor.inner = None
+
+    class Refusing(Counting):
+        def __call__(self, images, **options):
+            raise ValueError("too odd")
+
+    builder.image_processor = Refusing()
+    with pytest.raises(InvalidMedia, match="too odd"):
+        builder.prepare({"prompt": "<image>", "images": [picture()]})

@@ -1,0 +1,196 @@
+import json
+from itertools import islice
+
+import pytest
+import torch
+from helpers.geo3k_files import drawing
+from helpers.tiny_prompts import tiny_builder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ImageFile
+
+from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
+from recipes.loader import EvaluationLoader, PromptLoader, drop_overlong, occurrences
+
+BAD = {"prompt": "<image>Find x.", "images": [b"broken"]}
+
+
+def rows(count, bad=()):
+    return [
+        BAD if place in bad else {"prompt": f"<image>Find {place}.", "images": [drawing(place)]}
+        for place in range(count)
+    ]
+
+
+def uids(loader, batches):
+    return [batch["uid"].tolist() for batch in islice(loader, batches)]
+
+
+@given(st.integers(1, 30), st.integers(0, 2**32 - 1), st.integers(0, 100))
+@settings(max_examples=60, deadline=None)
+def test_draws_go_on_from_anywhere(count, seed, start):
+    whole = list(islice(occurrences(count, seed), start + 2 * count))
+    assert list(islice(occurrences(count, seed, start=start), 2 * count)) == whole[start:]
+
+
+@given(st.integers(1, 30), st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_every_epoch_draws_every_row_once(count, seed):
+    drawn = list(islice(occurrences(count, seed), 3 * count))
+    for epoch in range(3):
+        part = drawn[epoch * count : (epoch + 1) * count]
+        assert {number for number, _ in part} == {epoch}
+        assert sorted(place for _, place in part) == list(range(count))
+
+
+def test_seed_and_epoch_change_the_order():
+    first = [place for _, place in islice(occurrences(20, seed=0), 40)]
+    assert first[:20] != first[20:]
+    assert first[:20] != [place for _, place in islice(occurrences(20, seed=1), 20)]
+    assert first == [place for _, place in islice(occurrences(20, seed=0), 40)]
+
+
+def test_batches_are_full_and_uids_unique_across_epochs():
+    loader = PromptLoader(rows(5), tiny_builder(), batch_size=3, seed=1)
+    seen = [uid for batch in uids(loader, 5) for uid in batch]
+    assert len(seen) == len(set(seen)) == 15
+    assert sorted(seen) == sorted(f"{epoch}-{place}" for epoch in range(3) for place in range(5))
+    assert loader.epoch == 3
+
+
+def test_a_batch_holds_the_rows_it_names():
+    batch = next(PromptLoader(rows(6), tiny_builder(), batch_size=4, shuffle=False))
+    assert batch["index"].tolist() == [0, 1, 2, 3]
+    assert batch["raw_prompt"][2][0]["content"][1]["text"] == "Find 2."
+    assert list(batch["multi_modal_data"][2]["image"][0].getdata()) == list(drawing(2).getdata())
+
+
+@pytest.mark.parametrize("batches_before", [0, 1, 2, 5])
+def test_resuming_goes_on_exactly(batches_before):
+    whole = PromptLoader(rows(7, bad={2}), tiny_builder(), batch_size=3, seed=4, on_bad_row="skip")
+    before = uids(whole, batches_before)
+    state = json.loads(json.dumps(whole.state_dict()))
+    after = uids(whole, 6)
+    resumed = PromptLoader(rows(7, bad={2}), tiny_builder(), batch_size=3, seed=4, on_bad_row="skip")
+    resumed.load_state_dict(state)
+    assert resumed.skipped == {int(index): reason for index, reason in state["skipped"]}
+    assert uids(resumed, 6) == after
+    assert before + after == uids(
+        PromptLoader(rows(7, bad={2}), tiny_builder(), 3, 4, on_bad_row="skip"), len(before) + 6
+    )
+
+
+def test_a_loader_can_be_set_back():
+    loader = PromptLoader(rows(5), tiny_builder(), batch_size=2)
+    state = loader.state_dict()
+    first = uids(loader, 3)
+    loader.load_state_dict(state)
+    assert uids(loader, 3) == first
+
+
+def test_loading_draws_nothing_from_the_global_generator():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    next(PromptLoader(rows(3), tiny_builder(), batch_size=2))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_bad_row_stops_the_run_and_is_named():
+    loader = PromptLoader(rows(4, bad={3}), tiny_builder(), batch_size=4, shuffle=False)
+    with pytest.raises(InvalidRow, match=r"row 3: image .* cannot be read"):
+        next(loader)
+
+
+def test_a_skipped_row_is_counted_and_replaced():
+    loader = PromptLoader(rows(5, bad={1, 3}), tiny_builder(), batch_size=3, shuffle=False, on_bad_row="skip")
+    assert uids(loader, 2) == [["0-0", "0-2", "0-4"], ["1-0", "1-2", "1-4"]]
+    assert sorted(loader.skipped) == [1, 3]
+    assert "cannot be read" in loader.skipped[1]
+
+
+def test_nothing_but_bad_rows_ends_instead_of_looping():
+    loader = PromptLoader(rows(3, bad={0, 1, 2}), tiny_builder(), batch_size=1, on_bad_row="skip")
+    with pytest.raises(InvalidRow, match="none of the 3 rows can be used"):
+        next(loader)
+
+
+def test_an_overlong_row_is_a_bad_row():
+    data = [*rows(2), {"prompt": "word " * 500}]
+    loader = PromptLoader(data, tiny_builder(), batch_size=2, shuffle=False, on_bad_row="skip")
+    assert uids(loader, 2) == [["0-0", "0-1"], ["1-0", "1-1"]]
+    assert "more than max_prompt_length" in loader.skipped[2]
+
+
+def test_workers_load_the_same_batches_and_resume():
+    """Also from a state that a loader without workers has saved."""
+    data = rows(9, bad={4})
+    alone = PromptLoader(data, tiny_builder(), batch_size=4, seed=2, on_bad_row="skip")
+    first = next(alone)
+    state = alone.state_dict()
+    after = list(islice(alone, 3))
+    helped = PromptLoader(data, tiny_builder(), batch_size=4, seed=2, on_bad_row="skip", num_workers=2)
+    batch = next(helped)
+    assert batch["uid"].tolist() == first["uid"].tolist()
+    assert torch.equal(batch["input_ids"], first["input_ids"])
+    for one, other in zip(batch["multi_modal_inputs"], first["multi_modal_inputs"], strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+    assert helped.state_dict() == state
+    helped.load_state_dict(state)
+    assert uids(helped, 3) == [batch["uid"].tolist() for batch in after]
+    assert helped.state_dict() == alone.state_dict()
+
+
+def test_workers_share_an_image_between_rows():
+    data = [{"prompt": f"<image>{place}", "images": [drawing(0)]} for place in range(4)]
+    inputs = next(PromptLoader(data, tiny_builder(), batch_size=4, num_workers=2))["multi_modal_inputs"]
+    assert len({id(row["pixel_values"]) for row in inputs}) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", 9), ("rows", 3), ("shuffle", False)])
+def test_a_state_of_another_run_is_refused(name, value):
+    loader = PromptLoader(rows(4), tiny_builder(), batch_size=2, seed=1)
+    with pytest.raises(CheckpointError, match=f"saved with {name}={value}"):
+        loader.load_state_dict(loader.state_dict() | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 1, "on_bad_row": "ignore"}, "on_bad_row='ignore'"),
+        ({"batch_size": 1, "num_workers": -1}, "num_workers=-1"),
+    ],
+)
+def test_impossible_options_are_refused(options, says):
+    with pytest.raises(InvalidConfig, match=says):
+        PromptLoader(rows(2), tiny_builder(), **options)
+    with pytest.raises(InvalidConfig, match="no rows"):
+        PromptLoader([], tiny_builder(), batch_size=1)
+
+
+def test_evaluation_goes_through_all_rows_in_order_again_and_again():
+    loader = EvaluationLoader(rows(5), tiny_builder(), batch_size=2)
+    for _ in range(2):
+        assert [batch["uid"].tolist() for batch in loader] == [["val-0", "val-1"], ["val-2", "val-3"], ["val-4"]]
+
+
+def test_evaluation_stops_or_skips():
+    with pytest.raises(InvalidRow, match="row 2"):
+        list(EvaluationLoader(rows(3, bad={2}), tiny_builder(), batch_size=2))
+    skipping = EvaluationLoader(rows(4, bad={1}), tiny_builder(), batch_size=2, on_bad_row="skip")
+    for _ in range(2):
+        assert [batch["uid"].tolist() for batch in skipping] == [["val-0", "val-2"], ["val-3"]]
+    assert list(skipping.skipped) == [1]
+
+
+def test_overlong_rows_are_dropped_without_decoding(monkeypatch):
+    data = [*rows(2), {"prompt": "word " * 500}, BAD, {"prompt": "<image>x", "images": [drawing(1, (64, 64))]}]
+    builder = tiny_builder(max_prompt_length=60)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    kept, dropped = drop_overlong(data, builder)
+    assert dropped == [2, 4]
+    assert kept.indices == [0, 1, 3]  # what cannot be measured is left to the loader
+    assert kept[1] is data[1]
+    with pytest.raises(InvalidConfig, match="all 1 prompts are longer than max_prompt_length=60"):
+        drop_overlong(data[2:3], builder)

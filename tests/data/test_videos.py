@@ -1,0 +1,131 @@
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_tokenizer
+from PIL import Image
+
+from dataproto.errors import InvalidMedia
+from rollout.video import process_video, read_video
+
+SIZE = {"shortest_edge": 64, "longest_edge": 4096}
+
+
+def frames(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, 16, 24, 3), dtype=np.uint8)
+
+
+def processed(source):
+    return process_video(source, tiny_image_processor(), SIZE)
+
+
+def test_a_still_is_an_image_for_every_two_frames():
+    still = frames(1)[0]
+    image = tiny_image_processor()(images=[Image.fromarray(still)], return_tensors="pt")
+    video = processed([Image.fromarray(still)] * 4)
+    assert video.video_grid_thw.tolist() == [[2, 4, 6]]
+    assert torch.equal(video.pixel_values_videos, image["pixel_values"].repeat(2, 1))
+
+
+def test_both_frames_of_a_patch_are_in_it_and_the_last_frame_fills_up():
+    given = frames(3)
+    image = [
+        tiny_image_processor()(images=[Image.fromarray(frame)], return_tensors="pt")["pixel_values"] for frame in given
+    ]
+    by_frame = [patches.view(24, 3, 2, 16)[:, :, 0] for patches in image]  # channels, 4 x 4 pixels
+    video = processed(given).pixel_values_videos.view(2, 24, 3, 2, 16)
+    for time, step, frame in [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 2)]:
+        assert torch.equal(video[time, :, :, step], by_frame[frame])
+
+
+@pytest.mark.parametrize("shape", ["array", "channels first", "tensor", "list", "tuple", "mapping"])
+def test_frames_come_in_many_ways(shape):
+    given = frames(2)
+    source = {
+        "array": given,
+        "channels first": given.transpose(0, 3, 1, 2),
+        "tensor": torch.from_numpy(given),
+        "list": [Image.fromarray(frame) for frame in given],
+        "tuple": (given, None),
+        "mapping": {"type": "video", "video": [Image.fromarray(frame) for frame in given], "path": None},
+    }[shape]
+    read, metadata = read_video(source)
+    assert np.array_equal(read, given)
+    assert metadata == {"fps": 2.0, "frames_indices": [0, 1], "total_num_frames": 2, "do_sample_frames": False}
+
+
+def test_time_comes_from_the_metadata():
+    video = processed((frames(4), {"fps": 24.0, "frames_indices": [0, 12, 24, 36], "total_num_frames": 48}))
+    assert video.seconds == [0.25, 1.25]  # the middle of each pair
+    assert video.second_per_grid_ts.tolist() == [1.0]  # 4 frames in 2 seconds, two a patch
+    without = processed(frames(4))
+    assert without.second_per_grid_ts.tolist() == [1.0]
+    assert without.seconds == [0.25, 1.25]
+
+
+def test_a_video_in_a_prompt():
+    batch = tiny_builder("qwen3_vl")([{"prompt": "<video>What moves?", "videos": [frames(4)]}])
+    text = tiny_tokenizer().decode(batch["input_ids"][0])
+    picture = "<|vision_start|>" + "<|video_pad|>" * 6 + "<|vision_end|>"
+    assert f"user\n<0.2 seconds>{picture}<1.2 seconds>{picture}What moves?" in text
+    assert (batch["mm_token_type_ids"] == 2).sum() == 12
+    data, metadata = batch["multi_modal_data"][0]["video"][0]
+    assert np.array_equal(data, frames(4))
+    assert metadata["fps"] == 2.0
+    assert set(batch["multi_modal_inputs"][0]) == {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+
+
+def test_equal_videos_share_their_tensors():
+    rows = [{"prompt": "<video>a", "videos": [frames(2)]}, {"prompt": "<video>b", "videos": [frames(2)]}]
+    inputs = tiny_builder()(rows)["multi_modal_inputs"]
+    assert inputs[0]["pixel_values_videos"] is inputs[1]["pixel_values_videos"]
+
+
+def test_a_file_without_its_decoder_says_what_to_install(tmp_path, monkeypatch):
+    file = tmp_path / "v.mp4"
+    file.write_bytes(b"video")
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
+    with pytest.raises(InvalidMedia, match="pip install torchvision"):
+        read_video("v.mp4", root=tmp_path)
+    with pytest.raises(InvalidMedia, match="no such file"):
+        read_video("w.mp4", root=tmp_path)
+
+
+def test_a_decoded_file_becomes_frames(tmp_path, monkeypatch):
+    """qwen_vl_utils' interface, stood in for: float frames (T, 3, H, W) and metadata."""
+    file = tmp_path / "v.mp4"
+    file.write_bytes(b"video")
+    asked = {}
+
+    class Decoder:
+        @staticmethod
+        def fetch_video(element, return_video_metadata):
+            asked.update(element)
+            video = torch.from_numpy(frames(2)).permute(0, 3, 1, 2).float() + 0.2
+            return video, {"fps": 30.0, "frames_indices": [0, 15], "total_num_frames": 30}
+
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", Decoder)
+    read, metadata = read_video({"video": "v.mp4", "fps": 2.0, "max_frames": None}, root=tmp_path)
+    assert np.array_equal(read, frames(2))
+    assert metadata["fps"] == 30.0
+    assert asked == {"video": str(file), "fps": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (None, "missing"),
+        ({"video": None}, "missing"),
+        ([], "frames or a path"),
+        (3, "frames or a path"),
+        (np.zeros((2, 4, 4), dtype=np.uint8), "uint8"),
+        (np.zeros((2, 4, 4, 3), dtype=np.float32), "float32"),
+        ([Image.new("RGB", (4, 4)), Image.new("RGB", (8, 4))], "differ in size"),
+        ((frames(2), {"fps": 0.0}), "0.0 frames a second"),
+        ((frames(2), {"frames_indices": [0]}), "2 frames has metadata for 1"),
+    ],
+)
+def test_bad_videos_are_refused(source, says):
+    with pytest.raises(InvalidMedia, match=says):
+        read_video(source)

@@ -1,0 +1,87 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataproto.errors import RewardError
+from recipes.algorithms import rewards
+from recipes.algorithms.checking import AnswerChecker
+from recipes.algorithms.rewards import RewardRow, compute_score, format_score, geo3k_reward, load_reward
+
+# verl/utils/reward_score/geo3k.py and EasyR1's examples/reward_function/math.py
+PATTERN = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+PIECES = st.sampled_from(["<think>", "</think>", "\\boxed{", "}", "{", "x", "\n", "<", "\\boxed", " "])
+
+
+@given(st.lists(PIECES, max_size=10).map("".join))
+@settings(max_examples=500, deadline=None)
+def test_the_format_is_what_the_pattern_says(response):
+    assert format_score(response) == float(PATTERN.fullmatch(response) is not None)
+
+
+@given(st.lists(PIECES, max_size=6).map("".join), st.lists(PIECES, max_size=3).map("".join))
+@settings(max_examples=300, deadline=None)
+def test_the_format_of_nearly_good_responses(middle, end):
+    response = f"<think>{middle}</think>\\boxed{{{end}"
+    assert format_score(response) == float(PATTERN.fullmatch(response) is not None)
+
+
+def test_a_response_made_to_hurt_the_pattern_is_quick():
+    hostile = "<think>" + "</think>" * 20_000 + "\\boxed{" * 20_000
+    assert format_score(hostile) == 0.0  # the pattern would take hours
+    assert format_score(hostile + "}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score", "acc", "form"),
+    [
+        (r"<think>90 - 25</think> The answer is \boxed{65}.", "65", 1.0, 1.0, 1.0),
+        (r"\boxed{65}", "65", 0.9, 1.0, 0.0),
+        (r"<think>guess</think> \boxed{66}", "65", 0.1, 0.0, 1.0),
+        ("65", "65", 0.0, 0.0, 0.0),
+        ("", "65", 0.0, 0.0, 0.0),
+        (r"<think>\boxed{1}</think> \boxed{4 \sqrt{3}}", r"\sqrt{48}", 1.0, 1.0, 1.0),
+        (r"<think></think>\boxed{65^\circ}", "65", 1.0, 1.0, 1.0),
+        (r"<think></think>\boxed{}", "65", 0.1, 0.0, 1.0),
+        (r"\boxed{65", "65", 0.0, 0.0, 0.0),
+        ("no box", "None", 0.0, 0.0, 0.0),
+        (r"\boxed{65}", 65, 0.9, 1.0, 0.0),
+    ],
+)
+def test_scores(response, truth, score, acc, form):
+    assert compute_score("hiyouga/geometry3k", response, truth) == pytest.approx(
+        {"score": score, "acc": acc, "format": form}
+    )
+
+
+def test_a_batch_with_a_response_that_hangs():
+    checker = AnswerChecker(seconds=1.0, processes=1)
+    responses = ["<think></think>\\boxed{9**9**9**9}", "\\boxed{25/2}", "\\boxed{12.5}", "nothing"]
+    rows = [RewardRow(response, "12.5") for response in responses]
+    try:
+        assert [result["score"] for result in geo3k_reward(rows, checker)] == pytest.approx([0.1, 0.9, 0.9, 0.0])
+    finally:
+        checker.close()
+
+
+def test_plain_answers_need_no_other_process(monkeypatch):
+    checker = AnswerChecker()
+    monkeypatch.setattr(checker, "_ask", lambda pairs: pytest.fail(f"asked for {pairs}"))
+    rows = [RewardRow(f"<think></think>\\boxed{{{number}}}", "35") for number in range(256)]
+    results = geo3k_reward(rows, checker)
+    assert [number for number, result in enumerate(results) if result["acc"]] == [35]
+
+
+def test_a_row_without_truth_is_named():
+    with pytest.raises(RewardError, match="row 1: there is no ground truth"):
+        geo3k_reward([RewardRow("x", "1"), RewardRow("x", None)])
+
+
+def test_geo3k_is_a_name():
+    assert load_reward("geo3k") is geo3k_reward
+    assert geo3k_reward([]) == []
+
+
+def test_exports():
+    assert all(hasattr(rewards, name) for name in rewards.__all__)

@@ -1,0 +1,212 @@
+import asyncio
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto.errors import RewardError
+from recipes.algorithms.rewards import RewardRow, as_reward_function, from_trl, from_verl, load_reward
+
+MESSAGES = [{"role": "user", "content": "<image>Find x."}]
+ROWS = [
+    RewardRow("one", "1", "geo", {"answer": "1", "level": 3}, MESSAGES),
+    RewardRow("three", "2", "geo", {"answer": "2"}, MESSAGES),
+]
+
+
+def test_verls_function_gets_its_arguments():
+    calls = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        calls.append((data_source, solution_str, ground_truth, extra_info))
+        return len(solution_str)
+
+    assert from_verl(compute_score)(ROWS) == [{"score": 3.0}, {"score": 5.0}]
+    assert calls == [("geo", "one", "1", {"answer": "1", "level": 3}), ("geo", "three", "2", {"answer": "2"})]
+
+
+def test_verls_dict_keeps_its_numbers():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 0.5, "acc": True, "pred": "x", "length": np.int64(3), "mean": torch.tensor(0.25)}
+
+    assert from_verl(compute_score)(ROWS[:1]) == [{"score": 0.5, "acc": 1.0, "length": 3.0, "mean": 0.25}]
+
+
+def test_a_function_cannot_change_the_data():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return len(extra_info.pop("answer"))
+
+    from_verl(compute_score)(ROWS)
+    assert ROWS[0].extra_info["answer"] == "1"
+
+
+def test_async_functions_run_together():
+    state = {"running": 0, "most": 0}
+
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        state["running"] += 1
+        state["most"] = max(state["most"], state["running"])
+        await asyncio.sleep(0)
+        state["running"] -= 1
+        return float(ground_truth)
+
+    assert from_verl(compute_score)(ROWS) == [{"score": 1.0}, {"score": 2.0}]
+    assert state["most"] == 2
+
+    async def inside_a_loop():
+        return from_verl(compute_score)(ROWS)
+
+    assert asyncio.run(inside_a_loop()) == [{"score": 1.0}, {"score": 2.0}]
+
+
+def test_an_async_failure_names_its_row():
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return 1 / (int(ground_truth) - 2)
+
+    with pytest.raises(RewardError, match="row 1: compute_score raised ZeroDivisionError") as caught:
+        from_verl(compute_score)(ROWS)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_trls_function_gets_messages_and_columns():
+    calls = {}
+
+    def reward_func(prompts, completions, **columns):
+        calls.update(columns, prompts=prompts, completions=completions)
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    assert from_trl(reward_func)(ROWS) == [{"score": 3.0}, {"score": 5.0}]
+    assert calls == {
+        "prompts": [MESSAGES, MESSAGES],
+        "completions": [[{"role": "assistant", "content": "one"}], [{"role": "assistant", "content": "three"}]],
+        "data_source": ["geo", "geo"],
+        "ground_truth": ["1", "2"],
+        "extra_info": [{"answer": "1", "level": 3}, {"answer": "2"}],
+        "answer": ["1", "2"],
+        "level": [3, None],
+    }
+
+
+def test_trls_completions_are_strings_where_prompts_are():
+    def reward_func(completions, answer):
+        return [completion == said for completion, said in zip(completions, answer, strict=True)]
+
+    rows = [RewardRow("1", extra_info={"answer": "1"}, ground_truth=None, prompt="what?")]
+    assert from_trl(reward_func)(rows) == [{"score": 1.0}]
+    assert from_trl(reward_func)([]) == []
+
+
+def test_trls_async_function():
+    async def reward_func(prompts, completions, **columns):
+        return [0.5] * len(completions)
+
+    assert from_trl(reward_func)(ROWS) == [{"score": 0.5}, {"score": 0.5}]
+
+
+@pytest.mark.parametrize(
+    "score", [None, float("nan"), float("inf"), "1.0", [1.0], {"acc": 1.0}, {"score": None}, object()]
+)
+def test_what_is_no_score_is_refused_and_its_row_named(score):
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return 1.0 if ground_truth == "1" else score
+
+    with pytest.raises(RewardError, match=r"row 1: compute_score returned .* finite number"):
+        from_verl(compute_score)(ROWS)
+
+    def reward_func(prompts, completions, **columns):
+        return [1.0, score]
+
+    with pytest.raises(RewardError, match=r"row 1: reward_func returned"):
+        from_trl(reward_func)(ROWS)
+
+
+def test_an_exception_names_its_row_and_keeps_its_traceback():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return {"1": 1.0}[ground_truth]
+
+    with pytest.raises(RewardError, match="row 1: compute_score raised KeyError: '2'") as caught:
+        from_verl(compute_score)(ROWS)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.__traceback__ is not None
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [([1.0], "1 scores for 2 rows"), (1.0, "not a list of scores"), (None, "not a list of scores")],
+)
+def test_a_list_of_the_wrong_length_is_refused(returned, says):
+    def reward_func(prompts, completions, **columns):
+        return returned
+
+    with pytest.raises(RewardError, match=says):
+        from_trl(reward_func)(ROWS)
+
+
+def test_the_kind_is_told_by_the_arguments():
+    def verl(solution_str, ground_truth, **other):
+        return 1
+
+    def trl(completions, **columns):
+        return [2] * len(completions)
+
+    def own(rows):
+        return [{"score": 3, "length": len(row.solution_str)} for row in rows]
+
+    assert as_reward_function(verl)(ROWS)[0] == {"score": 1.0}
+    assert as_reward_function(trl)(ROWS)[0] == {"score": 2.0}
+    assert as_reward_function(own)(ROWS)[1] == {"score": 3.0, "length": 5.0}
+
+    def neither(x, y):
+        return 0
+
+    with pytest.raises(RewardError, match=r"neither\(x, y\) is no reward function: expected compute_score\("):
+        as_reward_function(neither)
+
+
+def test_a_file_and_function_on_the_command_line(tmp_path):
+    file = tmp_path / "my rewards.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            from dataclasses import dataclass
+
+            @dataclass
+            class Weights:
+                length: float = 2.0
+
+            def length(data_source, solution_str, ground_truth, extra_info=None):
+                return Weights().length * len(solution_str)
+
+            wrong = 3
+            """
+        )
+    )
+    assert load_reward(f"{file}:length")(ROWS) == [{"score": 6.0}, {"score": 10.0}]
+    with pytest.raises(RewardError, match="has no function 'wrong'; it defines length"):
+        load_reward(f"{file}:wrong")
+    with pytest.raises(RewardError, match="has no function 'gone'"):
+        load_reward(f"{file}:gone")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nothing", "file.py:function"),
+        ("a.py:", "file.py:function"),
+        (":f", "file.py:function"),
+        ("/nowhere/a.py:f", "there is no file"),
+    ],
+)
+def test_a_name_that_names_nothing(name, says):
+    with pytest.raises(RewardError, match=says):
+        load_reward(name)
+
+
+def test_a_file_that_cannot_be_imported(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    with pytest.raises(RewardError, match=r"cannot be imported: ModuleNotFoundError: .*no_such_module"):
+        load_reward(f"{tmp_path / 'broken.py'}:f")
+    (tmp_path / "text.txt").write_text("hello")
+    with pytest.raises(RewardError, match="not a Python file"):
+        load_reward(f"{tmp_path / 'text.txt'}:f")
