@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from dataproto.tensordict_utils import nested_tensor_from_tensor_list
 
 FORMAT, VERSION = "dataproto", "1"
 Path: TypeAlias = str | os.PathLike[str]
-Contents: TypeAlias = tuple[TensorDict | None, dict[str, np.ndarray], dict[str, Any]]
+Made = TypeVar("Made")
 
 # What safetensors stores under its own name; other dtypes go as bytes.
 _NATIVE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
@@ -71,8 +71,8 @@ def save(
             os.remove(temporary)
 
 
-def load(path: Path, allow_pickle: bool = False) -> Contents:
-    """Reads what :func:`save` wrote: batch, non-tensor columns, facts.
+def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool = False) -> Made:
+    """Reads what :func:`save` wrote, and makes of it ``make(batch, non_tensor_batch, meta_info)``.
 
     Raises:
         FileFormatError: damaged, of another format or version, or with pickled objects while ``allow_pickle`` is not given.
@@ -93,7 +93,10 @@ def load(path: Path, allow_pickle: bool = False) -> Contents:
             header = json.loads(reader.bytes("header"))
             batch = None if header["batch"] is None else reader.batch(header["batch"])
             arrays = {name: reader.tree(node) for name, node in header["non_tensor_batch"].items()}
-            return batch, arrays, reader.tree(header["meta_info"])
+            meta_info = reader.tree(header["meta_info"])
+            if not isinstance(meta_info, dict):
+                raise FileFormatError(f"{path}: meta_info is not a dict")
+            return make(batch, arrays, meta_info)
     except FileFormatError:
         raise
     except Exception as error:  # whatever a damaged or hostile file provokes
@@ -202,7 +205,7 @@ class _Reader:
     def __init__(self, entry: Callable[[str], torch.Tensor], allow_pickle: bool) -> None:
         self._entry = entry
         self._allow_pickle = allow_pickle
-        self._shared: dict[str, Any] = {}  # entry name -> the one object made from it
+        self._shared: dict[str, Any] = {}  # node -> the one object made from it
 
     def batch(self, node: dict[str, Any]) -> TensorDict:
         columns = {name: self.tree(value) for name, value in node["columns"].items()}
@@ -221,9 +224,9 @@ class _Reader:
         kind, entry = node["$"], node.get("data")
         if entry is None:
             return self._small(kind, node)
-        if entry not in self._shared:
-            self._shared[entry] = self._large(kind, node, entry)
-        return self._shared[entry]
+        if (key := repr(node)) not in self._shared:
+            self._shared[key] = self._large(kind, node, entry)
+        return self._shared[key]
 
     def _small(self, kind: str, node: dict[str, Any]) -> Any:
         if kind == "float":

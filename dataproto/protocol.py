@@ -358,7 +358,7 @@ class DataProto(Table):
         Raises:
             FileFormatError: damaged, of another format or version, or with pickled objects while ``allow_pickle`` is not given.
         """
-        return DataProto(*disk.load(filepath, allow_pickle))
+        return disk.load(filepath, DataProto, allow_pickle)
 
 
 def _batch_shape(name: str, tensor: Any, dims: int) -> tuple[int, ...]:

@@ -119,10 +119,12 @@ def as_positions(index: Index, rows: int) -> np.ndarray:
 def as_slice(index: slice, rows: int) -> slice:
     """A slice with its bounds resolved; InvalidIndex where they are not whole numbers or the step is 0."""
     try:
-        start, stop, step = index.indices(rows)
-        return slice(start, None if stop < 0 else stop, step)  # a reversed slice ends before row 0, not at row -1
+        chosen = range(rows)[index]
     except (TypeError, ValueError) as error:
         raise InvalidIndex(f"cannot select rows with {index}: {error}") from error
+    if not chosen:
+        return slice(0, 0, 1)
+    return slice(chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step)  # reversed: up to row 0, not -1
 
 
 def as_row(index: Any, rows: int) -> int:
@@ -148,7 +150,7 @@ def take(column: Column, positions: np.ndarray) -> Column:
     if isinstance(column, torch.Tensor) and column.is_nested:
         parts = column.unbind()
         return nested_tensor_from_tensor_list([parts[row] for row in positions.tolist()])
-    index = torch.from_numpy(np.ascontiguousarray(positions)).to(column.device or "cpu")
+    index = torch.from_numpy(positions.copy()).to(column.device or "cpu")
     return column.index_select(0, index) if isinstance(column, torch.Tensor) else column[index]
 
 

@@ -187,6 +187,7 @@ class Table:
         Raises:
             MissingColumn: a name is absent, or stands twice.
         """
+        self.check_consistency()
         batch = self._unlocked_batch()
         tensors, arrays, facts = map(name_list, (batch_keys, non_tensor_batch_keys, meta_info_keys))
         self._check_present(tensors, self._tensors())
@@ -211,6 +212,7 @@ class Table:
         for keys in (old_keys, new_keys):
             if not isinstance(keys, str | list | tuple):
                 raise InvalidColumn(f"names are a string or a list of strings, not a {type(keys).__name__}")
+        self.check_consistency()
         old, new = name_list(old_keys), name_list(new_keys)
         if len(old) != len(new):
             raise ColumnConflict(f"{len(old)} columns cannot take {len(new)} new names: {old} and {new}")
@@ -247,6 +249,7 @@ class Table:
 
     def _map(self, rows: int, change: Callable[[str, Column], Column]) -> Self:
         """A batch of ``rows`` rows whose columns are ``change(name, column)``, with its own ``meta_info``."""
+        self.check_consistency()
         batch = None
         if self.batch is not None:
             tensors = {name: change(name, tensor) for name, tensor in self._tensors().items()}

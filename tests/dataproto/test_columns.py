@@ -1,0 +1,37 @@
+"""The table of well-known columns."""
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto import COLUMNS, DataProto, require
+from dataproto.errors import MissingColumn
+
+
+def test_the_table_is_well_formed() -> None:
+    for name, column in COLUMNS.items():
+        assert name == column.name
+        assert set(column.shape.split()) <= {"B", "P", "R", "L", "4"}
+        assert column.shape.startswith("B")
+        assert column.dtype == "object" or getattr(torch, column.dtype)
+        assert column.written_by
+        assert column.read_by
+        assert column.meaning
+
+
+def test_require_is_silent_where_all_is_there() -> None:
+    data = DataProto.from_dict({"responses": torch.zeros(1, 2)}, {"uid": ["a"]})
+    require(data)
+    require(data, "uid", "responses")
+
+
+def test_require_lists_what_is_absent_present_and_who_writes_it() -> None:
+    data = DataProto.from_dict({"responses": torch.zeros(1, 2)}, {"uid": np.array(["a"])})
+    for error in (MissingColumn, KeyError, AssertionError):
+        with pytest.raises(error) as caught:
+            require(data, "uid", "values", "mine")
+        assert str(caught.value) == (
+            "missing columns: 'values' (written by CriticWorker.values), 'mine'; present: 'responses', 'uid'"
+        )
+    with pytest.raises(MissingColumn, match="missing column: 'x'; present: no columns"):
+        require(DataProto(), "x")

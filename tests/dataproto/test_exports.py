@@ -1,0 +1,41 @@
+"""What the package offers, and what importing it does not load."""
+
+import subprocess
+import sys
+
+import dataproto
+from dataproto import protocol, tensordict_utils
+
+
+def test_the_package_exports_exactly_this() -> None:
+    assert sorted(dataproto.__all__) == [
+        *("COLUMNS", "DataProto", "DataProtoConfig", "DataProtoItem", "all_gather_data_proto", "collate_fn"),
+        *("fold_batch_dim", "object_array", "pad_dataproto_to_divisor", "pad_inert", "require", "unfold_batch_dim"),
+        *("union_numpy_dict", "union_tensor_dict", "unpad_dataproto", "unpad_inert"),
+    ]
+    assert all(hasattr(dataproto, name) for name in dataproto.__all__)
+
+
+def test_the_protocol_has_the_names_of_verl() -> None:
+    """The public names of ``verl.protocol`` 0.9.1 but ``DataProtoFuture`` and ``BatchData``, and its verbs."""
+    functions = [
+        *("DataProto", "DataProtoItem", "DataProtoConfig", "pad_dataproto_to_divisor", "unpad_dataproto"),
+        *("union_tensor_dict", "union_numpy_dict", "fold_batch_dim", "unfold_batch_dim", "collate_fn"),
+        *("serialize_single_tensor", "serialize_tensordict", "deserialize_single_tensor", "deserialize_tensordict"),
+        "all_gather_data_proto",
+    ]
+    verbs = [
+        *("from_single_dict", "from_dict", "from_tensordict", "to_tensordict", "select", "select_idxs", "slice", "pop"),
+        *("rename", "union", "make_iterator", "padding", "is_padding_enabled", "chunk", "split", "concat", "reorder"),
+        *("repeat", "sample_level_repeat", "unfold_column_chunks", "to", "check_consistency", "print_size"),
+        *("get_data_info", "save_to_disk", "load_from_disk"),
+    ]
+    assert [name for name in functions if name not in protocol.__all__] == []
+    assert [name for name in verbs if not callable(getattr(protocol.DataProto, name, None))] == []
+    assert callable(tensordict_utils.get_tensordict)
+
+
+def test_importing_loads_no_heavy_library() -> None:
+    program = "import sys, dataproto; print(sorted({'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
