@@ -4,7 +4,7 @@ A packed sequence holds the attended tokens of all rows one after the other, ``(
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,12 +37,8 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> "PackedRows":
         """The same rows on another device."""
-        return PackedRows(
-            **{
-                name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-                for name, value in vars(self).items()
-            }
-        )
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]
 
 
 def pack_rows(

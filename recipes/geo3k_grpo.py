@@ -7,15 +7,16 @@ and ``--data-path`` the same loop runs any Qwen2-VL, Qwen2.5-VL or Qwen3-VL chec
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
+from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
 from dataproto.errors import DataProtoError, InvalidConfig
-from recipes.algorithms.rewards import geo3k_reward, load_reward
+from recipes.algorithms.rewards import RewardFunction, load_reward
 from recipes.geo3k import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
@@ -23,6 +24,7 @@ from recipes.metrics import timed, validation_metrics
 from recipes.report import environment, write_report
 from recipes.samples import rollout_samples, save_rollouts
 from recipes.synthetic.rows import ProblemRows
+from recipes.tiny import tiny_checkpoint
 from recipes.training import RunConfig, train
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
@@ -86,7 +88,7 @@ class Geo3KConfig:
 TINY = Geo3KConfig(
     data=DataConfig(batch_size=16, max_prompt_length=128, max_response_length=24, instruction=""),
     algorithm=GRPOConfig(n=16, entropy_coef=0.04, entropy_anneal=True),
-    optimizer=OptimizerConfig(lr=5e-4, schedule="linear", total_steps=200),
+    optimizer=OptimizerConfig(lr=5e-4, schedule="linear"),
     run=RunConfig(steps=200, save_every=50),
 )
 
@@ -94,9 +96,9 @@ TINY = Geo3KConfig(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    disable_progress_bar()  # of transformers; ours is enough
     try:
-        config = parse(arguments)
-        run(config)
+        print(f"report: {run(parse(arguments))}")
     except DataProtoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -110,45 +112,55 @@ def parse(arguments: Sequence[str]) -> Geo3KConfig:
     """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones."""
     real = any(argument.split("=")[0].replace("_", "-") == "--model-path" for argument in arguments)
     return tyro.cli(
-        Geo3KConfig, args=list(arguments), default=Geo3KConfig() if real else TINY, description=__doc__, prog="recipes.geo3k_grpo"
+        Geo3KConfig,
+        args=list(arguments),
+        default=Geo3KConfig() if real else TINY,
+        description=__doc__,
+        prog="recipes.geo3k_grpo",
     )
 
 
 def run(config: Geo3KConfig) -> Path:
-    """Runs the recipe and returns the path of its report."""
-    model_path = config.model_path
-    checkpoint_family(model_path)
+    """Runs the recipe and returns the path of its report, which an interrupted run leaves too."""
+    reward = load_reward(config.reward or "geo3k")
+    model_path = str(tiny_checkpoint(config.run.seed)) if config.model_path is None else config.model_path
+    checkpoint_family(model_path)  # refuses what cannot run before anything is written
+    data = config.data
+    builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    loader, held_out = load_data(config, builder)
     directory = prepare_directory(config.run)
     write_json(directory / "config.json", asdict(config))
     write_json(directory / "environment.json", environment())
-    builder = PromptBuilder.from_pretrained(
-        model_path, config.data.max_prompt_length, config.data.min_pixels, config.data.max_pixels
-    )
-    loader, held_out = load_data(config, builder)
-    with start(config, model_path) as roles:
-        train(
-            config.run,
-            roles,
-            loader,
-            lambda prompts: grpo_step(roles, prompts, config.algorithm, sampling(config)),
-            lambda step: evaluate(roles, held_out, config, step),
-            lambda directory: save_processors(builder, directory),
-        )
-    return write_report(directory)
+    try:
+        with start(config, model_path, reward) as roles:
+            train(
+                config.run,
+                roles,
+                loader,
+                lambda prompts: grpo_step(roles, prompts, config.algorithm, sampling(config)),
+                lambda step: evaluate(roles, held_out, config, step),
+                lambda target: save_processors(builder, target),
+            )
+    finally:
+        report = write_report(directory)
+    return report
 
 
-def start(config: Geo3KConfig, model_path: str) -> Roles:
+def start(config: Geo3KConfig, model_path: str, reward: RewardFunction) -> Roles:
+    optimizer = config.optimizer
+    if optimizer.total_steps is None:
+        optimizer = replace(optimizer, total_steps=config.run.steps * config.algorithm.updates(config.data.batch_size))
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
         token_budget=config.token_budget,
         freeze_vision=config.freeze_vision,
-        optimizer=config.optimizer,
+        optimizer=optimizer,
     )
     return launch(
         actor=actor,
         reference=actor.frozen() if config.algorithm.kl_coef else None,
-        reward=load_reward(config.reward) if config.reward else geo3k_reward,
+        reward=reward,
         rollout=RolloutConfig(model_path, config.engine),
     )
 
@@ -165,7 +177,9 @@ def load_data(config: Geo3KConfig, builder: PromptBuilder) -> tuple[PromptLoader
         test_rows: Any = ProblemRows(data.level, 0, "test", data.instruction)
     else:
         train_rows, _ = drop_overlong(load_rows(data.data_path, "train", instruction=data.instruction), builder)
-        test_rows, _ = drop_overlong(load_rows(data.eval_data_path or data.data_path, "test", instruction=data.instruction), builder)
+        test_rows, _ = drop_overlong(
+            load_rows(data.eval_data_path or data.data_path, "test", instruction=data.instruction), builder
+        )
     loader = PromptLoader(
         train_rows,
         builder,

@@ -44,9 +44,15 @@ class GRPOConfig:
         if self.n < 2:
             raise InvalidConfig(f"algorithm.n={self.n}: GRPO compares samples of one prompt, so it needs at least 2")
         if self.temperature <= 0:
-            raise InvalidConfig(f"algorithm.temperature={self.temperature}: GRPO samples, so it needs a temperature above 0")
+            raise InvalidConfig(
+                f"algorithm.temperature={self.temperature}: GRPO samples, so it needs a temperature above 0"
+            )
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise InvalidConfig("algorithm.kl_coef and algorithm.entropy_coef must be at least 0")
+
+    def updates(self, prompts: int) -> int:
+        """Optimizer steps for a batch of so many prompts."""
+        return self.epochs * -(-prompts // (self.minibatch or prompts))
 
     def sampling(self, max_tokens: int, seed: int) -> SamplingParams:
         return SamplingParams(self.n, self.temperature, self.top_p, self.top_k, max_tokens, seed=seed)
@@ -82,7 +88,7 @@ def grpo_step(
         data = roles.rollout.generate(prompts, replace(sampling, n=config.n))
     with timed(metrics, "reward"):
         data |= roles.reward.score(data)
-    if not _one_update(prompts, config):
+    if config.updates(len(prompts)) > 1:
         with timed(metrics, "old_log_prob"):
             data |= roles.actor.log_probs(data, into="old_log_probs")
     if config.kl_coef:
@@ -112,7 +118,3 @@ def accuracy(data: DataProto) -> float:
     """Share of right answers: the mean of ``acc`` if the reward function gives one, else of the score."""
     column = data["acc"] if "acc" in data else data["score"]
     return float(torch.tensor([float(value) for value in column]).mean()) if len(data) else 0.0
-
-
-def _one_update(prompts: DataProto, config: GRPOConfig) -> bool:
-    return config.epochs == 1 and (config.minibatch is None or config.minibatch >= len(prompts))

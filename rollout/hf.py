@@ -19,9 +19,13 @@ from rollout.policy import draw, policy_log_probs, restrict
 from rollout.randomness import uniforms
 
 
+# Finished rows leave a wave once fewer than this share of its rows still runs: moving the cache has its price.
+KEPT_SHARE = 0.75
+
+
 @dataclass
 class _Wave:
-    """Sequences that are being generated together; rows leave as they finish."""
+    """Sequences that are being generated together."""
 
     requests: np.ndarray  # (W,) request numbers
     seeds: np.ndarray  # (W,) uint64
@@ -61,7 +65,8 @@ class HFEngine:
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         self.model = AutoModelForImageTextToText.from_pretrained(
             model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        ).to(self.device)
+        )
+        self.model.to(self.device)  # type: ignore[arg-type]
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
         self.family = family_of(self.model.config)
@@ -85,28 +90,25 @@ class HFEngine:
         tokens = np.zeros((len(requests), sampling.max_tokens), dtype=np.int64)
         log_probs = np.zeros((len(requests), sampling.max_tokens), dtype=np.float32)
         done: list[Completion] = []
+        running = np.ones(len(requests), dtype=bool)  # rows of the wave that have not finished
         for step in range(sampling.max_tokens):
             chosen, chosen_log_probs = self._sample(wave, step, sampling)
             ids = chosen.cpu().numpy()
             tokens[wave.requests, step] = ids
             log_probs[wave.requests, step] = chosen_log_probs.float().cpu().numpy()
             stopped = np.isin(ids, stop)
-            finished = np.ones_like(stopped) if step + 1 == sampling.max_tokens else stopped
-            for request, reason in zip(wave.requests[finished], stopped[finished], strict=True):
-                done.append(
-                    Completion(
-                        int(request),
-                        tokens[request, : step + 1].tolist(),
-                        log_probs[request, : step + 1].tolist(),
-                        "stop" if reason else "length",
-                    )
-                )
-            if finished.all():
+            last = step + 1 == sampling.max_tokens
+            for row in np.flatnonzero(running & (stopped | last)):
+                request = int(wave.requests[row])
+                ids_and_log_probs = tokens[request, : step + 1].tolist(), log_probs[request, : step + 1].tolist()
+                done.append(Completion(request, *ids_and_log_probs, "stop" if stopped[row] else "length"))
+            running &= ~stopped
+            if last or not running.any():
                 break
-            if finished.any():
-                left = torch.from_numpy(np.flatnonzero(~finished)).to(self.device)
+            if running.mean() < KEPT_SHARE:
+                left = torch.from_numpy(np.flatnonzero(running)).to(self.device)
                 wave.keep(left)
-                chosen = chosen[left]
+                chosen, running = chosen[left], running[running]
             self._advance(wave, chosen)
         return done
 
@@ -186,11 +188,11 @@ class HFEngine:
 
     def sleep(self) -> None:
         if self.device.type == "cuda":
-            self.model.to("cpu")
+            self.model.to("cpu")  # type: ignore[arg-type]
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self.model.to(self.device)
+        self.model.to(self.device)  # type: ignore[arg-type]
 
 
 def _pad_left(values: Tensor, length: int) -> Tensor:

@@ -7,7 +7,7 @@ one call for all segments of equal length.
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,11 +96,11 @@ def _flash(
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if causal else (-1, -1)  # aligned to the last query and key, as flash attention does
-    grouped = {"enable_gqa": True} if _takes_enable_gqa() and q.shape[1] != k.shape[1] else {}
-    out: Tensor = varlen_attn(
-        q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, scale=scaling, window_size=window, **grouped
-    )
-    return out
+    options: dict[str, Any] = {"scale": scaling, "window_size": window}
+    if _takes_enable_gqa():
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, **options)
+    return cast(Tensor, out)
 
 
 @cache
@@ -134,18 +134,15 @@ def attend_segments(
 def _attend_equal(
     q: Tensor, k: Tensor, v: Tensor, length_q: int, length_k: int, scaling: float | None, causal: bool
 ) -> Tensor:
-    batched = [
+    queries, keys, values = (
         x.unflatten(0, (-1, length)).transpose(1, 2) for x, length in ((q, length_q), (k, length_k), (v, length_k))
-    ]  # (S, H, length, D)
+    )  # (S, H, length, D)
     mask = None
     if causal and length_q != length_k:
         mask = torch.ones(length_q, length_k, dtype=torch.bool, device=q.device).tril(length_k - length_q)
+    grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
-        *batched,
-        attn_mask=mask,
-        is_causal=causal and mask is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
+        queries, keys, values, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2).flatten(0, 1)
 

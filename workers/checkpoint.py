@@ -65,9 +65,10 @@ def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
     """
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory} holds no Hugging Face checkpoint")
-    loaded, found = type(model).from_pretrained(
+    result: Any = type(model).from_pretrained(
         directory, dtype=model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
+    loaded, found = result
     problems = {kind: sorted(map(str, names)) for kind, names in found.items() if names and kind.endswith("_keys")}
     if problems:
         raise CheckpointError(f"{directory} does not fit the model: {problems}")

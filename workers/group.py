@@ -49,7 +49,7 @@ class LocalGroup:
         return self._method(name)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.worker, name, None)
+        method: Callable[..., Any] = getattr(self.worker, name, _no_method)
         if not hasattr(method, "dispatch_mode"):
             callable_names = sorted(
                 n for n in dir(self.worker) if hasattr(getattr(self.worker, n, None), "dispatch_mode")
@@ -57,4 +57,8 @@ class LocalGroup:
             raise InvalidConfig(
                 f"{type(self.worker).__name__} has no method {name!r} to call through a group; it has {callable_names}"
             )
-        return method  # type: ignore[no-any-return]
+        return method
+
+
+def _no_method() -> None:
+    """Stands for a method that a worker does not have."""

@@ -46,7 +46,7 @@ def token_log_probs(
     if len(targets) <= size:
         return compute(hidden, head_weight, targets)
     if torch.is_grad_enabled():
-        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)  # type: ignore[assignment]
+        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
     chunks = [compute(h, head_weight, t) for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
     log_probs = torch.cat([chunk[0] for chunk in chunks])
     return log_probs, torch.cat([chunk[1] for chunk in chunks]) if entropy else None  # type: ignore[misc]

@@ -20,17 +20,15 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
-    total_steps: int = 0  # of the whole run; needed by "linear" and "cosine"
+    total_steps: int | None = None  # of the whole run, for "linear" and "cosine"; recipes fill in their own number
     min_lr_ratio: float = 0.0
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
         if self.lr < 0 or self.max_grad_norm <= 0:
             raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise InvalidConfig(
-                f"schedule {self.schedule!r} needs total_steps ({self.total_steps}) above warmup_steps ({self.warmup_steps})"
-            )
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
@@ -44,6 +42,8 @@ def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
+    if config.total_steps is None:
+        raise InvalidConfig(f"schedule {config.schedule!r} needs total_steps")
     progress = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
     decayed = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decayed
@@ -55,6 +55,7 @@ class Optimizer:
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
+        learning_rate_factor(config.warmup_steps, config)  # refuses a schedule without its length now, not in mid-run
         self.adamw = torch.optim.AdamW(
             self.parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )

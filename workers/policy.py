@@ -54,7 +54,7 @@ class PolicyWorker:
             MissingColumn, InvalidColumn: see `check_rows`.
         """
         check_rows(data, self.module.banned_ids)
-        columns: dict[str, list[Tensor]] = {into: []} | ({"entropys": []} if entropy else {})
+        columns: dict[str, list[Tensor]] = {name: [] for name in (into, "entropys")[: 1 + entropy]}
         self.module.eval()
         with torch.no_grad(), self.autocast():
             for rows in micro_batches(data, self.config.token_budget):
@@ -96,7 +96,8 @@ def load_packed(config: PolicyConfig, device: torch.device) -> PackedVLM:
     family = checkpoint_family(config.model_path)
     model = AutoModelForImageTextToText.from_pretrained(
         config.model_path, dtype=torch.float32, attn_implementation="sdpa"
-    ).to(device)
+    )
+    model.to(device)  # type: ignore[arg-type]
     module = PackedVLM(model, family, config.temperature)
     if config.freeze_vision:
         model.get_submodule(family.vision_tower).requires_grad_(False)

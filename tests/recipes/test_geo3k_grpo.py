@@ -125,8 +125,16 @@ def test_a_killed_run_continues_to_the_bit(finished_run, checkpoint, geometry3k,
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "qwen2_5_vl"])
 def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_path):
     path = write_checkpoint(model_type, tmp_path / "model")
-    more = ("--steps", "1", "--algorithm.kl-coef", "0.1", "--algorithm.minibatch", "2", "--optimizer.schedule", "cosine")
-    more += ("--optimizer.total-steps", "10")
+    more = (
+        "--steps",
+        "1",
+        "--algorithm.kl-coef",
+        "0.1",
+        "--algorithm.minibatch",
+        "2",
+        "--optimizer.schedule",
+        "cosine",
+    )
     assert main(arguments(path, geometry3k, reward, tmp_path / "run", *more)) == 0
     row = rows_of(tmp_path / "run")[1]
     assert row["actor/grad_norm"] > 0

@@ -55,4 +55,6 @@ def test_state_round_trip_through_a_file_continues_to_the_bit(tmp_path):
 
 def test_a_decaying_schedule_needs_its_length():
     with pytest.raises(InvalidConfig, match="total_steps"):
-        OptimizerConfig(schedule="linear")
+        one_parameter(schedule="linear")
+    with pytest.raises(InvalidConfig, match="total_steps=3"):
+        OptimizerConfig(total_steps=3, warmup_steps=3)

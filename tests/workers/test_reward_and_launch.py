@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig, RewardError
+from recipes.tiny import make_tiny_model
+from workers import ActorConfig, PolicyConfig, RewardWorker, launch
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def responses(worker, *texts):
+    ids = [worker.tokenizer(text)["input_ids"] + [worker.tokenizer.eos_token_id] for text in texts]
+    width = max(map(len, ids))
+    rows = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
+    truths = np.array([{"ground_truth": str(row)} for row in range(len(ids))], dtype=object)
+    return DataProto.from_dict({"responses": rows, "response_mask": mask}, {"reward_model": truths})
+
+
+def test_scores_stand_on_the_last_response_token(checkpoint):
+    seen = []
+
+    def score(rows):
+        seen.extend(rows)
+        return [{"score": len(row.solution_str), "acc": row.ground_truth == "1"} for row in rows]
+
+    worker = RewardWorker(score, checkpoint)
+    data = responses(worker, "ab", "a longer one")
+    result = worker.score(data)
+    assert [row.solution_str for row in seen] == ["ab", "a longer one"]  # without special tokens
+    assert [row.ground_truth for row in seen] == ["0", "1"]
+    assert result["token_level_rewards"].sum(1).tolist() == [2.0, 12.0]
+    last = data["response_mask"].sum(1) - 1
+    assert result["token_level_rewards"][torch.arange(2), last].tolist() == [2.0, 12.0]
+    assert result["score"].tolist() == [2, 12]
+    assert result["acc"].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("wrong", [[], [{"score": float("nan")}], [0.5], [{"acc": 1.0}], [{"score": None}]])
+def test_results_that_are_no_scores_are_refused(checkpoint, wrong):
+    worker = RewardWorker(lambda rows: wrong, checkpoint)
+    with pytest.raises(RewardError):
+        worker.score(responses(worker, "x"))
+
+
+def test_roles_that_were_not_launched_say_how(checkpoint):
+    with launch(actor=ActorConfig(checkpoint)) as roles:
+        assert not roles.has("reference")
+        with pytest.raises(InvalidConfig, match=r"launch\(reward=\.\.\.\)"):
+            _ = roles.reward
+    with pytest.raises(InvalidConfig, match="'local'"):
+        launch(actor=ActorConfig(checkpoint), on="the moon")
+
+
+def test_a_frozen_reference_has_no_gradients(checkpoint):
+    actor = ActorConfig(checkpoint, temperature=0.7)
+    assert actor.frozen() == PolicyConfig(checkpoint, temperature=0.7)
+    with launch(actor=actor, reference=actor.frozen()) as roles:
+        assert not any(p.requires_grad for p in roles.reference.worker.module.parameters())
