@@ -1,0 +1,265 @@
+"""Seconds of a whole GRPO step (sample, score, log-probs, update) on a CPU, beside TRL's `GRPOTrainer`.
+
+    python benchmarks/grpo_step.py --trl-python /path/to/trl-venv/bin/python
+
+Both sides load the same tiny Qwen2.5-VL checkpoint, see the same drawn problems in the same order, score with the same
+function, and sample to the same token limit, which every row reaches, since nothing ends a response. Each side is a process
+of its own on the same cores; they step in turns, one standing still while the other works; warm-up steps are not counted.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trl_grpo_step import await_turn, load_rows, say, score
+
+HERE = Path(__file__).resolve().parent
+OURS = "this project"
+PHASES = {
+    "step": "whole step",
+    "gen": "prompts and sampling",
+    "reward": "reward",
+    "update": "log-probs, update and the rest",
+}
+WORK = {"rows": "rows", "prompt_tokens": "prompt tokens", "response_tokens": "response tokens"}
+
+Step = dict[str, float]  # seconds by phase, and the counts of `WORK`
+
+
+def prepare(workload: Path, settings: dict[str, Any]) -> None:
+    """Writes what both sides read: ``checkpoint/``, ``problems.json`` with its pictures, ``settings.json``."""
+    from transformers import AutoConfig, GenerationConfig
+
+    from dataproto.vlm import family_of
+    from recipes.synthetic import make_problem
+    from recipes.tiny import make_tiny_model
+
+    checkpoint = make_tiny_model(workload / "checkpoint")
+    generation = GenerationConfig.from_pretrained(checkpoint)
+    generation.eos_token_id = None
+    generation.save_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint)
+    settings = settings | {"banned_ids": family_of(config).banned_ids(config)}
+    rows = []
+    for number in range(settings["prompts"] * (settings["warmup"] + settings["steps"])):
+        problem = make_problem(number)
+        problem.image.save(workload / f"{number}.png")
+        text = problem.text.removeprefix("<image>")
+        rows.append({"text": text, "answer": problem.answer, "image": f"{number}.png"})
+    (workload / "problems.json").write_text(json.dumps(rows))
+    (workload / "settings.json").write_text(json.dumps(settings))
+
+
+class PromptBatches:
+    """The workload's prompt batches in order, pictures decoded beforehand, made columns when asked for."""
+
+    def __init__(self, workload: Path, prompts: int) -> None:
+        from rollout.prompts import PromptBuilder
+
+        self.builder = PromptBuilder.from_pretrained(workload / "checkpoint", max_prompt_length=512)
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": f"<image>{row['text']}"}],
+                "images": [row["image"]],
+                "uid": str(number),
+                "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            }
+            for number, row in enumerate(load_rows(workload))
+        ]
+        self.batches = iter([rows[start : start + prompts] for start in range(0, len(rows), prompts)])
+
+    def __next__(self) -> Any:
+        return self.builder(next(self.batches))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def measure(workload: Path) -> None:
+    """Our side, in this process: steps when it is its turn."""
+    import torch
+
+    from recipes.grpo import GRPOConfig, grpo_step
+    from recipes.training import train_step
+    from rollout.engine import SamplingParams
+    from workers import ActorConfig, OptimizerConfig, RewardRow, launch
+
+    settings = json.loads((workload / "settings.json").read_text())
+    torch.set_num_threads(settings["threads"])
+    config = GRPOConfig(n=settings["samples"])
+    actor = ActorConfig(str(workload / "checkpoint"), optimizer=OptimizerConfig(lr=settings["learning_rate"]))
+    work: Step = {}
+
+    def reward(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+        return [{"score": score(row.solution_str, row.ground_truth)} for row in rows]
+
+    def step_function(prompts: Any) -> Any:
+        data, metrics = grpo_step(roles, prompts, config, SamplingParams(max_tokens=settings["max_tokens"]))
+        responses, tokens = int(data["response_mask"].sum()), int(data["attention_mask"].sum())
+        work.update(rows=len(data), prompt_tokens=tokens - responses, response_tokens=responses)
+        return data, metrics
+
+    batches = PromptBatches(workload, settings["prompts"])
+    say("READY", {"name": OURS, "torch": torch.__version__})
+    with launch(actor, reward=reward) as roles:
+        for _ in range(settings["warmup"] + settings["steps"]):
+            await_turn()
+            start = time.perf_counter()
+            metrics = train_step(batches, step_function)
+            step = {"step": time.perf_counter() - start, "reward": metrics["timing_s/reward"]}
+            step["gen"] = metrics["timing_s/data"] + metrics["timing_s/gen"]
+            step["update"] = step["step"] - step["gen"] - step["reward"]
+            say("STEP", step | work)
+
+
+class Side:
+    """A process that steps when told to."""
+
+    def __init__(self, command: Sequence[str], workload: Path, threads: int) -> None:
+        self.errors = workload / f"errors-{len(list(workload.glob('errors-*')))}.txt"
+        self.process = subprocess.Popen(
+            [*command, str(workload)],
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            text=True,
+        )
+        self.facts = self._hear("READY")
+
+    def step(self) -> Step:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._hear("STEP")
+
+    def _hear(self, word: str) -> dict[str, Any]:
+        for line in self.process.stdout:
+            if line.startswith(f"{word} "):
+                return json.loads(line.removeprefix(word))
+        sys.exit(f"{' '.join(self.process.args)} ended early:\n{self.errors.read_text()[-4000:]}")
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.stdout.read()
+        self.process.wait()
+
+
+def compare(workload: Path, settings: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> str:
+    """Lets the sides step in turns and tells the measured steps as text."""
+    load = os.getloadavg()[0]
+    with contextlib.ExitStack() as stack:
+        sides = [stack.enter_context(Side(command, workload, settings["threads"])) for command in commands]
+        steps: dict[str, list[Step]] = {side.facts["name"]: [] for side in sides}
+        for number in range(settings["warmup"] + settings["steps"]):
+            for side in sides:
+                step = side.step()
+                if number >= settings["warmup"]:
+                    steps[side.facts["name"]].append(step)
+        torches = sorted({side.facts["torch"] for side in sides})
+    check_same_work(steps, settings)
+    head = (
+        f"{settings['threads']} cores of {cpu_name()}, torch {', '.join(torches)}: {settings['prompts']} prompts x "
+        f"{settings['samples']} samples x {settings['max_tokens']} tokens, {settings['steps']} steps of each in turns, "
+        f"load average before {load:.1f}"
+    )
+    each = [f"{name}: {' '.join(format(step['step'], '.3f') for step in found)}" for name, found in steps.items()]
+    return "\n".join([head, "", table(steps), "", "whole steps, s:", *each])
+
+
+def check_same_work(steps: Mapping[str, list[Step]], settings: Mapping[str, Any]) -> None:
+    """Both sides saw the same prompts, step by step, and every row reached the limit."""
+    rows = settings["prompts"] * settings["samples"]
+    prompts = [step["prompt_tokens"] for step in next(iter(steps.values()))]
+    expected = [[rows, tokens, rows * settings["max_tokens"]] for tokens in prompts]
+    for side, each in steps.items():
+        found = [[step[name] for name in WORK] for step in each]
+        if found != expected:
+            sys.exit(f"{side} did other work than asked for ({', '.join(WORK)} of each step): {found}, not {expected}")
+
+
+def table(steps: Mapping[str, list[Step]]) -> str:
+    """A Markdown table: medians by phase and their ratios, the fastest step, and the work of a step."""
+    lines = [[""] + list(steps) + ["ratio"] * (len(steps) - 1)]
+    lines.append(["---"] * len(lines[0]))
+
+    def seconds(label: str, values: Sequence[float]) -> None:
+        lines.append(
+            [label, *(f"{value:.3f}" for value in values), *(f"{value / values[0]:.2f}" for value in values[1:])]
+        )
+
+    for phase, label in PHASES.items():
+        seconds(f"{label}, median s", [median(step[phase] for step in each) for each in steps.values()])
+    seconds("whole step, fastest s", [min(step["step"] for step in each) for each in steps.values()])
+    if len(steps) > 1:
+        ours, theirs = steps.values()
+        ratio = median(their["step"] / our["step"] for our, their in zip(ours, theirs))
+        lines.append(["whole step, median ratio of neighbouring steps", "", "", f"{ratio:.2f}"])
+    for name, label in WORK.items():
+        means = [sum(step[name] for step in each) / len(each) for each in steps.values()]
+        lines.append([f"{label} a step", *(f"{mean:,.0f}" for mean in means), *[""] * (len(means) - 1)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it, our side runs alone")
+    parser.add_argument("--steps", type=int, default=16, help="measured steps of each side (default: 16)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them that do not count (default: 3)")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts a step (default: 16)")
+    parser.add_argument("--samples", type=int, default=16, help="samples of each prompt (default: 16)")
+    parser.add_argument("--max-tokens", type=int, default=16, help="tokens of each response (default: 16)")
+    parser.add_argument("--threads", type=int, default=2, help="cores that each side may use (default: 2)")
+    arguments = parser.parse_args(argv)
+    for name in ("steps", "warmup", "prompts", "max_tokens", "threads"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.samples < 2:
+        parser.error("--samples must be at least 2")
+    return arguments
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["measure"]:  # our side's own process
+        measure(Path(sys.argv[2]))
+        return
+    arguments = arguments_of()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    commands = [[sys.executable, __file__, "measure"]]
+    if arguments.trl_python:
+        commands.append([arguments.trl_python, str(HERE / "trl_grpo_step.py")])
+    else:
+        print("without --trl-python only this project's side runs\n")
+    names = ("steps", "warmup", "prompts", "samples", "max_tokens", "threads")
+    settings = {name: getattr(arguments, name) for name in names} | {"learning_rate": 1e-4}
+    with tempfile.TemporaryDirectory() as directory:
+        prepare(Path(directory), settings)
+        print(compare(Path(directory), settings, commands))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""TRL's half of ``benchmarks/grpo_step.py``: times `GRPOTrainer` steps on a workload that the other half prepared.
+
+Run by the interpreter of an environment that has TRL; imports nothing of this project.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def score(response: str, answer: str) -> float:
+    """The reward of both halves: the answer somewhere in the response, and a little for digits.
+
+    It differs between samples of an untrained model, so that there is a gradient to compute.
+
+    >>> score("it is 40", "40"), score("nothing", "40")
+    (0.925, 0.0)
+    """
+    digits = sum(character.isdigit() for character in response)
+    return 0.9 * (answer in response) + 0.1 * digits / max(len(response), 1)
+
+
+def load_rows(workload: Path) -> list[dict[str, Any]]:
+    """The workload's problems, pictures decoded: ``text``, ``answer`` and ``image`` (PIL)."""
+    from PIL import Image
+
+    rows = json.loads((workload / "problems.json").read_text())
+    return [row | {"image": Image.open(workload / row["image"]).convert("RGB")} for row in rows]
+
+
+def in_memory_dataset(rows: Sequence[dict[str, Any]]) -> Any:
+    """A `datasets.Dataset` that hands out pictures decoded once, so that TRL decodes none while it is timed."""
+    from datasets import Dataset
+
+    def look_up(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        chosen = [rows[number] for number in batch["number"]]
+        return {
+            "prompt": [[{"role": "user", "content": row["text"]}] for row in chosen],
+            "images": [[row["image"]] for row in chosen],
+            "answer": [row["answer"] for row in chosen],
+        }
+
+    return Dataset.from_dict({"number": list(range(len(rows)))}).with_transform(look_up)
+
+
+def load_processor(checkpoint: Path) -> Any:
+    """Qwen2.5-VL's processor; where torchvision is missing, which its video half wants, one without that half.
+
+    No video is ever processed here, so what is timed is the same.
+    """
+    from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLProcessor
+
+    class ImageTextProcessor(Qwen2_5_VLProcessor):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
+            return type(argument)  # takes None for the video processor
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    image_processor = AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
+    return ImageTextProcessor(image_processor, tokenizer, None, chat_template=tokenizer.chat_template)
+
+
+def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
+    """A `GRPOTrainer` set up as fast as it gets on a CPU: one forward and one optimizer step for all rows of a step.
+
+    Its `step` holds the seconds of the current step's phases and the counts of its rows and tokens.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText
+    from trl import GRPOConfig, GRPOTrainer
+
+    class TimedTrainer(GRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.step: dict[str, float] = {}
+            super().__init__(*args, **kwargs)
+
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = super()._generate(*args, **kwargs)
+            self.step["gen"] = time.perf_counter() - start
+            prompts, completions = result[:2]
+            self.step["rows"] = len(prompts)
+            self.step["prompt_tokens"] = sum(map(len, prompts))
+            self.step["response_tokens"] = sum(map(len, completions))
+            return result
+
+        def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = super()._calculate_rewards(*args, **kwargs)
+            self.step["reward"] = time.perf_counter() - start
+            return result
+
+    def reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+        return [score(completion[0]["content"], truth) for completion, truth in zip(completions, answer)]
+
+    checkpoint = workload / "checkpoint"
+    processor = load_processor(checkpoint)
+    config = GRPOConfig(
+        output_dir=str(workload / "trl"),
+        per_device_train_batch_size=settings["prompts"] * settings["samples"],
+        gradient_accumulation_steps=1,
+        num_generations=settings["samples"],
+        max_completion_length=settings["max_tokens"],
+        # Never an end token, so that all rows reach the limit, as in our half.
+        generation_kwargs={"suppress_tokens": [*settings["banned_ids"], processor.tokenizer.eos_token_id]},
+        max_steps=settings["warmup"] + settings["steps"],
+        learning_rate=settings["learning_rate"],
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        num_iterations=1,
+        beta=0.0,
+        loss_type="dapo",  # the mean over tokens, as ours
+        temperature=1.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
+    return TimedTrainer(
+        model=AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=in_memory_dataset(load_rows(workload)),
+        processing_class=processor,
+    )
+
+
+def say(word: str, facts: dict[str, Any]) -> None:
+    """Tells the process that compares: one line of JSON behind a word, among whatever else is printed."""
+    print(f"\n{word} {json.dumps(facts)}", flush=True)
+
+
+def await_turn() -> None:
+    """Waits for the process that compares; the other half stands still while this one steps."""
+    if not sys.stdin.readline():
+        sys.exit("nobody waits for the next step")
+
+
+def measure(workload: Path, settings: dict[str, Any]) -> None:
+    """Steps when it is this half's turn; each ends when the trainer is ready to load the next one's rows."""
+    from transformers import TrainerCallback
+
+    trainer = make_trainer(workload, settings)
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            await_turn()
+            self.start = time.perf_counter()
+
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            total = time.perf_counter() - self.start
+            update = total - trainer.step["gen"] - trainer.step["reward"]
+            say("STEP", trainer.step | {"step": total, "update": update})
+            if state.global_step < state.max_steps:
+                await_turn()
+            self.start = time.perf_counter()
+
+    trainer.add_callback(Clock())
+    trainer.train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", type=Path, help="directory with settings.json, problems.json and checkpoint/")
+    workload = parser.parse_args().workload
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    import torch
+    import trl
+
+    settings = json.loads((workload / "settings.json").read_text())
+    torch.set_num_threads(settings["threads"])
+    say("READY", {"name": f"TRL {trl.__version__}", "torch": torch.__version__})
+    measure(workload, settings)
+
+
+if __name__ == "__main__":
+    main()
