@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from dataproto.errors import ColumnConflict, DataProtoError
+from dataproto.errors import ColumnConflict
 from dataproto.rows import join
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class _Outline:
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)  # dtype, shape of a row
     arrays: list[str] = field(default_factory=list)
     pickled_bytes: int = 0
+    device: str = "cpu"  # where the bytes travel: the first rank decides
     problem: str | None = None
 
 
@@ -36,11 +37,13 @@ def all_gather_data_proto(data: "DataProto", process_group: Any) -> None:
         ColumnConflict: ranks hold different columns, dtypes or shapes, or one of them holds something that cannot be sent. All
             ranks raise, none waits for ever, and no batch is changed.
     """
-    payload, outline = _outline(data)
+    payload, outline = _outline(data, process_group)
     outlines: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(outlines, outline, group=process_group)
     _check_same(outlines)
-    device = _collective_device(process_group, data)
+    device = torch.device(outlines[0].device)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     batch = None
     if data.batch is not None:
         columns = {name: data.batch[name] for name in sorted(outline.tensors)}
@@ -61,7 +64,7 @@ def all_gather_data_proto(data: "DataProto", process_group: Any) -> None:
     data.batch, data.non_tensor_batch = batch, arrays
 
 
-def _outline(data: "DataProto") -> tuple[bytes, _Outline]:
+def _outline(data: "DataProto", group: Any) -> tuple[bytes, _Outline]:
     """The pickled arrays and the outline; what goes wrong on this rank is told to the others instead of raised here."""
     try:
         data.check_consistency()
@@ -70,10 +73,17 @@ def _outline(data: "DataProto") -> tuple[bytes, _Outline]:
         if nested:
             return b"", _Outline(problem=f"columns {nested} are not dense tensors")
         payload = pickle.dumps(data.non_tensor_batch, protocol=5) if data.non_tensor_batch else b""
-    except (DataProtoError, pickle.PicklingError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         return b"", _Outline(problem=str(error))
     shapes = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
-    return payload, _Outline(len(data), shapes, sorted(data.non_tensor_batch), len(payload))
+    devices = [tensor.device.type for tensor in tensors.values()]
+    return payload, _Outline(
+        len(data),
+        shapes,
+        sorted(data.non_tensor_batch),
+        len(payload),
+        _transport(group, devices[0] if devices else "cpu"),
+    )
 
 
 def _check_same(outlines: list[_Outline]) -> None:
@@ -91,14 +101,10 @@ def _describe(outline: _Outline) -> str:
     return "; ".join([*tensors, *(f"{name} objects" for name in outline.arrays)]) or "none"
 
 
-def _collective_device(group: Any, data: "DataProto") -> torch.device:
-    """A device that the group's backend can send from: the tensors' own where it can."""
-    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
-    devices = [tensor.device.type for tensor in data._tensors().values()]
-    wanted = devices[0] if devices else "cpu"
-    if wanted not in backends:
-        wanted = next(iter(backends), "cpu")
-    return torch.device(wanted) if wanted == "cpu" else torch.device(wanted, torch.accelerator.current_device_index())
+def _transport(group: Any, wanted: str) -> str:
+    """The kind of device that the group's backend sends from: the wanted one where it can."""
+    kinds = [part.split(":")[0] for part in str(dist.get_backend_config(group)).split(",") if ":" in part]
+    return wanted if wanted in kinds or not kinds else kinds[0]
 
 
 def _gather(

@@ -69,17 +69,22 @@ def collate_fn(x: list[DataProtoItem]) -> "DataProto":
 
     Raises:
         MissingColumn: items have different columns.
+        ColumnConflict: tensors of one name have different shapes.
     """
-    names = [{*(item.batch.keys() if item.batch is not None else ()), *item.non_tensor_batch} for item in x]
+    tensors = [{} if item.batch is None else dict(item.batch.items()) for item in x]
+    names = [{*each, *item.non_tensor_batch} for each, item in zip(tensors, x)]
     for row, present in enumerate(names):
         if present != names[0]:
             raise MissingColumn(f"item {row} lacks or adds columns: {sorted(present ^ names[0])}")
-    tensors = [item.batch for item in x if item.batch is not None]
-    keys = x[0].non_tensor_batch if x else {}
-    return DataProto(
-        batch=TensorDict.stack(tensors) if tensors else None,
-        non_tensor_batch={key: columnwise.as_array([item.non_tensor_batch[key] for item in x], key) for key in keys},
-    )
+    first = x[0] if x else DataProtoItem()
+    batch = None
+    if first.batch is not None:
+        columns = {key: columnwise.join([each[key].unsqueeze(0) for each in tensors], key) for key in tensors[0]}
+        batch = TensorDict(columns, batch_size=[len(x)], device=first.batch.device)
+    arrays = {
+        key: columnwise.as_array([item.non_tensor_batch[key] for item in x], key) for key in first.non_tensor_batch
+    }
+    return DataProto(batch=batch, non_tensor_batch=arrays)
 
 
 class DataProto(Table):

@@ -185,6 +185,8 @@ def join(parts: Sequence[Column], name: str = "column") -> Column:
             listed = " and ".join(str(tuple(part.shape)) for part in parts)
             raise ColumnConflict(f"column {name!r} cannot be joined: shapes {listed} differ beyond the rows")
         parts = [part if part.ndim == 1 else object_array(part.tolist()) for part in parts]
+    if len({getattr(part, "device", None) for part in parts}) > 1:
+        raise ColumnConflict(f"column {name!r} stands on different devices: {[str(part.device) for part in parts]}")
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis=0)
     return torch.cat(list(parts), dim=0)

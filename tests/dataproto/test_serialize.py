@@ -45,6 +45,7 @@ def test_wrong_encodings_are_refused(encoded: tuple) -> None:
         deserialize_single_tensor(encoded)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_tensordicts(layout: torch.layout) -> None:
     nested = torch.nested.as_nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)

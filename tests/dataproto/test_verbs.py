@@ -254,6 +254,8 @@ def test_collate_puts_items_together() -> None:
     assert collate_fn([DataProto.from_dict(non_tensors={"a": ["x"]})[0]])["a"].tolist() == ["x"]
     with pytest.raises(MissingColumn, match="item 1"):
         collate_fn([data[0], data.select([])[0]])
+    with pytest.raises(ColumnConflict, match="'x' cannot be joined"):
+        collate_fn([data[0], DataProto.from_dict({"x": torch.zeros(1, 2)}, {"uid": ["a"]})[0]])
 
 
 def test_to_tensordict_and_back() -> None:

@@ -1,0 +1,21 @@
+"""How long ``import dataproto`` takes on top of torch and tensordict: ``python benchmarks/import_time.py``."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import time
+import torch, tensordict
+start = time.perf_counter()
+import dataproto
+print(1000 * (time.perf_counter() - start))
+"""
+
+if __name__ == "__main__":
+    runs = [
+        subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True) for _ in range(5)
+    ]
+    times = sorted(float(run.stdout) for run in runs)
+    print(
+        f"import dataproto adds {times[2]:.0f} ms to torch and tensordict (median of 5; {times[0]:.0f} to {times[-1]:.0f})"
+    )
