@@ -25,6 +25,7 @@ from dataproto.errors import (
     RowCountMismatch,
 )
 from dataproto.folding import fold_batch_dim, unfold_batch_dim, unfold_columns
+from dataproto.indexing import Index
 from dataproto.merging import concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
 from dataproto.padding import (
     DataProtoConfig,
@@ -33,7 +34,6 @@ from dataproto.padding import (
     unpad_dataproto,
     unpad_inert,
 )
-from dataproto.rows import Index
 from dataproto.serialize import (
     deserialize_single_tensor,
     deserialize_tensordict,

@@ -3,7 +3,6 @@
 A column is a tensor ``(B, ...)`` (or a nested ``TensorDict``) or a numpy array ``(B, ...)``, often of dtype object.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -11,11 +10,10 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex
+from dataproto.errors import ColumnConflict, InvalidColumn
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list
 
 Column: TypeAlias = Any  # torch.Tensor | TensorDictBase | np.ndarray
-Index: TypeAlias = "slice | list[Any] | range | np.ndarray | torch.Tensor"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
@@ -75,69 +73,6 @@ def _regular(rows: list[Any]) -> bool:
     if len(set(map(len, rows))) != 1:
         return False
     return _regular([value for row in rows for value in row])
-
-
-# Which rows
-
-
-def as_positions(index: Index, rows: int) -> np.ndarray:
-    """Any index to row numbers, ``(K,)`` int64 in [0, rows).
-
-    Raises:
-        InvalidIndex: out of range, a mask of another length, or not something that selects rows.
-
-    >>> as_positions([-1, 0], 3).tolist(), as_positions(np.array([True, False, True]), 3).tolist()
-    ([2, 0], [0, 2])
-    """
-    if isinstance(index, slice):
-        return np.arange(rows, dtype=np.int64)[as_slice(index, rows)]
-    if isinstance(index, torch.Tensor):
-        index = index.detach().cpu().numpy()
-    elif not isinstance(index, list | range | np.ndarray):
-        raise InvalidIndex(f"cannot select rows with a {type(index).__name__}")
-    try:
-        array = np.asarray(index)
-    except ValueError as error:
-        raise InvalidIndex(f"cannot select rows with {index!r}") from error
-    if array.ndim != 1:
-        raise InvalidIndex(f"an index of rows has one dimension, not shape {array.shape}")
-    if array.dtype == bool:
-        if len(array) != rows:
-            raise InvalidIndex(f"a mask of {len(array)} rows cannot select from {rows} rows")
-        return np.flatnonzero(array)
-    if len(array) == 0:
-        return np.empty(0, dtype=np.int64)
-    if array.dtype.kind not in "iu":
-        raise InvalidIndex(f"rows are selected by whole numbers or a mask, not by {array.dtype}")
-    array = array.astype(np.int64, copy=False)
-    wrong = (array < -rows) | (array >= rows)
-    if wrong.any():
-        raise InvalidIndex(f"row {array[wrong][0]} is out of range for {rows} rows")
-    return np.where(array < 0, array + rows, array) if (array < 0).any() else array
-
-
-def as_slice(index: slice, rows: int) -> slice:
-    """A slice with its bounds resolved; InvalidIndex where they are not whole numbers or the step is 0."""
-    try:
-        chosen = range(rows)[index]
-    except (TypeError, ValueError) as error:
-        raise InvalidIndex(f"cannot select rows with {index}: {error}") from error
-    if not chosen:
-        return slice(0, 0, 1)
-    return slice(chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step)  # reversed: up to row 0, not -1
-
-
-def as_row(index: Any, rows: int) -> int:
-    """One row number in [0, rows)."""
-    if isinstance(index, bool | np.bool_):
-        raise InvalidIndex("a single truth value does not select a row")
-    try:
-        row = operator.index(index)
-    except TypeError as error:
-        raise InvalidIndex(f"cannot select rows with a {type(index).__name__}") from error
-    if not -rows <= row < rows:
-        raise InvalidIndex(f"row {row} is out of range for {rows} rows")
-    return row % rows
 
 
 # One column

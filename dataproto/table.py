@@ -13,7 +13,8 @@ from dataproto import describe
 from dataproto import rows as columnwise
 from dataproto.columns import missing_message
 from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCountMismatch
-from dataproto.rows import Column, Index
+from dataproto.indexing import Index, as_positions, as_row, as_slice
+from dataproto.rows import Column
 from dataproto.serialize import deserialize_tensordict, serialize_tensordict
 
 
@@ -109,7 +110,7 @@ class Table:
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, list | range | np.ndarray | torch.Tensor) and getattr(item, "ndim", 1) > 0:
             return self.select_idxs(item)
-        row = columnwise.as_row(item, len(self))
+        row = as_row(item, len(self))
         return DataProtoItem(
             batch=None if self.batch is None else self.batch[row],
             non_tensor_batch={name: array[row] for name, array in self.non_tensor_batch.items()},
@@ -238,12 +239,12 @@ class Table:
 
     def select_idxs(self, idxs: Index) -> Self:
         """Rows by numbers (negative ones count from the end) or by a mask; tensors are copied, objects shared."""
-        positions = columnwise.as_positions(idxs, len(self))
+        positions = as_positions(idxs, len(self))
         return self._map(len(positions), lambda _, column: columnwise.take(column, positions))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows ``start:end:step``; views of the same memory, except where ``step`` is negative."""
-        bounds = columnwise.as_slice(slice(start, end, step), len(self))
+        bounds = as_slice(slice(start, end, step), len(self))
         rows = len(range(len(self))[bounds])
         return self._map(rows, lambda _, column: columnwise.cut(column, bounds))
 

@@ -89,3 +89,48 @@ def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: 
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     values = torch.cat(list(tensors), dim=ragged - 1)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
+
+
+def alike_tensors(rows: Sequence[Any], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Rows as tensors of one dtype, device and tail."""
+    for number, row in enumerate(rows):
+        if row is None:
+            raise InvalidColumn(f"row {number} is None; an empty row is a tensor of length 0, or an empty list")
+    tensors = [row if isinstance(row, torch.Tensor) else torch.as_tensor(row, dtype=dtype) for row in rows]
+    example = next((made for made, row in zip(tensors, rows) if not _is_blank(row)), None)
+    if example is None:
+        return tensors
+    tensors = [
+        example.new_empty((0, *example.shape[1:])) if _is_blank(row) else made for made, row in zip(tensors, rows)
+    ]
+    for number, made in enumerate(tensors):
+        if made.ndim == 0 or _kind(made) != _kind(example):
+            raise InvalidColumn(
+                f"row {number} is {tuple(made.shape)} {made.dtype} on {made.device}, "
+                f"which does not go with {tuple(example.shape)} {example.dtype} on {example.device}"
+            )
+    return tensors
+
+
+def _is_blank(row: Any) -> bool:
+    """A row that says nothing about dtype and tail."""
+    return isinstance(row, list | tuple) and len(row) == 0
+
+
+def _kind(row: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return row.dtype, row.device, row.shape[1:]
+
+
+def memory_key(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same memory read in the same way; one with gradients is like itself only."""
+    if tensor.requires_grad or tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

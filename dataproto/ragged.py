@@ -1,0 +1,412 @@
+"""``RaggedTensor``: a column whose rows differ in length.
+
+Dimension letters: B rows, N tokens of all rows, L tokens of the longest row.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+import torch
+
+from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
+from dataproto.indexing import Index, as_positions, as_row, as_slice
+from dataproto.tensordict_utils import alike_tensors, memory_key
+
+Side = Literal["left", "right"]
+
+
+class RaggedTensor:
+    """B rows ``(n_i, *tail)`` of one dtype on one device.
+
+    Rows are windows into one shared tensor: where each starts and how long it is stands in two small arrays on the CPU. So
+    choosing, repeating and reordering rows copies no values, and reading a row gives a view. Rows are to be read, not written:
+    those that were repeated are the same memory. Gradients flow through every method to ``values``.
+
+    Args:
+        values: the rows one after the other, ``(N, *tail)``. Kept, not copied.
+        lengths: tokens of each row, ``(B,)`` whole numbers that add up to N. Copied.
+
+    Raises:
+        InvalidColumn: ``values`` has no dimension, or the lengths are negative, not whole numbers, or do not add up to N.
+
+    >>> ragged = RaggedTensor(torch.arange(6), torch.tensor([2, 0, 4]))
+    >>> ragged[-1], ragged[[2, 0]].lengths, ragged.repeat_interleave(2)[1]
+    (tensor([2, 3, 4, 5]), tensor([4, 2]), tensor([0, 1]))
+    >>> ragged.to_padded("right", -1)
+    tensor([[ 0,  1, -1, -1],
+            [-1, -1, -1, -1],
+            [ 2,  3,  4,  5]])
+    """
+
+    def __init__(self, values: torch.Tensor, lengths: "torch.Tensor | np.ndarray | Sequence[int]") -> None:
+        _check_storage(values)
+        sizes = _whole_numbers(lengths, "lengths")
+        if (total := int(sizes.sum())) != values.shape[0]:
+            raise InvalidColumn(f"lengths add up to {total}, but there are {values.shape[0]} values")
+        self._storage, self._lengths = values, sizes
+        self._starts = np.cumsum(sizes) - sizes
+
+    @classmethod
+    def windows(
+        cls,
+        storage: torch.Tensor,
+        starts: "torch.Tensor | np.ndarray | Sequence[int]",
+        lengths: "torch.Tensor | np.ndarray | Sequence[int]",
+    ) -> Self:
+        """Rows ``storage[starts[i] : starts[i] + lengths[i]]``: any windows into ``(M, *tail)``, also overlapping ones.
+
+        Raises:
+            InvalidColumn: a window does not lie within the storage.
+        """
+        _check_storage(storage)
+        first, sizes = _whole_numbers(starts, "starts"), _whole_numbers(lengths, "lengths")
+        if len(first) != len(sizes):
+            raise InvalidColumn(f"{len(first)} starts cannot go with {len(sizes)} lengths")
+        if (wrong := np.flatnonzero(first > storage.shape[0] - sizes)).size:
+            row = int(wrong[0])
+            bounds = f"{first[row]}:{first[row] + sizes[row]}"
+            raise InvalidColumn(f"row {row} is the window {bounds}, outside of {storage.shape[0]} values")
+        return cls._made(storage, first, sizes)
+
+    @classmethod
+    def _made(cls, storage: torch.Tensor, starts: np.ndarray, lengths: np.ndarray) -> Self:
+        made = cls.__new__(cls)
+        made._storage, made._starts, made._lengths = storage, starts, lengths
+        return made
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Self:
+        """Rows ``(n_i, *tail)`` given one by one; an object that stands in several rows is stored once.
+
+        Args:
+            rows: tensors, or arrays and lists of numbers. An empty list takes its dtype and tail from the other rows.
+            dtype: what rows that are not tensors become; ``None`` leaves it to torch.
+
+        Raises:
+            InvalidColumn: a row is ``None``, has no dimension, or differs from the others in dtype, device or tail.
+
+        >>> RaggedTensor.from_list([[1, 2], [], [3]]).values
+        tensor([1, 2, 3])
+        """
+        found: dict[int, int] = {}
+        places = [found.setdefault(id(row), len(found)) for row in rows]
+        distinct = alike_tensors([rows[places.index(place)] for place in range(len(found))], dtype)
+        values = torch.cat(distinct) if distinct else torch.empty(0, dtype=dtype)
+        return cls(values, [len(row) for row in distinct])[places]
+
+    @classmethod
+    def from_padded(cls, tensor: torch.Tensor, mask: torch.Tensor) -> Self:
+        """The tokens of ``tensor`` ``(B, L, *tail)`` where ``mask`` ``(B, L)``, of bools or of 0 and 1, is true.
+
+        Raises:
+            InvalidColumn: the shapes do not fit.
+
+        >>> RaggedTensor.from_padded(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]])).values
+        tensor([5, 6, 7])
+        """
+        if tensor.ndim < 2 or tensor.shape[:2] != mask.shape:
+            raise InvalidColumn(f"a mask {tuple(mask.shape)} does not fit a padded tensor {tuple(tensor.shape)}")
+        kept = mask.bool()
+        return cls(tensor[kept.to(tensor.device)], kept.sum(dim=1))
+
+    @classmethod
+    def from_nested(cls, nested: torch.Tensor) -> Self:
+        """The rows of a nested tensor ``(B, n_i, *tail)``; one of the jagged layout is not copied.
+
+        Raises:
+            InvalidColumn: not a nested tensor, or one that varies in a later dimension.
+        """
+        if not isinstance(nested, torch.Tensor) or not nested.is_nested:
+            raise InvalidColumn(f"a nested tensor is needed, not a {type(nested).__name__}")
+        if nested.layout != torch.jagged:
+            return cls.from_list(nested.unbind())
+        jagged: Any = nested
+        if jagged._ragged_idx != 1:
+            raise InvalidColumn(f"rows vary in their dimension {jagged._ragged_idx - 1}; ragged rows vary in the first")
+        offsets, lengths = jagged.offsets().cpu(), jagged.lengths()
+        return cls.windows(jagged.values(), offsets[:-1], offsets.diff() if lengths is None else lengths)
+
+    @classmethod
+    def concat(cls, parts: "Sequence[RaggedTensor]") -> Self:
+        """The rows of all parts. Parts of one storage join without copying; otherwise each distinct row is copied once.
+
+        Raises:
+            InvalidIndex: there are no parts.
+            ColumnConflict: parts differ in dtype, device or tail.
+        """
+        if not parts:
+            raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
+        forms = [(part.dtype, part.device, part.tail) for part in parts]
+        for number, form in enumerate(forms):
+            if form != forms[0]:
+                raise ColumnConflict(f"ragged parts 0 and {number} differ: {_form(*forms[0])} and {_form(*form)}")
+        groups: dict[Any, list[int]] = {}
+        for number, part in enumerate(parts):
+            groups.setdefault(memory_key(part._storage), []).append(number)
+        joined = [cls._of_one_storage([parts[number] for number in group]) for group in groups.values()]
+        if len(joined) == 1:
+            return joined[0]
+        distinct = [part.distinct() for part in joined]
+        shift = np.cumsum([0, *(len(part._storage) for part in distinct)])
+        starts = np.concatenate([part._starts + before for part, before in zip(distinct, shift)])
+        lengths = np.concatenate([part._lengths for part in distinct])
+        grouped = cls._made(torch.cat([part._storage for part in distinct]), starts, lengths)
+        first = np.cumsum([0, *(len(part) for part in parts)])
+        order = np.concatenate(
+            [np.arange(first[number], first[number + 1]) for group in groups.values() for number in group]
+        )
+        return grouped._chosen(np.argsort(order))
+
+    @classmethod
+    def _of_one_storage(cls, parts: "Sequence[RaggedTensor]") -> Self:
+        starts = np.concatenate([part._starts for part in parts])
+        return cls._made(parts[0]._storage, starts, np.concatenate([part._lengths for part in parts]))
+
+    # Looking at it
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The rows one after the other, ``(N, *tail)``: the storage or a view of it where rows stand so there, else a copy."""
+        starts, lengths = self._starts[self._lengths > 0], self._lengths[self._lengths > 0]
+        if len(starts) == 0:
+            return self._storage[:0]
+        ends = starts + lengths
+        breaks = np.flatnonzero(starts[1:] != ends[:-1])
+        starts, ends = starts[np.append(0, breaks + 1)], ends[np.append(breaks, len(ends) - 1)]
+        if len(starts) == 1:
+            whole = starts[0] == 0 and ends[0] == len(self._storage)
+            return self._storage if whole else self._storage[starts[0] : ends[0]]
+        total = int((ends - starts).sum())
+        if self._storage.requires_grad or total < 32 * len(starts):  # one backward step, and short pieces, by tokens
+            before = np.cumsum(lengths) - lengths
+            index = np.arange(total) + np.repeat(self._starts[self._lengths > 0] - before, lengths)
+            return self._storage.index_select(0, torch.from_numpy(index).to(self.device))
+        return torch.cat([self._storage[start:end] for start, end in zip(starts.tolist(), ends.tolist())])
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each row, ``(B,)`` int64, always on the CPU (so that reading rows never waits for a device); a copy."""
+        return torch.tensor(self._lengths)
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """The shared tensor ``(M, *tail)`` that rows are windows into; may hold more, or less, than the rows."""
+        return self._storage
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """Where each row starts in :attr:`storage`, ``(B,)`` int64 on the CPU; a copy."""
+        return torch.tensor(self._starts)
+
+    @property
+    def tail(self) -> torch.Size:
+        """The shape of one token."""
+        return self._storage.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._storage.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._storage.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._storage.requires_grad
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, each counted as often as it stands here."""
+        return int(self._lengths.sum()) * self.tail.numel() * self._storage.element_size()
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __repr__(self) -> str:
+        lengths = self._lengths.tolist()
+        shown = f"{lengths}" if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
+        return f"RaggedTensor({len(self)} rows of {_form(self.dtype, self.device, self.tail)}, lengths {shown})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all rows are the same: see :meth:`equal`. Not elementwise."""
+        return self.equal(other) if isinstance(other, RaggedTensor) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def equal(self, other: "RaggedTensor") -> bool:
+        """True for equal dtype, device, lengths and values (NaN equals NaN), however the rows are stored."""
+        from dataproto.equality import same_tensor
+
+        if (self.dtype, self.device, self.tail) != (other.dtype, other.device, other.tail):
+            return False
+        if not np.array_equal(self._lengths, other._lengths):
+            return False
+        same_rows = np.array_equal(self._starts, other._starts)
+        if same_rows and memory_key(self._storage) == memory_key(other._storage):
+            return True
+        return same_tensor(self.values, other.values)
+
+    # Rows
+
+    @overload
+    def __getitem__(self, item: int | np.integer[Any]) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, item: Index) -> Self: ...
+    def __getitem__(self, item: Any) -> Any:
+        """A row ``(n_i, *tail)`` as a view by its number, or rows by a slice, a mask, or an array or list of numbers.
+
+        Raises:
+            InvalidIndex: out of range, a mask of another length, or not something that selects rows.
+        """
+        if isinstance(item, slice):
+            bounds = as_slice(item, len(self))
+            return self._made(self._storage, self._starts[bounds], self._lengths[bounds])
+        if isinstance(item, list | range | np.ndarray | torch.Tensor) and getattr(item, "ndim", 1) > 0:
+            return self._chosen(as_positions(item, len(self)))
+        row = as_row(item, len(self))
+        start = int(self._starts[row])
+        return self._storage[start : start + int(self._lengths[row])]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.unbind())
+
+    def unbind(self) -> list[torch.Tensor]:
+        """All rows ``(n_i, *tail)``; where gradients flow, one step back for all of them."""
+        if self.requires_grad:
+            return list(self.values.split(self._lengths.tolist()))
+        return [self._storage[start : start + n] for start, n in zip(self._starts.tolist(), self._lengths.tolist())]
+
+    def _chosen(self, positions: np.ndarray) -> Self:
+        return self._made(self._storage, self._starts[positions], self._lengths[positions])
+
+    def repeat(self, times: int) -> Self:
+        """All rows ``times`` times over, abab, whatever the tail (torch's ``repeat`` would repeat its last dimension); no copy.
+
+        Raises:
+            InvalidIndex: not a whole number of at least 0.
+        """
+        return self._chosen(np.tile(np.arange(len(self)), int(self._counts(times, one=True))))
+
+    def repeat_interleave(self, times: "int | torch.Tensor | np.ndarray | Sequence[int]") -> Self:
+        """Every row ``times`` times in a row, aabb, or row i ``times[i]`` times; no copy.
+
+        Raises:
+            InvalidIndex: not a whole number of at least 0, or not one for each row.
+        """
+        return self._chosen(np.repeat(np.arange(len(self)), self._counts(times)))
+
+    def _counts(self, times: Any, one: bool = False) -> np.ndarray:
+        counts = times.cpu().numpy() if isinstance(times, torch.Tensor) else np.asarray(times)
+        counts = counts.astype(np.int64) if counts.size == 0 else counts
+        fits = counts.shape == () or (not one and counts.shape == (len(self),))
+        if not fits or counts.dtype.kind not in "iu" or (counts < 0).any():
+            raise InvalidIndex(f"{len(self)} rows cannot be repeated {times!r} times")
+        return counts
+
+    def distinct(self) -> Self:
+        """The same rows over a storage that holds each distinct window once and nothing else: itself where that is so already.
+
+        What is sent, moved or kept for long: a few rows then no longer hold on to the storage of many.
+        """
+        width = int(self._lengths.max(initial=0)) + 1
+        starts = np.where(self._lengths > 0, self._starts, 0)
+        keys, inverse = np.unique(starts * width + self._lengths, return_inverse=True)
+        windows = self._made(self._storage, keys // width, keys % width)
+        values = windows.values
+        if values is self._storage:
+            return self
+        return self._made(values, np.cumsum(windows._lengths) - windows._lengths, windows._lengths)._chosen(inverse)
+
+    # Elsewhere and otherwise
+
+    def to(
+        self,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> Self:
+        """On another device, each distinct row moved once; ``dtype`` casts floating-point rows and leaves others as they are.
+
+        >>> RaggedTensor(torch.ones(2), [2]).to(dtype=torch.bfloat16).dtype
+        torch.bfloat16
+        """
+        if isinstance(device, torch.dtype):
+            raise InvalidConfig(f"{device} is a dtype, not a device: give dtype={device}")
+        target = self.device if device is None else torch.device(device)
+        wanted = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+        if torch.empty(0, device=target).device == self.device and wanted == self.dtype:
+            return self
+        kept = self.distinct()
+        return self._made(kept._storage.to(target, wanted, non_blocking=non_blocking), kept._starts, kept._lengths)
+
+    def pin_memory(self) -> Self:
+        """In page-locked memory, each distinct row once; itself where it is so already."""
+        kept = self.distinct()
+        return (
+            self if self._storage.is_pinned() else self._made(kept._storage.pin_memory(), kept._starts, kept._lengths)
+        )
+
+    def detach(self) -> Self:
+        """The same rows without gradients."""
+        return self._made(self._storage.detach(), self._starts, self._lengths)
+
+    def clone(self) -> Self:
+        """The same rows in memory of their own; rows that were the same memory still are."""
+        kept = self.distinct()
+        return self._made(kept._storage.clone() if kept is self else kept._storage, kept._starts, kept._lengths)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        kept = self.distinct()
+        storage = copy.deepcopy(kept._storage, memo) if kept is self else kept._storage
+        return self._made(storage, kept._starts, kept._lengths)
+
+    def mask(self, side: Side = "right") -> torch.Tensor:
+        """Which places of :meth:`to_padded` hold tokens, ``(B, L)`` bool on the rows' device; ``side`` is where padding goes."""
+        return torch.from_numpy(self._filled(side)).to(self.device)
+
+    def _filled(self, side: Side) -> np.ndarray:
+        if side not in ("left", "right"):
+            raise InvalidConfig(f"padding goes to the left or to the right, not to {side!r}")
+        places = np.arange(int(self._lengths.max(initial=0)))
+        filled: np.ndarray = places < self._lengths[:, None]
+        return filled if side == "right" else filled[:, ::-1].copy()
+
+    def to_padded(self, side: Side = "right", value: float = 0) -> torch.Tensor:
+        """A dense tensor ``(B, L, *tail)`` with ``value`` in the places that rows leave open, on the given side.
+
+        Raises:
+            InvalidConfig: ``side`` is neither ``"left"`` nor ``"right"``.
+        """
+        filled, values = self._filled(side), self.values
+        index = np.full(filled.shape, len(values), dtype=np.int64)
+        index[filled] = np.arange(len(values))
+        extended = torch.cat([values, values.new_full((1, *self.tail), value)])
+        chosen = extended.index_select(0, torch.from_numpy(index.reshape(-1)).to(self.device))
+        return chosen.view(*filled.shape, *self.tail)
+
+    def to_nested(self) -> torch.Tensor:
+        """A nested tensor ``(B, n_i, *tail)`` of the jagged layout over :attr:`values`."""
+        offsets = torch.from_numpy(np.append(0, np.cumsum(self._lengths))).to(self.device)
+        return torch.nested.nested_tensor_from_jagged(self.values, offsets)
+
+
+def _check_storage(values: Any) -> None:
+    if not isinstance(values, torch.Tensor) or values.is_nested or values.layout != torch.strided or values.ndim == 0:
+        shape = f" of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) and not values.is_nested else ""
+        raise InvalidColumn(f"values are one dense tensor (N, ...), not a {type(values).__name__}{shape}")
+
+
+def _whole_numbers(numbers: Any, name: str) -> np.ndarray:
+    """``(B,)`` int64 of at least 0, a copy."""
+    array = numbers.detach().cpu().numpy() if isinstance(numbers, torch.Tensor) else np.asarray(numbers)
+    array = array.astype(np.int64) if array.size == 0 else array
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
+        raise InvalidColumn(f"{name} are whole numbers of at least 0, one a row, not {numbers!r}")
+    return np.array(array, dtype=np.int64)
+
+
+def _form(dtype: torch.dtype, device: torch.device, tail: torch.Size) -> str:
+    return f"(n{''.join(f', {size}' for size in tail)}{'' if tail else ','}) {dtype} on {device}"
