@@ -16,6 +16,7 @@ from dataproto.protocol import (
     unpad_dataproto,
     unpad_inert,
 )
+from dataproto.ragged import RaggedTensor
 from dataproto.rows import object_array
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DataProto",
     "DataProtoConfig",
     "DataProtoItem",
+    "RaggedTensor",
     "all_gather_data_proto",
     "collate_fn",
     "fold_batch_dim",

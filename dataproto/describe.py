@@ -1,19 +1,23 @@
 """What a batch holds, in words."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from dataproto.ragged import RaggedTensor
 
-def data_info(batch: Any, non_tensor_batch: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> str:
+Arrays: TypeAlias = Mapping[str, np.ndarray | RaggedTensor]
+
+
+def data_info(batch: Any, non_tensor_batch: Arrays, meta_info: Mapping[str, Any]) -> str:
     """One line a column and fact: name, shape, dtype, device or type."""
     lines = ["batch"]
     for name, value in () if batch is None else batch.items():
         dtype = f" ({value.dtype})" if hasattr(value, "dtype") and value.dtype is not None else ""
         lines.append(f"  {name}: {tuple(value.shape)}{dtype}{'' if value.device is None else f' {value.device}'}")
     lines.append("non_tensor_batch")
-    lines += [f"  {name}: ndarray{array.shape} ({array.dtype})" for name, array in non_tensor_batch.items()]
+    lines += [f"  {name}: {type_name(array)}" for name, array in non_tensor_batch.items()]
     lines.append("meta_info")
     lines += [f"  {name}: {type_name(value)}" for name, value in meta_info.items()]
     return "\n".join(lines)
@@ -36,10 +40,12 @@ def type_name(value: Any) -> str:
         return f"dict[{type_name(key)}: {type_name(item)}]"
     if isinstance(value, np.ndarray):
         return f"ndarray{value.shape} ({value.dtype})"
+    if isinstance(value, RaggedTensor):
+        return repr(value)
     return type(value).__name__
 
 
-def size_info(batch: Any, non_tensor_batch: Mapping[str, np.ndarray], prefix: str = "") -> str:
+def size_info(batch: Any, non_tensor_batch: Arrays, prefix: str = "") -> str:
     """How many GB tensors and arrays take; of objects only the references count."""
     tensors = 0 if batch is None else sum(value.numel() * value.element_size() for value in batch.values(True, True))
     arrays = sum(array.nbytes for array in non_tensor_batch.values())

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from dataproto.ragged import RaggedTensor
+
+_KINDS = (torch.Tensor, np.ndarray, RaggedTensor, TensorDictBase)
 Pairs = frozenset[tuple[int, int]]  # pairs of objects whose comparison is under way, to end cycles
 
 
@@ -56,6 +59,8 @@ def same_value(left: Any, right: Any, pairs: Pairs = frozenset()) -> bool:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and same_tensor(left, right)
+    if isinstance(left, RaggedTensor) or isinstance(right, RaggedTensor):
+        return isinstance(left, RaggedTensor) and isinstance(right, RaggedTensor) and left.equal(right)
     pairs = pairs | {(id(left), id(right))} if isinstance(left, np.ndarray | dict | list | tuple) else pairs
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and same_array(left, right, pairs)
@@ -78,13 +83,17 @@ def _same_scalar(left: Any, right: Any) -> bool:
 
 def first_difference(left: Any, right: Any) -> str:
     """Says where two columns part: their dtypes, their shapes, or the first row that differs."""
-    if isinstance(left, torch.Tensor) != isinstance(right, torch.Tensor):
+    kinds = [next((kind for kind in _KINDS if isinstance(side, kind)), None) for side in (left, right)]
+    if kinds[0] is not kinds[1]:
         return f"one is a {type(left).__name__}, the other a {type(right).__name__}"
     if left.dtype != right.dtype:
         return f"dtypes {left.dtype} and {right.dtype}"
-    if isinstance(left, torch.Tensor) and left.device != right.device:
+    if not isinstance(left, np.ndarray) and left.device != right.device:
         return f"devices {left.device} and {right.device}"
-    if left.shape != right.shape:
+    if isinstance(left, RaggedTensor):
+        if len(left) != len(right) or left.tail != right.tail:
+            return f"{left!r} and {right!r}"
+    elif left.shape != right.shape:
         return f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
     for row in range(len(left)):
         if not same_value(left[row], right[row]):

@@ -7,6 +7,7 @@ import numpy as np
 
 from dataproto import rows as columnwise
 from dataproto.errors import IndivisibleBatch, InvalidColumn
+from dataproto.ragged import RaggedTensor
 from dataproto.rows import Column
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ def fold_batch_dim(data: Batch, new_batch_size: int) -> Batch:
 
     Raises:
         IndivisibleBatch: the number of rows does not divide.
+        InvalidColumn: a column is ragged.
     """
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
         raise IndivisibleBatch(f"{rows} rows do not fold into {new_batch_size} groups")
     inner = rows // new_batch_size
+    _check_dense(data)
     return data._map(new_batch_size, lambda _, column: column.reshape(new_batch_size, inner, *column.shape[1:]))
 
 
@@ -32,8 +35,9 @@ def unfold_batch_dim(data: Batch, batch_dims: int = 2) -> Batch:
     """The first ``batch_dims`` dimensions of every column become one, the rows: ``(A, B, ...)`` to ``(A * B, ...)``.
 
     Raises:
-        InvalidColumn: a column has fewer dimensions, or other sizes in them than the rest.
+        InvalidColumn: a column is ragged, has fewer dimensions, or other sizes in them than the rest.
     """
+    _check_dense(data)
     sizes = {name: tuple(data[name].shape[:batch_dims]) for name in data.names()}
     if len(set(sizes.values())) > 1 or any(len(size) < batch_dims for size in sizes.values()):
         raise InvalidColumn(f"columns differ in their first {batch_dims} dimensions: {sizes}")
@@ -48,10 +52,13 @@ def unfold_columns(data: Batch, n_split: int, split_keys: Collection[str]) -> Ba
     rows = len(data) * n_split
 
     def unfold(name: str, column: Column) -> Column:
-        if name not in split_keys:
-            return columnwise.repeat(column, n_split, interleave=True)
-        if column.ndim < 2 or column.shape[1] % n_split:
-            raise IndivisibleBatch(f"column {name!r} of shape {tuple(column.shape)} does not split into {n_split}")
-        return column.reshape(rows, column.shape[1] // n_split, *column.shape[2:])
+        if name in split_keys:
+            return columnwise.unfold(column, n_split, name)
+        return columnwise.repeat(column, n_split, interleave=True)
 
     return data._map(rows, unfold)
+
+
+def _check_dense(data: "DataProto") -> None:
+    if ragged := [name for name in data.names() if isinstance(data[name], RaggedTensor)]:
+        raise InvalidColumn(f"columns {ragged} are ragged and have one batch dimension only")

@@ -1,13 +1,16 @@
 """The rules by which batches are merged: columns side by side (union) and facts about the batch (``meta_info``)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from tensordict import TensorDict
 
 from dataproto.equality import first_difference, same_value
 from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
+from dataproto.ragged import RaggedTensor
+
+Array: TypeAlias = np.ndarray | RaggedTensor
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
@@ -26,18 +29,16 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     return tensor_dict1
 
 
-def union_numpy_dict(
-    tensor_dict1: dict[str, np.ndarray], tensor_dict2: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def union_numpy_dict(tensor_dict1: dict[str, Array], tensor_dict2: Mapping[str, Array]) -> dict[str, Array]:
     """Adds the arrays of the second to the first, in place, and returns the first; on an error the first is as it was.
 
     Raises:
-        InvalidColumn: a value that stands in both is not an array.
+        InvalidColumn: a value that stands in both is neither an array nor a ragged tensor.
         ColumnConflict: a name stands in both with different values (NaN equals NaN, objects are compared deeply).
     """
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         for side in (tensor_dict1, tensor_dict2):
-            if not isinstance(side[key], np.ndarray):
+            if not isinstance(side[key], np.ndarray | RaggedTensor):
                 raise InvalidColumn(f"`{key}` is a {type(side[key]).__name__}, not a numpy array")
     new = _new_columns(tensor_dict1, tensor_dict2)
     tensor_dict1.update(new)

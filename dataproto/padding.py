@@ -8,6 +8,7 @@ import numpy as np
 
 from dataproto.columns import COLUMNS
 from dataproto.errors import IndivisibleBatch, InvalidColumn, InvalidIndex
+from dataproto.ragged import RaggedTensor
 from dataproto.rows import Column, cut, join, object_array
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def unpad_dataproto(data: Batch, pad_size: int) -> Batch:
 def pad_inert(data: Batch, rows: int) -> Batch:
     """Adds ``rows`` inert rows at the end: all masks 0, no media, in no group and in no denominator.
 
-    Columns of tensors and numbers are 0 there (strings empty). Columns of objects hold what ``columns.py`` calls inert (no media,
-    no prompt tokens, a ``uid`` shared with nobody); other objects are the last row's, so that code that only looks at their form
-    keeps working. Take the rows off with :func:`unpad_inert`.
+    Columns of tensors and numbers are 0 there (strings and ragged rows empty). Columns of objects hold what ``columns.py`` calls
+    inert (no media, no prompt tokens, a ``uid`` shared with nobody); other objects are the last row's, so that code that only
+    looks at their form keeps working. Take the rows off with :func:`unpad_inert`.
 
     Raises:
         InvalidIndex: ``rows`` is negative.
@@ -103,6 +104,8 @@ def unpad_inert(data: Batch, rows: int) -> Batch:
 
 
 def _inert(name: str, column: Column, rows: int) -> Column:
+    if isinstance(column, RaggedTensor):
+        return RaggedTensor.windows(column.storage, [0] * rows, [0] * rows)
     if not isinstance(column, np.ndarray):
         return column.new_zeros((rows, *column.shape[1:]))
     if column.dtype != object:

@@ -34,6 +34,7 @@ from dataproto.padding import (
     unpad_dataproto,
     unpad_inert,
 )
+from dataproto.ragged import RaggedTensor
 from dataproto.serialize import (
     deserialize_single_tensor,
     deserialize_tensordict,
@@ -92,7 +93,7 @@ class DataProto(Table):
 
     Args:
         batch: tensors ``(B, ...)`` in a ``TensorDict`` of batch size ``[B]``, or ``None``.
-        non_tensor_batch: arrays ``(B, ...)``, mostly of dtype object: one Python object a row.
+        non_tensor_batch: arrays ``(B, ...)``, mostly of dtype object: one Python object a row; and ragged tensors of B rows.
         meta_info: facts about the whole batch. What belongs to a row is a column.
 
     Raises:
@@ -115,7 +116,7 @@ class DataProto(Table):
     @classmethod
     def from_dict(
         cls,
-        tensors: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, torch.Tensor | RaggedTensor] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
         num_batch_dims: int = 1,
@@ -124,10 +125,16 @@ class DataProto(Table):
         """A batch of tensors ``(B, ...)`` and of lists or arrays of B rows; ``auto_padding`` allows uneven ``chunk``.
 
         A list becomes an array of objects, one a row; rows that are lists of plain scalars of one length become a 2-D array.
+        Ragged tensors may stand in either argument; they go to ``non_tensor_batch``.
         """
+        ragged = {name: column for name, column in (tensors or {}).items() if isinstance(column, RaggedTensor)}
+        tensors = {name: tensor for name, tensor in (tensors or {}).items() if name not in ragged}
+        if clash := sorted(ragged.keys() & (non_tensors or {}).keys()):
+            raise ColumnConflict(f"columns {clash} stand in tensors and in non_tensors")
+        non_tensors = {**(non_tensors or {}), **ragged} or None
         if num_batch_dims < 1 or (num_batch_dims > 1 and non_tensors is not None):
             raise InvalidColumn(f"num_batch_dims={num_batch_dims}: rows are one dimension")
-        rows = {name: _batch_shape(name, tensor, num_batch_dims) for name, tensor in (tensors or {}).items()}
+        rows = {name: _batch_shape(name, tensor, num_batch_dims) for name, tensor in tensors.items()}
         if len(set(rows.values())) > 1:
             raise RowCountMismatch(f"tensors have different numbers of rows: {rows}")
         batch = TensorDict(dict(tensors), batch_size=next(iter(rows.values()))) if tensors else None
@@ -140,23 +147,26 @@ class DataProto(Table):
     @classmethod
     def from_single_dict(
         cls,
-        data: Mapping[str, torch.Tensor | np.ndarray],
+        data: Mapping[str, torch.Tensor | np.ndarray | RaggedTensor],
         meta_info: Mapping[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch of tensors and arrays, told apart by their type; InvalidColumn for anything else."""
+        """A batch of tensors, ragged tensors and arrays, told apart by their type; InvalidColumn for anything else."""
         for name, value in data.items():
-            if not isinstance(value, torch.Tensor | np.ndarray):
+            if not isinstance(value, torch.Tensor | np.ndarray | RaggedTensor):
                 raise InvalidColumn(f"column {name!r} is a {type(value).__name__}, not a tensor or numpy array")
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        arrays = {name: value for name, value in data.items() if isinstance(value, np.ndarray)}
+        arrays = {name: value for name, value in data.items() if not isinstance(value, torch.Tensor)}
         return cls.from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info, auto_padding=auto_padding)
 
     @classmethod
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
-        """Tensors become ``batch``, ``NonTensorStack`` columns arrays of objects, ``NonTensorData`` facts in ``meta_info``."""
+        """Tensors become ``batch``, ``NonTensorStack`` columns arrays of objects, ``NonTensorData`` facts in ``meta_info``.
+
+        Nested tensors whose rows vary in their first dimension become ragged columns over the same values.
+        """
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         facts = dict(meta_info or {})
@@ -165,15 +175,17 @@ class DataProto(Table):
                 arrays[name] = [row.data for row in value]
             elif isinstance(value, NonTensorData):
                 facts[name] = value.data
+            elif RaggedTensor.holds(value):
+                arrays[name] = RaggedTensor.from_nested(value)
             else:
                 tensors[name] = value
         return cls.from_dict(tensors, arrays or None, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """The columns and facts as one ``TensorDict``; ColumnConflict where a fact has a column's name."""
+        """The columns and facts as one ``TensorDict``, ragged columns as nested tensors; ColumnConflict where names clash."""
         columns = self._tensors()
         for name, array in self.non_tensor_batch.items():
-            columns[name] = stack_objects(array)
+            columns[name] = array.to_nested() if isinstance(array, RaggedTensor) else stack_objects(array)
         return get_tensordict(columns, self.meta_info)
 
     # Other rows
@@ -290,7 +302,7 @@ class DataProto(Table):
             raise RowCountMismatch(f"union of {len(self)} rows with {len(other)} rows")
         for left, right in ((self, other), (other, self)):
             if crossing := sorted(left._tensors().keys() & right.non_tensor_batch.keys()):
-                raise ColumnConflict(f"columns {crossing} are tensors on one side and arrays on the other")
+                raise ColumnConflict(f"columns {crossing} are tensors on one side and arrays or ragged on the other")
         meta_info = union_meta_info(self.meta_info, other.meta_info)
         arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         batch = self._unlocked_batch()
@@ -342,10 +354,20 @@ class DataProto(Table):
 
     # Elsewhere
 
-    def to(self, device: torch.device | str | int) -> Self:
-        """Moves the tensors of ``batch`` to a device, in place."""
-        if self.batch is not None:
-            self.batch = self.batch.to(device)
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Moves dense and ragged tensors to a device, in place; a dtype casts those of floating point, and only those."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        batch = self.batch if self.batch is None or device is None else self.batch.to(device)
+        if batch is not None and dtype is not None:
+            batch = batch.apply(lambda tensor: tensor.to(dtype) if tensor.dtype.is_floating_point else tensor)
+        moved = {
+            name: column.to(device, dtype) if isinstance(column, RaggedTensor) else column
+            for name, column in self.non_tensor_batch.items()
+        }
+        self.batch, self.non_tensor_batch = batch, moved
         return self
 
     def save_to_disk(self, filepath: str | os.PathLike[str], allow_pickle: bool = False) -> None:
@@ -357,13 +379,19 @@ class DataProto(Table):
         disk.save(filepath, self.batch, self.non_tensor_batch, self.meta_info, allow_pickle)
 
     @staticmethod
-    def load_from_disk(filepath: str | os.PathLike[str], allow_pickle: bool = False) -> "DataProto":
-        """Reads what :meth:`save_to_disk` wrote.
+    def load_from_disk(
+        filepath: str | os.PathLike[str], allow_pickle: bool = False, verify: bool = False
+    ) -> "DataProto":
+        """Reads what :meth:`save_to_disk` wrote; tensors and arrays stay in the file until they are touched.
+
+        Args:
+            allow_pickle: also read pickled objects, which may run code.
+            verify: read everything now and compare it with its checksums.
 
         Raises:
             FileFormatError: damaged, of another format or version, or with pickled objects while ``allow_pickle`` is not given.
         """
-        return disk.load(filepath, DataProto, allow_pickle)
+        return disk.load(filepath, DataProto, allow_pickle, verify)
 
 
 def _batch_shape(name: str, tensor: Any, dims: int) -> tuple[int, ...]:

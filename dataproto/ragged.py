@@ -12,7 +12,7 @@ import torch
 
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
 from dataproto.indexing import Index, as_positions, as_row, as_slice
-from dataproto.tensordict_utils import alike_tensors, memory_key
+from dataproto.tensordict_utils import alike_tensors, memory_key, rows_at
 
 Side = Literal["left", "right"]
 
@@ -112,21 +112,27 @@ class RaggedTensor:
         return cls(tensor[kept.to(tensor.device)], kept.sum(dim=1))
 
     @classmethod
-    def from_nested(cls, nested: torch.Tensor) -> Self:
+    def from_nested(cls, nested: Any) -> Self:
         """The rows of a nested tensor ``(B, n_i, *tail)``; one of the jagged layout is not copied.
 
         Raises:
             InvalidColumn: not a nested tensor, or one that varies in a later dimension.
         """
-        if not isinstance(nested, torch.Tensor) or not nested.is_nested:
+        if not getattr(nested, "is_nested", False):
             raise InvalidColumn(f"a nested tensor is needed, not a {type(nested).__name__}")
         if nested.layout != torch.jagged:
             return cls.from_list(nested.unbind())
-        jagged: Any = nested
-        if jagged._ragged_idx != 1:
-            raise InvalidColumn(f"rows vary in their dimension {jagged._ragged_idx - 1}; ragged rows vary in the first")
-        offsets, lengths = jagged.offsets().cpu(), jagged.lengths()
-        return cls.windows(jagged.values(), offsets[:-1], offsets.diff() if lengths is None else lengths)
+        if not cls.holds(nested):
+            raise InvalidColumn("rows of the nested tensor vary in a later dimension; ragged rows vary in their first")
+        offsets, lengths = nested.offsets().cpu(), nested.lengths()
+        return cls.windows(nested.values(), offsets[:-1], offsets.diff() if lengths is None else lengths)
+
+    @staticmethod
+    def holds(value: Any) -> bool:
+        """Whether a value is a jagged nested tensor that varies in its first dimension, so that it can be one of these."""
+        return (
+            isinstance(value, torch.Tensor) and value.layout == torch.jagged and getattr(value, "_ragged_idx", 0) == 1
+        )
 
     @classmethod
     def concat(cls, parts: "Sequence[RaggedTensor]") -> Self:
@@ -182,13 +188,13 @@ class RaggedTensor:
         if self._storage.requires_grad or total < 32 * len(starts):  # one backward step, and short pieces, by tokens
             before = np.cumsum(lengths) - lengths
             index = np.arange(total) + np.repeat(self._starts[self._lengths > 0] - before, lengths)
-            return self._storage.index_select(0, torch.from_numpy(index).to(self.device))
+            return rows_at(self._storage, torch.from_numpy(index).to(self.device))
         return torch.cat([self._storage[start:end] for start, end in zip(starts.tolist(), ends.tolist())])
 
     @property
     def lengths(self) -> torch.Tensor:
         """Tokens of each row, ``(B,)`` int64, always on the CPU (so that reading rows never waits for a device); a copy."""
-        return torch.tensor(self._lengths)
+        return torch.from_numpy(self._lengths.copy())
 
     @property
     def storage(self) -> torch.Tensor:
@@ -198,7 +204,7 @@ class RaggedTensor:
     @property
     def starts(self) -> torch.Tensor:
         """Where each row starts in :attr:`storage`, ``(B,)`` int64 on the CPU; a copy."""
-        return torch.tensor(self._starts)
+        return torch.from_numpy(self._starts.copy())
 
     @property
     def tail(self) -> torch.Size:
@@ -235,6 +241,7 @@ class RaggedTensor:
         return self.equal(other) if isinstance(other, RaggedTensor) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None  # not a sequence of numbers to numpy, so that comparing an array with it is False
 
     def equal(self, other: "RaggedTensor") -> bool:
         """True for equal dtype, device, lengths and values (NaN equals NaN), however the rows are stored."""
@@ -324,17 +331,17 @@ class RaggedTensor:
 
     def to(
         self,
-        device: torch.device | str | int | None = None,
+        device: torch.device | str | int | torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> Self:
-        """On another device, each distinct row moved once; ``dtype`` casts floating-point rows and leaves others as they are.
+        """On another device, each distinct row moved once; a dtype casts floating-point rows and leaves others as they are.
 
-        >>> RaggedTensor(torch.ones(2), [2]).to(dtype=torch.bfloat16).dtype
-        torch.bfloat16
+        >>> RaggedTensor(torch.ones(2), [2]).to(torch.bfloat16).dtype, RaggedTensor(torch.tensor([1]), [1]).to(torch.half).dtype
+        (torch.bfloat16, torch.int64)
         """
         if isinstance(device, torch.dtype):
-            raise InvalidConfig(f"{device} is a dtype, not a device: give dtype={device}")
+            device, dtype = None, device
         target = self.device if device is None else torch.device(device)
         wanted = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
         if torch.empty(0, device=target).device == self.device and wanted == self.dtype:
@@ -384,7 +391,7 @@ class RaggedTensor:
         index = np.full(filled.shape, len(values), dtype=np.int64)
         index[filled] = np.arange(len(values))
         extended = torch.cat([values, values.new_full((1, *self.tail), value)])
-        chosen = extended.index_select(0, torch.from_numpy(index.reshape(-1)).to(self.device))
+        chosen = rows_at(extended, torch.from_numpy(index.reshape(-1)).to(self.device))
         return chosen.view(*filled.shape, *self.tail)
 
     def to_nested(self) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Operations on one column along its rows, whatever the column is: the place where a new kind of column joins.
 
-A column is a tensor ``(B, ...)`` (or a nested ``TensorDict``) or a numpy array ``(B, ...)``, often of dtype object.
+A column is a tensor ``(B, ...)`` (or a nested ``TensorDict``), which stands in ``batch``; or a numpy array ``(B, ...)``, often of
+dtype object, or a :class:`RaggedTensor` of B rows, which stand in ``non_tensor_batch``.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,11 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from dataproto.errors import ColumnConflict, InvalidColumn
-from dataproto.tensordict_utils import nested_tensor_from_tensor_list
+from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn
+from dataproto.ragged import RaggedTensor
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list, rows_at
 
-Column: TypeAlias = Any  # torch.Tensor | TensorDictBase | np.ndarray
+Column: TypeAlias = Any  # torch.Tensor | TensorDictBase | np.ndarray | RaggedTensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
@@ -33,8 +35,8 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
     return array
 
 
-def as_array(values: Any, name: str = "column") -> np.ndarray:
-    """The array that a non-tensor column becomes: arrays stay, lists become arrays of objects.
+def as_array(values: Any, name: str = "column") -> "np.ndarray | RaggedTensor":
+    """What a non-tensor column becomes: arrays and ragged tensors stay, lists become arrays of objects.
 
     Rows that are lists of plain scalars, all of one length, become one array of more dimensions, as in verl; all other rows
     (images, tensors, arrays, dicts, messages) stay one object each.
@@ -47,6 +49,8 @@ def as_array(values: Any, name: str = "column") -> np.ndarray:
     >>> as_array([torch.zeros(3), torch.zeros(3)]).shape
     (2,)
     """
+    if isinstance(values, RaggedTensor):
+        return values
     if isinstance(values, np.ndarray):
         array = values
     elif isinstance(values, torch.Tensor):
@@ -79,19 +83,19 @@ def _regular(rows: list[Any]) -> bool:
 
 
 def take(column: Column, positions: np.ndarray) -> Column:
-    """The rows at ``positions`` ``(K,)``, copied; objects by reference."""
-    if isinstance(column, np.ndarray):
+    """The rows at ``positions`` ``(K,)``, copied; objects and ragged rows by reference."""
+    if isinstance(column, np.ndarray | RaggedTensor):
         return column[positions]
     if isinstance(column, torch.Tensor) and column.is_nested:
         parts = column.unbind()
         return nested_tensor_from_tensor_list([parts[row] for row in positions.tolist()])
     index = torch.from_numpy(positions.copy()).to(column.device or "cpu")
-    return column.index_select(0, index) if isinstance(column, torch.Tensor) else column[index]
+    return rows_at(column, index) if isinstance(column, torch.Tensor) else column[index]
 
 
 def cut(column: Column, bounds: slice) -> Column:
     """The rows of a resolved slice; a view wherever torch and numpy can give one."""
-    if isinstance(column, np.ndarray):
+    if isinstance(column, np.ndarray | RaggedTensor):
         return column[bounds]
     if bounds.step < 0 or getattr(column, "is_nested", False):
         return take(column, np.arange(len(column), dtype=np.int64)[bounds])
@@ -105,10 +109,16 @@ def join(parts: Sequence[Column], name: str = "column") -> Column:
     lists, one a row.
 
     Raises:
-        ColumnConflict: tensors and arrays mixed, or shapes that do not fit beyond the rows.
+        ColumnConflict: tensors, arrays and ragged tensors mixed, or shapes that do not fit beyond the rows.
     """
-    if any(isinstance(part, np.ndarray) != isinstance(parts[0], np.ndarray) for part in parts):
-        raise ColumnConflict(f"column {name!r} is a tensor in one part and an array in another")
+    kinds = {kind_of(part): None for part in parts}
+    if len(kinds) > 1:
+        raise ColumnConflict(f"column {name!r} is {' in one part and '.join(kinds)} in another")
+    if isinstance(parts[0], RaggedTensor):
+        try:
+            return RaggedTensor.concat(parts)
+        except ColumnConflict as error:
+            raise ColumnConflict(f"column {name!r} cannot be joined: {error}") from error
     nested = [isinstance(part, torch.Tensor) and part.is_nested for part in parts]
     if any(nested):
         if not all(nested):
@@ -128,7 +138,9 @@ def join(parts: Sequence[Column], name: str = "column") -> Column:
 
 
 def repeat(column: Column, times: int, interleave: bool) -> Column:
-    """Every row ``times`` times, in a row (aabb) or as a whole (abab); objects by reference."""
+    """Every row ``times`` times, in a row (aabb) or as a whole (abab); objects and ragged rows by reference."""
+    if isinstance(column, RaggedTensor):
+        return column.repeat_interleave(times) if interleave else column.repeat(times)
     if isinstance(column, np.ndarray):
         return np.repeat(column, times, axis=0) if interleave else np.concatenate([column[:0], *[column] * times])
     if isinstance(column, torch.Tensor) and not column.is_nested:
@@ -141,8 +153,36 @@ def repeat(column: Column, times: int, interleave: bool) -> Column:
 
 def row_count(column: Column, name: str) -> int:
     """How many rows a column has; InvalidColumn where it cannot have any."""
+    if isinstance(column, RaggedTensor):
+        return len(column)
     if not isinstance(column, np.ndarray | torch.Tensor | TensorDictBase):
         raise InvalidColumn(f"column {name!r} is a {type(column).__name__}, not a tensor or numpy array")
     if column.ndim == 0:
         raise InvalidColumn(f"column {name!r} has no rows: its shape is ()")
     return int(column.shape[0])
+
+
+def kind_of(column: Column) -> str:
+    """What a column is, in words: columns are joined and compared with their own kind only."""
+    if isinstance(column, RaggedTensor):
+        return "a ragged tensor"
+    return "an array" if isinstance(column, np.ndarray) else "a tensor"
+
+
+def unfold(column: Column, parts: int, name: str) -> Column:
+    """Every row cut into ``parts`` rows of equal length: ``(B, parts * K, ...)`` to ``(B * parts, K, ...)``.
+
+    Raises:
+        IndivisibleBatch: a row's length does not divide.
+    """
+    if isinstance(column, RaggedTensor):
+        if (wrong := np.flatnonzero(column.lengths.numpy() % parts)).size:
+            raise IndivisibleBatch(
+                f"column {name!r}: row {wrong[0]} of {column.lengths[wrong[0]]} does not split into {parts}"
+            )
+        lengths = (column.lengths // parts).repeat_interleave(parts)
+        starts = column.starts.repeat_interleave(parts) + torch.arange(parts).repeat(len(column)) * lengths
+        return RaggedTensor.windows(column.storage, starts, lengths)
+    if column.ndim < 2 or column.shape[1] % parts:
+        raise IndivisibleBatch(f"column {name!r} of shape {tuple(column.shape)} does not split into {parts}")
+    return column.reshape(column.shape[0] * parts, column.shape[1] // parts, *column.shape[2:])

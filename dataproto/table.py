@@ -14,6 +14,7 @@ from dataproto import rows as columnwise
 from dataproto.columns import missing_message
 from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCountMismatch
 from dataproto.indexing import Index, as_positions, as_row, as_slice
+from dataproto.ragged import RaggedTensor
 from dataproto.rows import Column
 from dataproto.serialize import deserialize_tensordict, serialize_tensordict
 
@@ -32,7 +33,7 @@ class Table:
     """Columns of equally many rows and facts about the whole: what :class:`dataproto.DataProto` is built on."""
 
     batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray | RaggedTensor] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Table:
         tensors = self._tensors()
         rows = self._rows()
         for name, array in self.non_tensor_batch.items():
-            if not isinstance(array, np.ndarray):
+            if not isinstance(array, np.ndarray | RaggedTensor):
                 raise InvalidColumn(
                     f"column {name!r} of non_tensor_batch is a {type(array).__name__}, not a numpy array"
                 )
@@ -117,8 +118,8 @@ class Table:
             meta_info=dict(self.meta_info),
         )
 
-    def __setitem__(self, name: str, column: torch.Tensor | np.ndarray | Sequence[Any]) -> None:
-        """Adds or replaces a column: tensors go to ``batch``, arrays and lists to ``non_tensor_batch``.
+    def __setitem__(self, name: str, column: torch.Tensor | RaggedTensor | np.ndarray | Sequence[Any]) -> None:
+        """Adds or replaces a column: tensors go to ``batch``, ragged tensors, arrays and lists to ``non_tensor_batch``.
 
         Raises:
             RowCountMismatch: not as many rows as the batch.
@@ -131,7 +132,7 @@ class Table:
         if rows is not None and found != rows:
             raise RowCountMismatch(f"column {name!r} has {found} rows, the batch has {rows}")
         batch = self._unlocked_batch()
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray | RaggedTensor):
             self.non_tensor_batch[name] = value
             if batch is not None and name in self._tensors():
                 del batch[name]
@@ -238,7 +239,7 @@ class Table:
     # Some of the rows
 
     def select_idxs(self, idxs: Index) -> Self:
-        """Rows by numbers (negative ones count from the end) or by a mask; tensors are copied, objects shared."""
+        """Rows by numbers (negative ones count from the end) or by a mask; tensors are copied, objects and ragged rows shared."""
         positions = as_positions(idxs, len(self))
         return self._map(len(positions), lambda _, column: columnwise.take(column, positions))
 

@@ -134,3 +134,13 @@ def memory_key(tensor: torch.Tensor) -> Any:
         tensor.is_conj(),
         tensor.is_neg(),
     )
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``tensor[index]`` along the first dimension, of every dtype (torch lacks it for wide unsigned numbers)."""
+    if tensor.dtype in _SIGNED:
+        return tensor.view(_SIGNED[tensor.dtype]).index_select(0, index).view(tensor.dtype)
+    return tensor.index_select(0, index)
