@@ -12,16 +12,19 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from trl_grpo_step import await_turn, load_rows, say, score
+
+if TYPE_CHECKING:
+    from dataproto import DataProto
 
 HERE = Path(__file__).resolve().parent
 OURS = "this project"
@@ -60,77 +63,69 @@ def prepare(workload: Path, settings: dict[str, Any]) -> None:
     (workload / "settings.json").write_text(json.dumps(settings))
 
 
-class PromptBatches:
-    """The workload's prompt batches in order, pictures decoded beforehand, made columns when asked for."""
-
-    def __init__(self, workload: Path, prompts: int) -> None:
-        from rollout.prompts import PromptBuilder
-
-        self.builder = PromptBuilder.from_pretrained(workload / "checkpoint", max_prompt_length=512)
-        rows = [
-            {
-                "prompt": [{"role": "user", "content": f"<image>{row['text']}"}],
-                "images": [row["image"]],
-                "uid": str(number),
-                "reward_model": {"style": "rule", "ground_truth": row["answer"]},
-            }
-            for number, row in enumerate(load_rows(workload))
-        ]
-        self.batches = iter([rows[start : start + prompts] for start in range(0, len(rows), prompts)])
-
-    def __next__(self) -> Any:
-        return self.builder(next(self.batches))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 def measure(workload: Path) -> None:
     """Our side, in this process: steps when it is its turn."""
     import torch
 
     from recipes.grpo import GRPOConfig, grpo_step
-    from recipes.training import train_step
+    from recipes.metrics import rollout_metrics, timed
     from rollout.engine import SamplingParams
+    from rollout.prompts import PromptBuilder
     from workers import ActorConfig, OptimizerConfig, RewardRow, launch
-
-    settings = json.loads((workload / "settings.json").read_text())
-    torch.set_num_threads(settings["threads"])
-    config = GRPOConfig(n=settings["samples"])
-    actor = ActorConfig(str(workload / "checkpoint"), optimizer=OptimizerConfig(lr=settings["learning_rate"]))
-    work: Step = {}
 
     def reward(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
         return [{"score": score(row.solution_str, row.ground_truth)} for row in rows]
 
-    def step_function(prompts: Any) -> Any:
-        data, metrics = grpo_step(roles, prompts, config, SamplingParams(max_tokens=settings["max_tokens"]))
-        responses, tokens = int(data["response_mask"].sum()), int(data["attention_mask"].sum())
-        work.update(rows=len(data), prompt_tokens=tokens - responses, response_tokens=responses)
-        return data, metrics
-
-    batches = PromptBatches(workload, settings["prompts"])
-    say("READY", {"name": OURS, "torch": torch.__version__})
+    settings = json.loads((workload / "settings.json").read_text())
+    torch.set_num_threads(settings["threads"])
+    builder = PromptBuilder.from_pretrained(workload / "checkpoint", max_prompt_length=512)
+    actor = ActorConfig(str(workload / "checkpoint"), optimizer=OptimizerConfig(lr=settings["learning_rate"]))
+    config, sampling = GRPOConfig(n=settings["samples"]), SamplingParams(max_tokens=settings["max_tokens"])
+    rows = prompt_rows(workload)
     with launch(actor, reward=reward) as roles:
-        for _ in range(settings["warmup"] + settings["steps"]):
+        say("READY", {"name": OURS, "torch": torch.__version__})
+        for start in range(0, len(rows), settings["prompts"]):
             await_turn()
-            start = time.perf_counter()
-            metrics = train_step(batches, step_function)
-            step = {"step": time.perf_counter() - start, "reward": metrics["timing_s/reward"]}
-            step["gen"] = metrics["timing_s/data"] + metrics["timing_s/gen"]
-            step["update"] = step["step"] - step["gen"] - step["reward"]
-            say("STEP", step | work)
+            seconds: dict[str, float] = {}
+            with timed(seconds, "step"):
+                with timed(seconds, "data"):
+                    prompts = builder(rows[start : start + settings["prompts"]])
+                data, metrics = grpo_step(roles, prompts, config, sampling)
+                rollout_metrics(data)
+            say("STEP", phases(seconds | metrics) | work(data))
+
+
+def prompt_rows(workload: Path) -> list[dict[str, Any]]:
+    """The workload's problems as `PromptBuilder` takes them."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"<image>{row['text']}"}],
+            "images": [row["image"]],
+            "uid": str(number),
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+        }
+        for number, row in enumerate(load_rows(workload))
+    ]
+
+
+def phases(metrics: Mapping[str, float]) -> Step:
+    """Seconds by the names of `PHASES`."""
+    step, reward = metrics["timing_s/step"], metrics["timing_s/reward"]
+    gen = metrics["timing_s/data"] + metrics["timing_s/gen"]
+    return {"step": step, "gen": gen, "reward": reward, "update": step - gen - reward}
+
+
+def work(data: "DataProto") -> Step:
+    """Counts by the names of `WORK`."""
+    responses, tokens = int(data["response_mask"].sum()), int(data["attention_mask"].sum())
+    return {"rows": len(data), "prompt_tokens": tokens - responses, "response_tokens": responses}
 
 
 class Side:
     """A process that steps when told to."""
 
     def __init__(self, command: Sequence[str], workload: Path, threads: int) -> None:
+        self.command = command
         self.errors = workload / f"errors-{len(list(workload.glob('errors-*')))}.txt"
         self.process = subprocess.Popen(
             [*command, str(workload)],
@@ -140,25 +135,29 @@ class Side:
             stderr=self.errors.open("w"),
             text=True,
         )
+        self.orders, self.answers = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
         self.facts = self._hear("READY")
 
     def step(self) -> Step:
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # `_hear` tells why it is gone
+            self.orders.write("\n")
+            self.orders.flush()
         return self._hear("STEP")
 
     def _hear(self, word: str) -> dict[str, Any]:
-        for line in self.process.stdout:
+        for line in self.answers:
             if line.startswith(f"{word} "):
-                return json.loads(line.removeprefix(word))
-        sys.exit(f"{' '.join(self.process.args)} ended early:\n{self.errors.read_text()[-4000:]}")
+                facts: dict[str, Any] = json.loads(line.removeprefix(word))
+                return facts
+        sys.exit(f"{' '.join(self.command)} ended early:\n{self.errors.read_text()[-4000:]}")
 
     def __enter__(self) -> "Side":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.stdin.close()
-        self.process.stdout.read()
+        with contextlib.suppress(BrokenPipeError):
+            self.orders.close()
+        self.answers.read()
         self.process.wait()
 
 
@@ -239,6 +238,8 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if arguments.samples < 2:
         parser.error("--samples must be at least 2")
+    if arguments.trl_python and not shutil.which(arguments.trl_python):
+        parser.error(f"--trl-python {arguments.trl_python}: no such interpreter")
     return arguments
 
 

@@ -159,7 +159,7 @@ def measure(workload: Path, settings: dict[str, Any]) -> None:
             await_turn()
             self.start = time.perf_counter()
 
-        def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             total = time.perf_counter() - self.start
             update = total - trainer.step["gen"] - trainer.step["reward"]
             say("STEP", trainer.step | {"step": total, "update": update})
