@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from torch.utils.data import Subset
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
@@ -43,7 +44,9 @@ class DataConfig:
     """Prompts: where they come from and what fits."""
 
     data_path: str | None = None  # parquet file, folder, or data set name; drawn problems by default
-    eval_data_path: str | None = None  # held-out problems; by default the "test" split of --data-path
+    eval_data_path: str | None = (
+        None  # held-out problems; default: the "test" split of --data-path, or a single file's last rows
+    )
     level: int = 1  # of the drawn problems
     batch_size: int = 512  # prompts of a step
     eval_rows: int = 256  # held-out problems: the first ones of their split
@@ -176,10 +179,7 @@ def load_data(config: Geo3KConfig, builder: PromptBuilder) -> tuple[PromptLoader
         train_rows: Any = ProblemRows(data.level, seed, "train", data.instruction)
         test_rows: Any = ProblemRows(data.level, 0, "test", data.instruction)
     else:
-        train_rows, _ = drop_overlong(load_rows(data.data_path, "train", instruction=data.instruction), builder)
-        test_rows, _ = drop_overlong(
-            load_rows(data.eval_data_path or data.data_path, "test", instruction=data.instruction), builder
-        )
+        train_rows, test_rows = open_data_set(data, builder)
     loader = PromptLoader(
         train_rows,
         builder,
@@ -191,6 +191,21 @@ def load_data(config: Geo3KConfig, builder: PromptBuilder) -> tuple[PromptLoader
     )
     held_out = [test_rows[row] for row in range(min(data.eval_rows, len(test_rows)))]
     return loader, EvaluationLoader(held_out, builder, data.batch_size * config.algorithm.n, data.on_bad_row)
+
+
+def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
+    """Training and held-out rows that fit; a single file gives its last rows, at most a fifth, as held-out ones."""
+    path = str(data.data_path)
+    rows, _ = drop_overlong(load_rows(path, "train", instruction=data.instruction), builder)
+    if data.eval_data_path or not Path(path).is_file():
+        held_out, _ = drop_overlong(
+            load_rows(data.eval_data_path or path, "test", instruction=data.instruction), builder
+        )
+        return rows, held_out
+    kept = len(rows) - min(data.eval_rows, len(rows) // 5)
+    if kept == len(rows):
+        raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
+    return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
 
 
 def evaluate(roles: Roles, held_out: Iterable[DataProto], config: Geo3KConfig, step: int) -> dict[str, float]:

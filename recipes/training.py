@@ -23,6 +23,8 @@ Evaluate = Callable[[int], dict[str, float]]  # step -> metrics
 class Loader(Protocol):
     """An endless source of prompt batches whose position can be saved."""
 
+    skipped: dict[int, str]  # rows that could not be used: index to reason
+
     def __next__(self) -> DataProto: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -91,7 +93,7 @@ def train_step(loader: Loader, step_function: StepFunction) -> dict[str, float]:
         with timed(metrics, "data"):
             prompts = next(loader)
         data, step_metrics = step_function(prompts)
-    metrics |= step_metrics
+    metrics |= step_metrics | {"data/skipped_rows": len(loader.skipped)}
     return metrics | rollout_metrics(data) | speed_metrics(data, metrics)
 
 

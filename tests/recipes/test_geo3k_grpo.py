@@ -9,13 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_files import geometry3k as geometry3k_rows
+from helpers.geo3k_files import write_geometry3k
 from helpers.tiny_models import MODEL_TYPES
-from PIL import Image
 
-from recipes.geo3k_grpo import TINY, main, parse
+from recipes.geo3k_grpo import TINY, main, open_data_set, parse
+from rollout.prompts import PromptBuilder
 
 REWARD = '''
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -34,16 +35,9 @@ def reward(tmp_path_factory):
 @pytest.fixture(scope="module")
 def geometry3k(tmp_path_factory):
     """A folder in the layout of hiyouga/geometry3k: train and test parquet files of images, problem, answer."""
-    from datasets import Dataset, Features, List, Value
-    from datasets import Image as ImageFeature
-
-    folder, rng = tmp_path_factory.mktemp("geometry3k"), np.random.default_rng(0)
-    features = Features({"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")})
-    for split, rows in (("train", 12), ("test", 5)):
-        sizes = rng.integers(16, 48, (rows, 2))
-        pictures = [[Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8))] for size in sizes]
-        data = {"images": pictures, "problem": ["<image>Find x."] * rows, "answer": [str(row) for row in range(rows)]}
-        Dataset.from_dict(data, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    folder = tmp_path_factory.mktemp("geometry3k")
+    for split, count in (("train", 12), ("test", 5)):
+        write_geometry3k(folder / f"{split}-00000-of-00001.parquet", geometry3k_rows(count))
     return str(folder)
 
 
@@ -140,6 +134,14 @@ def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_pat
     assert row["actor/grad_norm"] > 0
     assert row["actor/kl_loss"] >= 0
     assert row["timing_s/ref"] > 0
+
+
+def test_a_single_file_holds_out_its_last_rows(geometry3k, checkpoint):
+    config = parse(["--model-path", checkpoint, "--data-path", f"{geometry3k}/train-00000-of-00001.parquet"])
+    builder = PromptBuilder.from_pretrained(checkpoint, 500)
+    train_rows, held_out = open_data_set(config.data, builder)
+    assert [row["index"] for row in train_rows] == list(range(10))
+    assert [row["index"] for row in held_out] == [10, 11]
 
 
 def test_a_second_run_does_not_write_over_the_first(finished_run, checkpoint, geometry3k, reward, capsys):
