@@ -1,0 +1,86 @@
+"""Images as bytes that give back every pixel, in every mode of Pillow."""
+
+import base64
+import io
+import math
+from typing import Any
+
+from dataproto.errors import FileFormatError
+
+# An image this much larger than its bytes is a bomb. What this module writes stays below: at its level, zlib does not reach it.
+MAX_RATIO = 256
+
+_PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def encode(image: Any) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
+    """What the header says of an image, its pixels (PNG, or raw where PNG cannot hold them), and its plain ``info``.
+
+    The current frame only, and of ``info`` only what is of plain types.
+
+    >>> from PIL import Image
+    >>> described, data, info = encode(Image.new("CMYK", (2, 2), "red"))
+    >>> described, len(data)
+    ({'mode': 'CMYK', 'size': [2, 2], 'codec': 'raw'}, 16)
+    """
+    from PIL import Image
+
+    image.load()
+    described: dict[str, Any] = {"mode": image.mode, "size": list(image.size)}
+    if image.mode in ("P", "PA"):
+        palette = bytes(image.getpalette(None) or b"")
+        described["palette"] = [image.palette.mode, base64.b64encode(palette).decode()]
+    pixels = image.tobytes()
+    data = pixels
+    if image.mode in _PNG_MODES and 0 < image.width * image.height <= (Image.MAX_IMAGE_PIXELS or math.inf):
+        plain = Image.frombytes("L" if image.mode == "P" else image.mode, image.size, pixels)
+        buffer = io.BytesIO()
+        plain.save(buffer, format="PNG", compress_level=1)
+        if len(buffer.getvalue()) < len(pixels) <= MAX_RATIO * len(buffer.getvalue()):
+            data = buffer.getvalue()
+    described["codec"] = "raw" if data is pixels else "png"
+    return described, data, {key: value for key, value in image.info.items() if _is_plain(key) and _is_plain(value)}
+
+
+def decode(described: dict[str, Any], data: memoryview, info: dict[str, Any]) -> Any:
+    """The inverse of :func:`encode`.
+
+    Raises:
+        FileFormatError: the image is larger than its bytes can honestly hold, or they are not an image of that mode and size.
+    """
+    from PIL import Image
+
+    mode, codec, (width, height) = described["mode"], described["codec"], described["size"]
+    if mode not in Image.MODES or type(width) is not int or type(height) is not int or min(width, height) < 0:
+        raise FileFormatError(f"an image of mode {mode!r:.20} and size {described['size']!r:.200} cannot be")
+    if not isinstance(info, dict):
+        raise FileFormatError("what is known of an image is not a dict")
+    plane = "L" if mode == "P" else mode
+    bits = len(Image.new(plane, (8, 1)).tobytes())  # of a pixel: bytes of eight
+    claimed = -(-width * bits // 8) * height
+    if codec not in ("raw", "png") or (claimed != len(data) if codec == "raw" else claimed > MAX_RATIO * len(data)):
+        raise FileFormatError(f"{len(data)} bytes claim to be an image of {width} x {height} pixels, mode {mode}")
+    image: Any
+    if codec == "raw":
+        image = Image.frombytes(plane, (width, height), bytes(data))
+    else:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
+            if (opened.mode, opened.size) != (plane, (width, height)):
+                raise FileFormatError(f"an image is of mode {opened.mode} and size {opened.size}, not as described")
+            image = opened.copy()  # a plain image, not a reader that holds on to its bytes
+    if mode in ("P", "PA"):
+        palette_mode, colors = described["palette"]
+        image.putpalette(base64.b64decode(colors), palette_mode)
+        image.load()
+    image.info = info
+    return image
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return kind in _PLAIN
