@@ -5,6 +5,7 @@
 Both sides load the same tiny Qwen2.5-VL checkpoint, see the same drawn problems in the same order, score with the same
 function, and sample to the same token limit, which every row reaches, since nothing ends a response. Each side is a process
 of its own on the same cores; they step in turns, one standing still while the other works; warm-up steps are not counted.
+TRL decodes responses in its sampling phase, we in the reward phase. Neither needs a pass for old log-probs here.
 """
 
 import argparse
