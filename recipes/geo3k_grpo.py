@@ -89,10 +89,10 @@ class Geo3KConfig:
 
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.
 TINY = Geo3KConfig(
-    data=DataConfig(batch_size=16, max_prompt_length=128, max_response_length=24, instruction=""),
-    algorithm=GRPOConfig(n=16, entropy_coef=0.04, entropy_anneal=True),
-    optimizer=OptimizerConfig(lr=5e-4, schedule="linear"),
-    run=RunConfig(steps=200, save_every=50),
+    data=DataConfig(batch_size=16, max_prompt_length=128, max_response_length=12, instruction=""),
+    algorithm=GRPOConfig(n=16, kl_coef=0.1),
+    optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
+    run=RunConfig(steps=500, save_every=100),
 )
 
 

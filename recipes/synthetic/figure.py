@@ -1,7 +1,7 @@
 """Figures as lists of shapes, and the drawing of them with PIL.
 
-Points are complex numbers with the y axis upwards, so that turning a figure is one multiplication. A figure is plain data; what is
-random about a picture (turn, place, colours) is a `Style`, so a drawing is a function of the two.
+Points are complex numbers with the y axis upwards, so that turning a figure is one multiplication. A figure is plain data;
+what is random about a picture (turn, place, colours) is a `Style`, so a drawing is a function of the two.
 """
 
 import cmath
@@ -25,6 +25,13 @@ class Line:
 
     a: Point
     b: Point
+
+
+@dataclass(frozen=True)
+class Region:
+    """The inside of a polygon, tinted."""
+
+    corners: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class WedgeLabel:
     b: Point
 
 
-Shape = Line | Circle | Dot | AngleMark | Label | WedgeLabel
+Shape = Line | Region | Circle | Dot | AngleMark | Label | WedgeLabel
 Figure = Sequence[Shape]
 
 
@@ -85,18 +92,20 @@ class Style:
     ink: Colour
     paper: Colour
     accent: Colour
+    tint: Colour
     pen: float
     font: float
 
 
 def random_style(random: Random, *, turn: float, pen: float, font: float) -> Style:
-    """A style with dark ink and labels on light paper; `turn` is the largest turn to either side, in degrees."""
+    """A style with dark ink on white paper; `turn` is the largest turn to either side, in degrees."""
     return Style(
         turn=math.radians(random.uniform(-turn, turn)),
         shift=complex(random.uniform(-1, 1), random.uniform(-1, 1)),
-        ink=_colour(random, 0, 110),
-        paper=_colour(random, 225, 255),
-        accent=_colour(random, 0, 60),
+        ink=_colour(random, 0, 60),
+        paper=(255, 255, 255),
+        accent=_colour(random, 0, 40),
+        tint=(random.randint(135, 165), random.randint(165, 195), random.randint(220, 250)),
         pen=pen * random.uniform(0.85, 1.25),
         font=font * random.uniform(0.95, 1.1),
     )
@@ -137,6 +146,8 @@ class _Pen:
         match shape:
             case Line(a, b):
                 self.pencil.line([*self._xy(a), *self._xy(b)], fill=self.style.ink, width=self.width)
+            case Region(corners):
+                self.pencil.polygon([self._xy(corner) for corner in corners], fill=self.style.tint)
             case Circle(center, radius):
                 self._ellipse(self._xy(center), radius * self.unit * SUPERSAMPLING, outline=self.style.ink)
             case Dot(at):
@@ -223,6 +234,8 @@ def _turn(shape: Shape, by: complex) -> Shape:
     match shape:
         case Line(a, b):
             return Line(a * by, b * by)
+        case Region(corners):
+            return Region(tuple(corner * by for corner in corners))
         case Circle(center, radius):
             return Circle(center * by, radius)
         case Dot(at):

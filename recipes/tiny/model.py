@@ -21,6 +21,8 @@ from recipes.tiny.tokenizer import (
 )
 
 PATCH = 14  # pixels; a visual token shows 2 x 2 patches
+# White paper is zero input, so that a picture is what is drawn on it; with CLIP's mean and deviation GRPO learns nothing.
+WHITE, CONTRAST = (1.0, 1.0, 1.0), (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def make_tiny_model(path: str | Path, seed: int = 0, config: TinyConfig | None =
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    Qwen2VLImageProcessorPil(min_pixels=config.min_pixels, max_pixels=config.max_pixels).save_pretrained(path)
+    Qwen2VLImageProcessorPil(
+        min_pixels=config.min_pixels, max_pixels=config.max_pixels, image_mean=WHITE, image_std=CONTRAST
+    ).save_pretrained(path)
     return path
 
 
@@ -64,7 +68,7 @@ def random_model(config: Qwen2_5_VLConfig, vision_std: float, seed: int) -> Qwen
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config).to(torch.float32)
+        model = Qwen2_5_VLForConditionalGeneration(config).float()
         with torch.no_grad():
             for parameter in model.model.visual.parameters():
                 if parameter.ndim > 1:
@@ -121,6 +125,6 @@ def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
 
 
 def _corpus() -> Iterable[str]:
-    """What the tokenizer learns its merges from: the chat template's words, the problems' questions, the answers' form."""
-    frame = ["system\nYou are a helpful assistant.\nuser\nassistant\n", "<think>look</think> \\boxed{x}"]
+    """What the tokenizer learns its merges from: the texts between special tokens, as it will meet them."""
+    frame = ["system\nYou are a helpful assistant.", "user\n", "assistant\n", "look", " \\boxed{x}"]
     return 100 * frame + sample_texts()

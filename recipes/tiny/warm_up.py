@@ -1,0 +1,116 @@
+"""A short supervised warm-up that teaches the form of an answer and nothing of the pictures: its answers are random.
+
+What is left to learn, GRPO has to learn.
+"""
+
+import hashlib
+import os
+import shutil
+from collections import defaultdict
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import transformers
+from torch import Tensor
+
+from dataproto import DataProto
+from recipes.synthetic.problems import Problem, make_problem
+from recipes.tiny.model import TinyConfig, make_tiny_model
+from rollout.engine import Completion, SamplingParams
+from rollout.prompts import PromptBuilder
+from rollout.responses import attach_responses
+from workers.actor import ActorConfig, ActorWorker
+from workers.optimizer import OptimizerConfig
+from workers.packed import Outputs
+
+ANSWER = "<think>look</think> \\boxed{{{answer}}}"
+FIRST_PROBLEM = 2**32
+"""Numbers of the warm-up's problems; a run's own begin at 0."""
+
+
+@dataclass(frozen=True)
+class WarmUpConfig:
+    """How long, on how many rows, and at which rate."""
+
+    steps: int = 80
+    batch_size: int = 32
+    lr: float = 2e-3
+    problems: int = 256
+    level: int = 1
+
+
+def tiny_checkpoint(seed: int = 0, cache: Path | None = None) -> Path:
+    """A tiny Qwen2.5-VL that answers in the right form, and at random; made once for each seed and then found again.
+
+    Args:
+        cache: where such checkpoints are kept; by default ``dataproto`` in the user's cache directory.
+    """
+    model, settings = TinyConfig(), WarmUpConfig()
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
+    path = root / f"tiny-{fingerprint(model, settings)}-seed{seed}"
+    if (path / "config.json").is_file():
+        print(f"tiny model: found in {path}")
+        return path
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    make_tiny_model(draft, seed, model)
+    print(f"tiny model: warming up for {settings.steps} steps on random answers (the form, nothing of the pictures)")
+    loss = warm_up(draft, seed, settings)
+    print(f"tiny model: cross-entropy {loss:.3f} nats a token; kept in {path}")
+    if path.exists():  # another process was faster
+        shutil.rmtree(draft)
+    else:
+        draft.rename(path)
+    return path
+
+
+def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> float:
+    """Trains the checkpoint at ``path``, in place, on right forms with wrong answers; returns the last step's loss."""
+    config = config or WarmUpConfig()
+    random = Random(f"warm-up/{seed}")
+    problems = [make_problem(FIRST_PROBLEM + place, config.level, seed) for place in range(config.problems)]
+    answers = defaultdict(list)
+    for problem in problems:
+        answers[problem.kind].append(problem.answer)
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=1024)
+    prompts = builder([{"prompt": problem.text, "images": [problem.image]} for problem in problems])
+    schedule = OptimizerConfig(lr=config.lr, schedule="linear", warmup_steps=5, total_steps=config.steps)
+    actor = ActorWorker(ActorConfig(str(path), optimizer=schedule))
+    loss = float("nan")
+    for _ in range(config.steps):
+        chosen = [random.randrange(len(problems)) for _ in range(config.batch_size)]
+        texts = [ANSWER.format(answer=random.choice(answers[problems[place].kind])) for place in chosen]
+        loss = actor.update(supervised_rows(builder, prompts[chosen], texts), cross_entropy)["actor/loss"]
+    actor.module.model.save_pretrained(path)
+    return loss
+
+
+def supervised_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]) -> DataProto:
+    """Prompts with given answers as their responses, each closed by the end-of-turn token."""
+    tokenizer = builder.tokenizer
+    ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    completions = [Completion(row, tokens, [0.0] * len(tokens), "stop") for row, tokens in enumerate(ids)]
+    width = SamplingParams(max_tokens=max(map(len, ids)))
+    return attach_responses(prompts, completions, width, builder.family, tokenizer.pad_token_id)
+
+
+def cross_entropy(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-probs of the given tokens."""
+    return -outputs.log_probs, {}
+
+
+def fingerprint(model: TinyConfig, settings: WarmUpConfig) -> str:
+    """Tells apart checkpoints made from other sizes, settings, problems or versions."""
+    examples = [make_problem(FIRST_PROBLEM + place, settings.level) for place in range(8)]
+    parts = (astuple(model), astuple(settings), ANSWER, torch.__version__, transformers.__version__)
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
+    for problem in examples:
+        digest.update(_content(problem))
+    return digest.hexdigest()
+
+
+def _content(problem: Problem) -> bytes:
+    return problem.text.encode() + problem.answer.encode() + problem.image.tobytes()
