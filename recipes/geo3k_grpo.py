@@ -92,7 +92,7 @@ TINY = Geo3KConfig(
     data=DataConfig(batch_size=16, max_prompt_length=128, max_response_length=12, instruction=""),
     algorithm=GRPOConfig(n=16, kl_coef=0.1),
     optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
-    run=RunConfig(steps=500, save_every=100),
+    run=RunConfig(steps=500, eval_every=50, save_every=100),
 )
 
 

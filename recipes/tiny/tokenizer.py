@@ -75,7 +75,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Qwen2Tokenizer:
         tokenizer_object=bpe,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
-        unk_token=None,
+        unk_token=None,  # type: ignore[arg-type]
         extra_special_tokens=list(SPECIAL_TOKENS[1:]),
         chat_template=CHAT_TEMPLATE,
         model_max_length=32_768,
