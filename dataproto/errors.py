@@ -95,3 +95,10 @@ class NonFiniteLoss(DataProtoError, ArithmeticError):
 
 class RewardError(DataProtoError, ValueError):
     """A reward function is missing, malformed, or returned something that is not a score."""
+
+
+# Between ranks
+
+
+class RankFailure(DataProtoError, RuntimeError):
+    """A rank of a process group could not take its part in a collective; all ranks raise it, so that none waits for ever."""

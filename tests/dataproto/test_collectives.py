@@ -1,4 +1,4 @@
-"""Gathering batches over two processes that talk through gloo."""
+"""Batches over 2 and over 4 processes that talk through gloo."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -10,153 +10,403 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from dataproto import DataProto, all_gather_data_proto
+from dataproto.collectives import _Message, all_gather, broadcast, gather, scatter
 from dataproto.equality import same_value
-from dataproto.errors import ColumnConflict
+from dataproto.errors import ColumnConflict, InvalidIndex, RankFailure
+from dataproto.ragged import RaggedTensor
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
+    *(torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+ROWS = (3, 1, 0, 4)  # of each rank
 
 
 def part(rank: int, rows: int) -> DataProto:
     """Row k of rank r holds the number 10 r + k in every column."""
     numbers = 10 * rank + torch.arange(rows)
-    pixels = torch.full((4, 2), float(rank))
+    media = {"image": [Image.new("RGB", (8, 8), (rank, 0, 0))], "pixels": torch.full((4, 2), float(rank))}
+    ragged = RaggedTensor(torch.arange(8 * rank, 8 * rank + 8).view(4, 2), [3, 1])
     return DataProto.from_dict(
         {
             "ids": torch.stack([numbers, numbers], dim=1),
-            "half": numbers.to(torch.bfloat16),
             "flag": numbers % 2 == 0,
             "none": torch.zeros(rows, 0),
             "strided": torch.stack([numbers, -numbers])[0],
         },
         {
             "uid": [str(number) for number in numbers.tolist()],
-            "media": [{"pixels": pixels}] * rows,
+            "media": [media] * rows,
             "n": numbers.numpy(),
+            "text": np.array([f"row {number}" for number in numbers.tolist()], dtype=str),
+            "ragged": ragged[[0, 1, 1, 0][:rows]],
         },
-        {"rank": rank},
+        {"size": 7},
     )
 
 
-def gathered(rank: int, sizes: tuple[int, int]) -> Any:
-    data = part(rank, sizes[rank])
-    own = data["media"][0]["pixels"] if sizes[rank] else None
-    assert all_gather_data_proto(data, dist.group.WORLD) is None
-    expected = DataProto.concat([part(source, size).select(meta_info_keys=[]) for source, size in enumerate(sizes)])
-    assert data.names() == expected.names()
-    for name in expected.names():
-        assert same_value(data[name], expected[name]), name
-    assert data.meta_info == {"rank": rank}
-    start = sum(sizes[:rank])
-    assert all(row["pixels"] is own for row in data["media"][start : start + sizes[rank]])
-    other = data["media"][sizes[0] :] if rank == 0 else data["media"][: sizes[0]]
-    assert len({id(row["pixels"]) for row in other}) <= 1
-    return len(data)
+def assert_same(one: DataProto, other: DataProto) -> None:
+    assert one.names() == other.names()
+    assert (one.batch is None) == (other.batch is None)
+    for name in one.names():
+        assert same_value(one[name], other[name]), name
+    assert same_value(one.meta_info, other.meta_info)
 
 
-def refused(rank: int, change: Callable[[int, DataProto], None]) -> str:
-    data = part(rank, 2)
-    change(rank, data)
-    names = data.names()
-    try:
-        all_gather_data_proto(data, dist.group.WORLD)
-    except ColumnConflict as error:
-        assert data.names() == names
-        assert len(data["ids"]) == len(data["n"]) == 2
-        return str(error)
-    return "no error"
+def everybody(size: int) -> DataProto:
+    return DataProto.concat([part(rank, ROWS[rank]) for rank in range(size)])
 
 
-def only_on_rank_1(name: str, column: Any) -> Callable[[int, DataProto], None]:
-    def change(rank: int, data: DataProto) -> None:
-        if rank == 1:
-            data[name] = column
-
-    return change
+# Scenarios: functions of (rank, size) that every rank runs; an assertion that fails is told to the test
 
 
-def past_the_law(rank: int, data: DataProto) -> None:
-    if rank == 1:
-        data.non_tensor_batch["late"] = np.zeros(5)
+def gathers_all_rows(rank: int, size: int) -> None:
+    data = part(rank, ROWS[rank])
+    found = all_gather(data)
+    assert_same(found, everybody(size))
+    assert_same(data, part(rank, ROWS[rank]))
 
 
-def fields_of_one(rank: int) -> tuple[int, int]:
+def gathers_equal_rows(rank: int, size: int) -> None:
+    assert_same(all_gather(part(rank, 2)), DataProto.concat([part(each, 2) for each in range(size)]))
+
+
+def gathers_no_rows(rank: int, size: int) -> None:
+    found = all_gather(part(rank, 0))
+    assert len(found) == 0
+    assert_same(found, part(0, 0))
+
+
+def gathers_from_a_rank_without_columns(rank: int, size: int) -> None:
+    found = all_gather(part(rank, ROWS[rank]) if rank else DataProto(meta_info={"size": 7}))
+    assert_same(found, DataProto.concat([part(each, ROWS[each]) for each in range(1, size)]))
+
+
+def gathers_nothing_at_all(rank: int, size: int) -> None:
+    assert_same(all_gather(DataProto()), DataProto())
+
+
+def gathers_columns_of_one_field(rank: int, size: int) -> None:
     objects, tensors = DataProto.from_dict(non_tensors={"a": [rank]}), DataProto.from_dict({"a": torch.tensor([rank])})
-    all_gather_data_proto(objects, dist.group.WORLD)
-    all_gather_data_proto(tensors, dist.group.WORLD)
-    assert objects.batch is None
-    assert objects["a"].tolist() == tensors["a"].tolist() == [0, 1]
-    return len(objects), len(tensors)
+    ragged = DataProto(non_tensor_batch={"a": RaggedTensor(torch.full((rank,), rank), [rank])})
+    assert all_gather(objects)["a"].tolist() == all_gather(tensors)["a"].tolist() == list(range(size))
+    assert all_gather(objects).batch is None
+    assert [row.tolist() for row in all_gather(ragged)["a"]] == [[each] * each for each in range(size)]
 
 
-SCENARIOS: dict[str, Callable[[int], Any]] = {
-    "equal": lambda rank: gathered(rank, (3, 3)),
-    "uneven": lambda rank: gathered(rank, (1, 4)),
-    "one empty": lambda rank: gathered(rank, (2, 0)),
-    "both empty": lambda rank: gathered(rank, (0, 0)),
-    "one field": fields_of_one,
-    "tensor more": lambda rank: refused(rank, only_on_rank_1("extra", torch.zeros(2))),
-    "array more": lambda rank: refused(rank, only_on_rank_1("extra", ["a", "b"])),
-    "dtype": lambda rank: refused(rank, only_on_rank_1("half", torch.zeros(2))),
-    "shape": lambda rank: refused(rank, only_on_rank_1("ids", torch.zeros(2, 3, dtype=torch.int64))),
-    "array shape": lambda rank: refused(rank, only_on_rank_1("n", np.zeros((2, 2)))),
-    "unpicklable": lambda rank: refused(rank, only_on_rank_1("uid", [lambda: None] * 2)),
-    "past the law": lambda rank: refused(rank, past_the_law),
+def gathers_every_dtype(rank: int, size: int) -> None:
+    def columns(each: int) -> dict[str, torch.Tensor]:
+        return {str(dtype): torch.arange(each, each + 3).to(dtype) for dtype in DTYPES}
+
+    found = all_gather(DataProto.from_dict(columns(rank)))
+    for name in columns(0):
+        expected = torch.cat([columns(each)[name].view(torch.uint8) for each in range(size)])
+        assert torch.equal(found[name].view(torch.uint8), expected), name
+        assert found[name].dtype == columns(0)[name].dtype
+
+
+def gathers_nested_and_tracked_tensors(rank: int, size: int) -> None:
+    def batch(each: int) -> DataProto:
+        rows = [torch.full((each + 1,), float(each)), torch.zeros(2)]
+        tracked = torch.full((2,), float(each), requires_grad=True)
+        return DataProto.from_dict({"nested": torch.nested.as_nested_tensor(rows, layout=torch.jagged), "t": tracked})
+
+    found = all_gather(batch(rank))
+    rows = [row.tolist() for row in found["nested"].unbind()]
+    assert rows == [row for each in range(size) for row in ([float(each)] * (each + 1), [0.0, 0.0])]
+    assert not found["t"].requires_grad
+
+
+def shares_what_rows_share(rank: int, size: int) -> None:
+    data = part(rank, 4)
+    found = all_gather(data)
+    assert all(row is data["media"][0] for row in found["media"][4 * rank : 4 * rank + 4])
+    for source in range(size):
+        rows = found["media"][4 * source : 4 * source + 4]
+        assert len({id(row["pixels"]) for row in rows}) == len({id(row["image"][0]) for row in rows}) == 1
+    found["media"][0]["pixels"].add_(1)  # what arrived is this rank's own
+    assert len(found["ragged"].storage) == 4 * size
+
+
+def merges_facts(rank: int, size: int) -> None:
+    data = part(rank, 1)
+    data.meta_info = {"step": 3, "metrics": {"loss": rank}, "timing_s": {"gen": rank}}
+    expected = {"step": 3, "metrics": {"loss": list(range(size))}, "timing_s": {"gen": size - 1}}
+    assert all_gather(data).meta_info == expected
+
+
+def gathers_in_place_and_keeps_facts(rank: int, size: int) -> None:
+    data = part(rank, ROWS[rank])
+    data.meta_info["rank"] = rank
+    assert all_gather_data_proto(data, dist.group.WORLD) is None
+    assert data.meta_info == {"size": 7, "rank": rank}
+    assert_same(data.select(meta_info_keys=["size"]), everybody(size))
+
+
+def gathers_to_one_rank(rank: int, size: int) -> None:
+    for root in range(size):
+        found = gather(part(rank, ROWS[rank]), root)
+        assert (found is None) == (rank != root)
+        if found is not None:
+            assert_same(found, everybody(size))
+
+
+def broadcasts(rank: int, size: int) -> None:
+    for root in range(size):
+        data = part(root, ROWS[root])
+        data.meta_info["root"] = root
+        found = broadcast(data if rank == root else None, root)
+        assert_same(found, data)
+        assert found is not data
+        assert rank != root or all(one is other for one, other in zip(found["media"], data["media"]))
+        assert_same(broadcast(data if rank == root else part(9, 2), root), data)
+
+
+def scatters_equal_parts(rank: int, size: int) -> None:
+    whole = part(5, 4)
+    assert_same(scatter(whole if rank == 1 else None, 1), whole.chunk(size)[rank])
+
+
+def scatters_any_parts(rank: int, size: int) -> None:
+    parts = [part(each, ROWS[each]) for each in range(size)]
+    for each, given in enumerate(parts):
+        given.meta_info["for"] = each
+    for root in range(size):
+        assert_same(scatter(parts if rank == root else None, root), parts[rank])
+
+
+def takes_ranks_within_a_group(rank: int, size: int) -> None:
+    last = [size - 2, size - 1]
+    group = dist.new_group(last)
+    if rank not in last:
+        assert InvalidIndex in raised(lambda: all_gather(part(rank, 1), group))[0].__mro__
+        return
+    found = broadcast(part(rank, 2) if rank == size - 1 else None, src=1, group=group)
+    assert_same(found, part(size - 1, 2))
+    assert_same(all_gather(part(rank, 2), group), DataProto.concat([part(each, 2) for each in last]))
+    assert (gather(part(rank, 2), 1, group) is None) == (rank == size - 2)
+    assert_same(scatter(part(0, 2) if rank == size - 1 else None, 1, group), part(0, 2).chunk(2)[last.index(rank)])
+
+
+def survives_random_batches(rank: int, size: int) -> None:
+    """Scattering what was gathered gives everybody's own back, whatever the rows."""
+    for seed in range(8):
+        counts = np.random.default_rng(seed).integers(0, 5, size).tolist()
+        mine = part(rank, counts[rank])
+        mine.pop(non_tensor_batch_keys=["text"])  # its dtype is as wide as the longest of all rows
+        everything = all_gather(mine)
+        ends = np.cumsum(counts).tolist()
+        parts = [everything[end - count : end] for end, count in zip(ends, counts)]
+        assert_same(scatter(parts if rank == 0 else None), mine)
+
+
+GOOD = [
+    *(gathers_all_rows, gathers_equal_rows, gathers_no_rows, gathers_from_a_rank_without_columns),
+    *(gathers_nothing_at_all, gathers_columns_of_one_field, gathers_every_dtype, gathers_nested_and_tracked_tensors),
+    *(shares_what_rows_share, merges_facts, gathers_in_place_and_keeps_facts, gathers_to_one_rank, broadcasts),
+    *(scatters_equal_parts, scatters_any_parts, takes_ranks_within_a_group, survives_random_batches),
+]
+
+
+# What must fail, and the same on all ranks
+
+
+class Poison:
+    """Can be pickled, but not read."""
+
+    def __reduce__(self) -> Any:
+        return dict, (5,)
+
+
+def raised(act: Callable[[], Any]) -> tuple[type, str]:
+    try:
+        act()
+    except Exception as error:
+        return type(error), str(error)
+    return type(None), "no error"
+
+
+def on_last(
+    change: Callable[[DataProto], Any], call: Callable[[DataProto], Any] = all_gather
+) -> Callable[[int, int], Any]:
+    """A call in which the last rank's batch was changed; no batch may be different afterwards."""
+
+    def scenario(rank: int, size: int) -> tuple[type, str]:
+        data = part(rank, 2)
+        if rank == size - 1:
+            change(data)
+        names = data.names()
+        error = raised(lambda: call(data))
+        assert data.names() == names
+        assert all(len(data[name]) in (2, 5) for name in names)
+        return error
+
+    return scenario
+
+
+def put(name: str, column: Any) -> Callable[[DataProto], None]:
+    return lambda data: data.__setitem__(name, column)
+
+
+def past_the_law(data: DataProto) -> None:
+    data.non_tensor_batch["late"] = np.zeros(5)
+
+
+def in_place(data: DataProto) -> None:
+    all_gather_data_proto(data, dist.group.WORLD)
+
+
+def call_by_rank(*calls: Callable[[DataProto], Any]) -> Callable[[int, int], tuple[type, str]]:
+    return lambda rank, size: raised(lambda: calls[min(rank, 1)](part(rank, 2)))
+
+
+def from_rank_0(parts: Any, verb: Callable[..., Any] = scatter) -> Callable[[int, int], tuple[type, str]]:
+    return lambda rank, size: raised(lambda: verb(parts if rank == 0 else None))
+
+
+def different_parts(rank: int, size: int) -> tuple[type, str]:
+    parts = [DataProto.from_dict({"a" if each else "b": torch.zeros(1)}) for each in range(size)]
+    return raised(lambda: scatter(parts if rank == 0 else None))
+
+
+LAMBDA = DataProto.from_dict(non_tensors={"f": [len]})
+LAMBDA["f"][0] = lambda: None
+RAGGED = RaggedTensor(torch.zeros(2, 3, dtype=torch.int64), [1, 1])
+LAST = {2: "rank 1", 4: "rank 3"}
+OTHERS = {2: "rank 0", 4: "ranks 0, 1, 2"}
+
+# name -> (scenario, error, what its message holds, with {last} and {others} for the ranks)
+BAD: dict[str, tuple[Callable[[int, int], Any], type, str]] = {
+    "tensor more": (
+        on_last(put("extra", torch.zeros(2))),
+        ColumnConflict,
+        "column 'extra' is absent on {others} and tensor torch.float32 (B) on {last}",
+    ),
+    "objects more": (on_last(put("extra", ["a", "b"])), ColumnConflict, "column 'extra' is absent on {others}"),
+    "column less": (
+        on_last(lambda data: data.pop(["ids"])),
+        ColumnConflict,
+        "'ids' is tensor torch.int64 (B, 2) on {others} and absent on {last}",
+    ),
+    "dtype": (on_last(put("flag", torch.zeros(2))), ColumnConflict, "tensor torch.float32 (B) on {last}"),
+    "shape": (on_last(put("ids", torch.zeros(2, 3).long())), ColumnConflict, "tensor torch.int64 (B, 3) on {last}"),
+    "ragged tail": (on_last(put("ragged", RAGGED)), ColumnConflict, "ragged torch.int64 (B, n, 3) on {last}"),
+    "ragged here": (
+        on_last(put("ids", RAGGED)),
+        ColumnConflict,
+        "'ids' is tensor torch.int64 (B, 2) on {others} and ragged",
+    ),
+    "array dtype": (on_last(put("n", np.zeros(2))), ColumnConflict, "array float64 (B) on {last}"),
+    "array shape": (on_last(put("n", np.zeros((2, 2), int))), ColumnConflict, "array int64 (B, 2) on {last}"),
+    "array here": (on_last(put("uid", np.zeros(2))), ColumnConflict, "'uid' is objects on {others} and array float64"),
+    "in place": (on_last(put("extra", ["a", "b"]), in_place), ColumnConflict, "column 'extra' is absent on {others}"),
+    "gather": (on_last(put("n", np.zeros(2)), gather), ColumnConflict, "array float64 (B) on {last}"),
+    "unpicklable": (on_last(put("uid", [lambda: None] * 2)), RankFailure, "no batch was exchanged: "),
+    "unpicklable fact": (on_last(lambda data: data.meta_info.update(f=lambda: 0)), RankFailure, "on {last}"),
+    "past the law": (
+        on_last(past_the_law),
+        RankFailure,
+        "RowCountMismatch: column 'late' has 5 rows, the batch has 2 on {last}",
+    ),
+    "unreadable": (
+        on_last(put("uid", [Poison(), 1])),
+        RankFailure,
+        "TypeError: 'int' object is not iterable on {others}",
+    ),
+    "facts differ": (
+        on_last(lambda data: data.meta_info.update(size=8)),
+        RankFailure,
+        "Conflicting values for meta_info key 'size': 7 and 8 on rank",
+    ),
+    "facts differ at one": (
+        on_last(lambda data: data.meta_info.update(size=8), gather),
+        RankFailure,
+        "Conflicting values for meta_info key 'size': 7 and 8 on rank 0",
+    ),
+    "not a batch": (call_by_rank(all_gather, lambda _: all_gather([1])), RankFailure, "not a list on rank"),  # type: ignore[arg-type]
+    "different calls": (
+        call_by_rank(all_gather, gather),
+        RankFailure,
+        "all_gather on rank 0 and gather to rank 0 on rank",
+    ),
+    "different roots": (
+        call_by_rank(gather, lambda data: gather(data, 1)),
+        RankFailure,
+        "gather to rank 0 on rank 0 and gather to rank 1 on rank",
+    ),
+    "no such rank": (call_by_rank(gather, lambda data: gather(data, 9)), RankFailure, "there is no rank 9 among"),
+    "indivisible": (from_rank_0(part(0, 3)), RankFailure, "3 rows do not divide into"),
+    "too few parts": (from_rank_0([part(0, 3)]), RankFailure, "ranks need as many parts, not 1 on rank 0"),
+    "no parts": (from_rank_0(None), RankFailure, "ranks need as many parts"),
+    "different parts": (different_parts, ColumnConflict, "column 'a' is absent on part 0"),
+    "nothing to broadcast": (from_rank_0(None, broadcast), RankFailure, "not a NoneType on rank 0"),
+    "unpicklable broadcast": (from_rank_0(LAMBDA, broadcast), RankFailure, "on rank 0"),
 }
 
 
-def run(rank: int, store: str, results: Any) -> None:
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    for name, scenario in SCENARIOS.items():
+# Running them
+
+
+def run(rank: int, size: int, store: str, results: Any) -> None:
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    scenarios = {**{scenario.__name__: scenario for scenario in GOOD}, **{name: case[0] for name, case in BAD.items()}}
+    for name, scenario in scenarios.items():
         try:
-            outcome = scenario(rank)
-        except BaseException as error:  # told to the test, so that the other rank is not left waiting without a word
+            outcome = scenario(rank, size)
+        except BaseException as error:  # told to the test, so that the other ranks are not left waiting without a word
             outcome = f"{type(error).__name__}: {error}"
         results.put((name, rank, outcome))
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What both ranks report for every scenario."""
-    context = multiprocessing.get_context("spawn")
+@pytest.fixture(scope="module", params=[2, 4])
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, dict[str, list[Any]]]:
+    """The number of ranks, and what each reports for every scenario."""
+    size = request.param
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dataproto.collectives"])
     results = context.Queue()
     store = str(Path(tmp_path_factory.mktemp("store")) / "file")
-    ranks = [context.Process(target=run, args=(rank, store, results), daemon=True) for rank in range(2)]
+    ranks = [context.Process(target=run, args=(rank, size, store, results), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
-    found: dict[str, list[Any]] = {name: [None, None] for name in SCENARIOS}
-    for _ in range(2 * len(SCENARIOS)):
+    found: dict[str, list[Any]] = {name: [None] * size for name in [*(case.__name__ for case in GOOD), *BAD]}
+    for _ in range(size * len(found)):
         name, rank, outcome = results.get(timeout=120)
         found[name][rank] = outcome
     for process in ranks:
         process.join(timeout=60)
-    return found
+    return size, found
 
 
-@pytest.mark.parametrize(("scenario", "rows"), [("equal", 6), ("uneven", 5), ("one empty", 2), ("both empty", 0)])
-def test_every_rank_gets_all_rows_in_rank_order(outcomes: dict[str, list[Any]], scenario: str, rows: int) -> None:
-    assert outcomes[scenario] == [rows, rows]
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in GOOD])
+def test_every_rank(outcomes: tuple[int, dict[str, list[Any]]], name: str) -> None:
+    size, found = outcomes
+    assert found[name] == [None] * size
 
 
-def test_one_field_is_enough(outcomes: dict[str, list[Any]]) -> None:
-    assert outcomes["one field"] == [(2, 2), (2, 2)]
+@pytest.mark.parametrize("name", BAD)
+def test_all_ranks_raise_the_same(outcomes: tuple[int, dict[str, list[Any]]], name: str) -> None:
+    size, found = outcomes
+    _, error, message = BAD[name]
+    assert len(set(found[name])) == 1
+    assert found[name][0][0] is error
+    assert message.format(last=LAST[size], others=OTHERS[size]) in found[name][0][1]
 
 
-@pytest.mark.parametrize(
-    ("scenario", "message"),
-    [
-        ("tensor more", "ranks 0 and 1 hold different columns"),
-        ("array more", "ranks 0 and 1 hold different columns"),
-        ("dtype", "half torch.float32"),
-        ("shape", "ids torch.int64 (B, 3)"),
-        ("array shape", "'n' cannot be joined"),
-        ("unpicklable", "rank 1 cannot send its batch"),
-        ("past the law", "rank 1 cannot send its batch: column 'late' has 5 rows, the batch has 2"),
-    ],
-)
-def test_what_cannot_be_gathered_raises_on_all_ranks(
-    outcomes: dict[str, list[Any]], scenario: str, message: str
-) -> None:
-    assert outcomes[scenario][0] == outcomes[scenario][1]
-    assert message in outcomes[scenario][0]
+def test_distinct_media_and_rows_are_sent_once() -> None:
+    media = {"image": [Image.effect_noise((64, 64), 50)], "pixels": torch.randn(64, 64), "array": np.random.rand(64)}
+    ragged = RaggedTensor(torch.arange(1000), [1000])
+    one = DataProto.from_dict(non_tensors={"media": [media], "ragged": ragged})
+    sizes = []
+    for data in (one, one.repeat(8)):
+        outline = _Message.of(data).outline
+        sizes.append(sum(outline.size(section) for section in outline.sections()))
+    assert sizes[0] > 64 * 64 * 5 + 8000
+    assert sizes[1] < sizes[0] + 2000

@@ -1,0 +1,160 @@
+"""Bytes between the ranks of a process group, and agreement before and after, so that no rank waits for one that has failed.
+
+Ranks are counted within the group. Bytes are tensors ``(n,)`` uint8, since every backend carries those, whatever they mean.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dataproto.errors import InvalidIndex, RankFailure
+
+_all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
+Result = TypeVar("Result")
+Kind = Literal["all_gather", "gather", "broadcast", "scatter"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Which collective, and from or to which rank; all ranks must make the same."""
+
+    kind: Kind
+    root: int = 0
+
+    def __str__(self) -> str:
+        return {"all_gather": "all_gather", "gather": f"gather to rank {self.root}"}.get(
+            self.kind, f"{self.kind} from rank {self.root}"
+        )
+
+    def sends(self, rank: int) -> bool:
+        """Whether a rank has something to send."""
+        return self.kind in ("all_gather", "gather") or rank == self.root
+
+    def receives(self, rank: int, messages: int) -> range:
+        """Which of the messages arrive at a rank; what a root hands out to itself does not travel."""
+        if self.kind == "all_gather":
+            return range(messages)
+        if self.kind == "gather":
+            return range(messages if rank == self.root else 0)
+        first = rank if self.kind == "scatter" else 0
+        return range(first, first + (rank != self.root))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place in a group.
+
+    Raises:
+        InvalidIndex: this process is not in the group.
+    """
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: Any) -> "Ranks":
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise InvalidIndex("this process is not a rank of the group")
+        return cls(group, rank, dist.get_world_size(group))
+
+    def together(self, act: Callable[[], tuple[Result, Any]]) -> tuple[Result, list[Any]]:
+        """What ``act`` returns here, and what it lets the others know on every rank.
+
+        Raises:
+            RankFailure: it failed somewhere; on all ranks, and says where and why.
+        """
+        outcome: tuple[Result, Any] | None = None
+        problem: Exception | None = None
+        try:
+            outcome = act()
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            problem = error
+        said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        heard: list[Any] = [None] * self.size
+        dist.all_gather_object(heard, (said, None if outcome is None else outcome[1]), group=self.group)
+        if failures := {rank: message for rank, (message, _) in enumerate(heard) if message is not None}:
+            raise RankFailure(f"no batch was exchanged: {grouped('rank', failures)}") from problem
+        assert outcome is not None
+        return outcome[0], [value for _, value in heard]
+
+    def carrier(self, wanted: str) -> torch.device:
+        """The device that bytes travel from and to: of the wanted kind where the group's backend takes it."""
+        kinds = [part.split(":")[0] for part in str(dist.get_backend_config(self.group)).split(",") if ":" in part]
+        return local_device(wanted if wanted in kinds or not kinds else kinds[0])
+
+    def move(self, call: Call, sent: Sequence[torch.Tensor], sizes: Sequence[int], received: torch.Tensor) -> None:
+        """Moves one section of every message.
+
+        Args:
+            sent: this rank's bytes, one tensor a message that it sends.
+            sizes: the bytes of every message.
+            received: filled with the messages that arrive here, one after the other.
+        """
+        if not any(sizes):
+            return
+        if call.kind == "all_gather" and len(set(sizes)) == 1:
+            _all_gather_equal(received, sent[0], group=self.group)
+        elif call.kind == "all_gather":
+            for rank, place in enumerate(received.split(list(sizes))):
+                if rank == self.rank:
+                    place.copy_(sent[0])
+                if len(place):
+                    dist.broadcast(place, group_src=rank, group=self.group)
+        elif call.kind == "broadcast":
+            dist.broadcast(sent[0] if self.rank == call.root else received, group_src=call.root, group=self.group)
+        elif call.kind == "gather":
+            self._gather(call.root, sent[0], sizes, received)
+        else:
+            self._scatter(call.root, sent, received)
+
+    # Gather and scatter without the padding to one size that torch's want
+
+    def _gather(self, root: int, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor) -> None:
+        if self.rank != root:
+            return self._wait([self._operation(dist.isend, sent, root)] if len(sent) else [])
+        places = received.split(list(sizes))
+        places[root].copy_(sent)
+        others = [(rank, place) for rank, place in enumerate(places) if rank != root and len(place)]
+        return self._wait([self._operation(dist.irecv, place, rank) for rank, place in others])
+
+    def _scatter(self, root: int, sent: Sequence[torch.Tensor], received: torch.Tensor) -> None:
+        if self.rank != root:
+            return self._wait([self._operation(dist.irecv, received, root)] if len(received) else [])
+        others = [(rank, part) for rank, part in enumerate(sent) if rank != root and len(part)]
+        return self._wait([self._operation(dist.isend, part, rank) for rank, part in others])
+
+    def _operation(self, direction: Any, data: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(direction, data, group=self.group, group_peer=peer)
+
+    def _wait(self, operations: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+
+
+def local_device(kind: str) -> torch.device:
+    """This rank's own device of a kind: the current one, and the CPU where there is none of that kind."""
+    here = torch.accelerator.current_accelerator()
+    if kind == "cpu" or here is None or here.type != kind:
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def grouped(what: str, found: Mapping[int, str]) -> str:
+    """Who has what.
+
+    >>> grouped("rank", {0: "torch.int64", 1: "absent", 2: "torch.int64"})
+    'torch.int64 on ranks 0, 2 and absent on rank 1'
+    """
+    holders: dict[str, list[int]] = {}
+    for number, value in found.items():
+        holders.setdefault(value, []).append(number)
+    return " and ".join(
+        f"{value} on {what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        for value, numbers in holders.items()
+    )
