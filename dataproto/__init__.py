@@ -18,9 +18,11 @@ from dataproto.protocol import (
 )
 from dataproto.ragged import RaggedTensor
 from dataproto.rows import object_array
+from dataproto.wire import BlobStore, shared_blobs
 
 __all__ = [
     "COLUMNS",
+    "BlobStore",
     "DataProto",
     "DataProtoConfig",
     "DataProtoItem",
@@ -32,6 +34,7 @@ __all__ = [
     "pad_dataproto_to_divisor",
     "pad_inert",
     "require",
+    "shared_blobs",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from dataproto.pixels import is_image, same_image
 from dataproto.ragged import RaggedTensor
 
 _KINDS = (torch.Tensor, np.ndarray, RaggedTensor, TensorDictBase)
@@ -71,6 +72,8 @@ def same_value(left: Any, right: Any, pairs: Pairs = frozenset()) -> bool:
     for kind in (list, tuple):
         if isinstance(left, kind) and isinstance(right, kind):
             return len(left) == len(right) and all(same_value(a, b, pairs) for a, b in zip(left, right))
+    if is_image(left) and is_image(right):
+        return same_image(left, right)
     return _same_scalar(left, right)
 
 

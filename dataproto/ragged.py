@@ -370,6 +370,11 @@ class RaggedTensor:
         storage = copy.deepcopy(kept._storage, memo) if kept is self else kept._storage
         return self._made(storage, kept._starts, kept._lengths)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        from dataproto.wire import reduce_value
+
+        return reduce_value(self, [], protocol)
+
     def mask(self, side: Side = "right") -> torch.Tensor:
         """Which places of :meth:`to_padded` hold tokens, ``(B, L)`` bool on the rows' device; ``side`` is where padding goes."""
         return torch.from_numpy(self._filled(side)).to(self.device)

@@ -16,7 +16,7 @@ from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCo
 from dataproto.indexing import Index, as_positions, as_row, as_slice
 from dataproto.ragged import RaggedTensor
 from dataproto.rows import Column
-from dataproto.serialize import deserialize_tensordict, serialize_tensordict
+from dataproto.wire import copied, plain_batch, reduce_batch
 
 
 @dataclass
@@ -26,6 +26,9 @@ class DataProtoItem:
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce_batch(self, protocol)
 
 
 @dataclass(eq=False, repr=False)
@@ -268,12 +271,22 @@ class Table:
     def __copy__(self) -> Self:
         return self.select()
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return (None if self.batch is None else serialize_tensordict(self.batch), self.non_tensor_batch, self.meta_info)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        batch = None if self.batch is None else self.batch.clone()
+        arrays, facts = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        encoded, self.non_tensor_batch, self.meta_info = state
-        self.batch = None if encoded is None else deserialize_tensordict(encoded)
+    def writable(self) -> Self:
+        """The same batch in memory of its own: what is written into it reaches nobody else.
+
+        For batches that came over the wire, whose memory may be everybody's (see ``wire``). Tensors, arrays and images are
+        copied, also inside of objects, each distinct one once, so that rows share what they shared; other objects are not copied.
+        """
+        batch, arrays, facts = copied((plain_batch(self.batch), self.non_tensor_batch, self.meta_info))
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce_batch(self, protocol)
 
 
 def _pick(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Tensors and per-row Python objects in one ``TensorDict``."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,7 @@ def _kind(row: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return row.dtype, row.device, row.shape[1:]
 
 
-def memory_key(tensor: torch.Tensor) -> Any:
+def memory_key(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same memory read in the same way; one with gradients is like itself only."""
     if tensor.requires_grad or tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)

@@ -1,0 +1,141 @@
+"""Parts of one batch that are sent one by one put what they share into a store, once."""
+
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dataproto import DataProto, RaggedTensor, shared_blobs
+from dataproto.equality import same_value
+
+SHELF: dict[int, bytes] = {}
+
+
+class Shelf:
+    """A store in this process; what is pickled of it is its name."""
+
+    def put(self, buffer: np.ndarray) -> int:
+        assert buffer.dtype == np.uint8
+        assert buffer.ndim == 1
+        SHELF[len(SHELF)] = buffer.tobytes()
+        return len(SHELF) - 1
+
+    def get(self, ref: int) -> bytes:
+        return SHELF[ref]
+
+
+@pytest.fixture(autouse=True)
+def _empty_shelf() -> None:
+    SHELF.clear()
+
+
+def batch(images: int = 4, samples: int = 8) -> DataProto:
+    """Samples of every image, not grouped: 0, 1, 2, 3, 0, 1, ..."""
+    noise = np.random.default_rng(0)
+    drawn = [Image.fromarray(noise.integers(0, 256, (40, 40, 3), dtype=np.uint8)) for _ in range(images)]
+    media = [{"image": [image]} for image in drawn]
+    inputs = [{"pixels": torch.randn(500), "array": np.zeros(300), "grid": torch.ones(1, 3)} for _ in range(images)]
+    patches = RaggedTensor(torch.randn(images * 400, 50), [400] * images)
+    data = DataProto.from_dict({"n": torch.arange(images), "r": patches}, {"media": media, "inputs": inputs})
+    data = data.repeat(samples, interleave=False)
+    data["x"] = torch.randn(len(data), 1000)
+    data["s"] = RaggedTensor(torch.arange(len(data)), [1] * len(data))
+    return data
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_each_distinct_buffer_is_put_once(protocol: int) -> None:
+    data = batch()
+    with shared_blobs(Shelf()):
+        sent = [pickle.dumps(part, protocol=protocol) for part in data.chunk(8)]
+    sizes = sorted(map(len, SHELF.values()))
+    assert sizes == sorted([40 * 40 * 4, 500 * 4, 300 * 8, 400 * 50 * 4] * 4)
+    columns = data["x"].nbytes + data["n"].nbytes + data["s"].nbytes
+    assert sum(map(len, sent)) < columns + 8 * 4000
+    back = DataProto.concat([pickle.loads(part) for part in sent])
+    for name in data.names():
+        assert same_value(back[name], data[name])
+
+
+def test_rows_of_a_part_share_again() -> None:
+    data = batch()
+    with shared_blobs(Shelf()):
+        sent = pickle.dumps(data[:16])
+    back = pickle.loads(sent)
+    assert back["media"][0]["image"][0] is back["media"][12]["image"][0]
+    assert back["inputs"][1]["pixels"] is back["inputs"][5]["pixels"]
+    assert len(back["r"].storage) == 4 * 400
+
+
+def test_only_what_is_sent_is_put() -> None:
+    data = batch()
+    with shared_blobs(Shelf()):
+        pickle.dumps(data[1:2])
+    assert len(SHELF) == 4
+    with shared_blobs(Shelf()):
+        pickle.dumps(DataProto.from_dict({"x": torch.zeros(100, 100)}, {"o": [{"small": torch.zeros(10)}] * 100}))
+    assert len(SHELF) == 4
+
+
+def test_sharing_ends_with_the_block() -> None:
+    data = batch()
+    with pytest.raises(RuntimeError, match="inside"), shared_blobs(Shelf()):
+        raise RuntimeError("inside")
+    text = pickle.dumps(data)
+    assert not SHELF
+    assert same_value(pickle.loads(text)["inputs"], data["inputs"])
+    for _ in range(2):
+        with shared_blobs(Shelf()):
+            pickle.dumps(data)
+    assert len(SHELF) == 2 * 16
+
+
+def test_inner_blocks_and_other_threads_share_by_themselves() -> None:
+    data, found = batch(), []
+    with shared_blobs(Shelf()):
+        pickle.dumps(data)
+        thread = threading.Thread(target=lambda: found.append(pickle.loads(pickle.dumps(data))))
+        thread.start()
+        thread.join()
+        assert len(SHELF) == 16
+        with shared_blobs(Shelf()):
+            pickle.dumps(data)
+        assert len(SHELF) == 32
+        pickle.dumps(data)
+        assert len(SHELF) == 32
+    assert same_value(found[0]["inputs"], data["inputs"])
+
+
+def test_what_a_store_does_not_have_is_an_error() -> None:
+    with shared_blobs(Shelf()):
+        text = pickle.dumps(batch())
+    SHELF.clear()
+    with pytest.raises(KeyError):
+        pickle.loads(text)
+
+
+class Full:
+    def put(self, buffer: np.ndarray) -> Any:
+        raise MemoryError("the store is full")
+
+    def get(self, ref: Any) -> Any:
+        raise KeyError(ref)
+
+
+def test_a_store_that_fails_says_so() -> None:
+    with shared_blobs(Full()), pytest.raises(MemoryError, match="full"):
+        pickle.dumps(batch())
+
+
+def test_ragged_rows_and_items_alone() -> None:
+    data = batch()
+    with shared_blobs(Shelf()):
+        rows, item = pickle.dumps(data["r"][[1, 1]]), pickle.dumps(data[1])
+        pickle.dumps(data["s"])
+    assert sorted(map(len, SHELF.values())) == sorted([400 * 50 * 4, 40 * 40 * 4, 500 * 4, 300 * 8])  # one row, twice
+    assert pickle.loads(rows) == data["r"][[1, 1]]
+    assert same_value(pickle.loads(item).non_tensor_batch["inputs"], data["inputs"][1])
