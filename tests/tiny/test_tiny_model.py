@@ -1,0 +1,86 @@
+"""The tiny checkpoint is an ordinary Qwen2.5-VL checkpoint: it loads, and the same seed makes the same one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+from recipes.synthetic import make_problem
+from recipes.tiny import make_tiny_model
+from recipes.tiny.tokenizer import SPECIAL_TOKENS
+from rollout.prompts import PromptBuilder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=3)
+
+
+def test_is_the_real_class_with_fewer_than_a_million_parameters(checkpoint):
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    assert type(model) is Qwen2_5_VLForConditionalGeneration
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+
+
+def test_every_weight_is_in_the_file_and_none_beside_them(checkpoint):
+    _, info = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_same_seed_same_file_and_another_seed_another(checkpoint, tmp_path):
+    again = make_tiny_model(tmp_path / "again", seed=3)
+    other = make_tiny_model(tmp_path / "other", seed=4)
+    weights = [(path / "model.safetensors").read_bytes() for path in (checkpoint, again, other)]
+    assert weights[0] == weights[1] != weights[2]
+    assert (checkpoint / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
+
+
+def test_making_one_leaves_the_global_random_state_alone(tmp_path):
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    make_tiny_model(tmp_path / "model", seed=0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_special_tokens_are_one_id_each_and_leave_no_text(checkpoint):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for token in SPECIAL_TOKENS:
+        ids = tokenizer(token)["input_ids"]
+        assert len(ids) == 1, token
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "", token
+
+
+@pytest.mark.parametrize("text", ["<think>look</think> \\boxed{40}", "3\\sqrt{2} cm", "Größe: 45° ≤ β", "\n\n  a\tb"])
+def test_any_text_survives_the_tokenizer(checkpoint, text):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_white_paper_is_zero_to_the_model(checkpoint):
+    from PIL import Image
+
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=256)
+    white = builder([{"prompt": "<image>?", "images": [Image.new("RGB", (56, 56), "white")]}])
+    assert white["multi_modal_inputs"][0]["pixel_values"].abs().max() == 0
+
+
+def test_a_picture_changes_what_the_model_says_next(checkpoint):
+    """The picture reaches the logits of the untrained model, so there is something for GRPO to strengthen."""
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=256)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
+    problems = [make_problem(index) for index in range(8)]
+    images = [problem.image for problem in problems]
+    data = builder([{"prompt": problems[0].text, "images": [image]} for image in images])
+    assert all(row == data["raw_prompt_ids"][0] for row in data["raw_prompt_ids"])
+    with torch.no_grad():
+        logits = model(
+            input_ids=data["input_ids"],
+            attention_mask=data["attention_mask"],
+            position_ids=data["position_ids"].transpose(0, 1),
+            pixel_values=torch.cat([row["pixel_values"] for row in data["multi_modal_inputs"]]),
+            image_grid_thw=torch.cat([row["image_grid_thw"] for row in data["multi_modal_inputs"]]),
+        ).logits[:, -1]
+    assert (logits[1:] - logits[0]).abs().max() > 1e-4
