@@ -84,9 +84,14 @@ class Ranks:
         return outcome[0], [value for _, value in heard]
 
     def carrier(self, wanted: str) -> torch.device:
-        """The device that bytes travel from and to: of the wanted kind where the group's backend takes it."""
-        kinds = [part.split(":")[0] for part in str(dist.get_backend_config(self.group)).split(",") if ":" in part]
-        return local_device(wanted if wanted in kinds or not kinds else kinds[0])
+        """The device that bytes travel from and to: of the wanted kind where the group's backend takes it.
+
+        Gloo says that it takes the memory of a GPU, but ends the process when that is sent from one rank to another.
+        """
+        config = str(dist.get_backend_config(self.group))  # such as cpu:gloo,cuda:nccl
+        backends = dict(part.split(":") for part in config.split(","))
+        kinds = [kind for kind, backend in backends.items() if kind == "cpu" or backend != "gloo"]
+        return local_device(wanted if wanted in kinds else kinds[0])
 
     def move(self, call: Call, sent: Sequence[torch.Tensor], sizes: Sequence[int], received: torch.Tensor) -> None:
         """Moves one section of every message.
