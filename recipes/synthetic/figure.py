@@ -14,6 +14,7 @@ from random import Random
 from PIL import Image, ImageDraw, ImageFont
 
 SUPERSAMPLING = 3
+SIDE_GAP = 0.3  # font heights between a segment and its label
 
 Point = complex
 Colour = tuple[int, int, int]
@@ -79,7 +80,34 @@ class WedgeLabel:
     b: Point
 
 
-Shape = Line | Region | Circle | Dot | AngleMark | Label | WedgeLabel
+@dataclass(frozen=True)
+class AngleLabel:
+    """An arc and `text` inside the angle at `vertex` from the ray to `a` counter-clockwise to the ray to `b`."""
+
+    text: str
+    vertex: Point
+    a: Point
+    b: Point
+
+
+@dataclass(frozen=True)
+class SideLabel:
+    """`text` beside the middle of the segment from `a` to `b`, on its right: outside a counter-clockwise polygon."""
+
+    text: str
+    a: Point
+    b: Point
+
+
+@dataclass(frozen=True)
+class Chevron:
+    """An arrow head on a line, pointing `toward`: lines that bear one are parallel."""
+
+    at: Point
+    toward: Point
+
+
+Shape = Line | Region | Circle | Dot | AngleMark | Label | WedgeLabel | AngleLabel | SideLabel | Chevron
 Figure = Sequence[Shape]
 
 
@@ -117,15 +145,15 @@ def draw(figure: Figure, size: int, style: Style, unit: float | None = None) -> 
     `unit` is the number of pixels of length 1; without it the figure is made as large as picture and labels allow.
     The figure is turned by `style.turn` and placed within the free room by `style.shift`.
     """
-    turned = [_turn(shape, cmath.rect(1, style.turn)) for shape in figure]
-    room = size - 2 * _margin(turned, style)
-    low, high = _bounds(turned)
+    shapes = [turned(shape, cmath.rect(1, style.turn)) for shape in figure]
+    room = size - 2 * _margin(shapes, size, style)
+    low, high = _bounds(shapes)
     if unit is None:
         unit = room / max((high - low).real, (high - low).imag)
     slack = complex(max(0.0, room - unit * (high - low).real), max(0.0, room - unit * (high - low).imag)) / 2
     middle = complex(size, size) / 2 + complex(slack.real * style.shift.real, slack.imag * style.shift.imag)
     pen = _Pen(size, style, unit, (low + high) / 2, middle)
-    for shape in turned:
+    for shape in shapes:
         pen.put(shape)
     return pen.image.reduce(SUPERSAMPLING)
 
@@ -158,6 +186,13 @@ class _Pen:
                 self._label(text, at, toward, gap)
             case WedgeLabel():
                 self._wedge_label(shape)
+            case AngleLabel(text, vertex, a, b):
+                self._angle_mark(AngleMark(vertex, a, b))
+                self._angle_label(text, vertex, a, b)
+            case SideLabel(text, a, b):
+                self._label(text, (a + b) / 2, (b - a) * -1j, SIDE_GAP)
+            case Chevron(at, toward):
+                self._chevron(at, _direction(toward))
 
     def _xy(self, point: Point) -> tuple[float, float]:
         offset = (point - self.center) * self.unit
@@ -200,6 +235,21 @@ class _Pen:
         )
         self._text(label.text, x + distance * way.real, y - distance * way.imag)
 
+    def _angle_label(self, text: str, vertex: Point, a: Point, b: Point) -> None:
+        x, y = self._xy(vertex)
+        first, second = _direction(a - vertex), _direction(b - vertex)
+        opening = cmath.phase(second / first) % (2 * math.pi)
+        way = first * cmath.rect(1, opening / 2)
+        clearance = max(self._reach(text, first * 1j), self._reach(text, second * 1j)) + 1.5 * self.width
+        distance = max(clearance / math.sin(min(opening / 2, math.pi / 2)), self._reach(text, way) + 0.9 * self.height)
+        self._text(text, x + distance * way.real, y - distance * way.imag)
+
+    def _chevron(self, at: Point, way: Point) -> None:
+        x, y = self._xy(at)
+        ends = [x + 0j + 1j * y + 0.4 * self.height * (way * cmath.rect(1, turn)).conjugate() for turn in (2.6, -2.6)]
+        path = [(ends[0].real, ends[0].imag), (x, y), (ends[1].real, ends[1].imag)]
+        self.pencil.line(path, fill=self.style.ink, width=self.width)
+
     def _reach(self, text: str, way: Point) -> float:
         """How far the box of `text` reaches from its centre along the unit vector `way`, in supersampled pixels."""
         left, top, right, bottom = self.font.getbbox(text, anchor="ls")
@@ -230,7 +280,8 @@ def _direction(vector: Point) -> Point:
     return vector / abs(vector)
 
 
-def _turn(shape: Shape, by: complex) -> Shape:
+def turned(shape: Shape, by: complex) -> Shape:
+    """The shape multiplied by a number of absolute value 1, that is turned about the origin."""
     match shape:
         case Line(a, b):
             return Line(a * by, b * by)
@@ -246,6 +297,12 @@ def _turn(shape: Shape, by: complex) -> Shape:
             return Label(text, at * by, toward * by, gap)
         case WedgeLabel(text, vertex, a, b):
             return WedgeLabel(text, vertex * by, a * by, b * by)
+        case AngleLabel(text, vertex, a, b):
+            return AngleLabel(text, vertex * by, a * by, b * by)
+        case SideLabel(text, a, b):
+            return SideLabel(text, a * by, b * by)
+        case Chevron(at, toward):
+            return Chevron(at * by, toward * by)
 
 
 def _bounds(figure: Iterable[Shape]) -> tuple[Point, Point]:
@@ -260,7 +317,27 @@ def _bounds(figure: Iterable[Shape]) -> tuple[Point, Point]:
     return complex(min(xs), min(ys)), complex(max(xs), max(ys))
 
 
-def _margin(figure: Iterable[Shape], style: Style) -> float:
-    """Pixels to leave free on each side: the pen, and a line of text where a label stands outside the figure."""
+def _margin(figure: Sequence[Shape], size: int, style: Style) -> float:
+    """Pixels to leave free on each side: the pen, and what a label needs that stands outside the figure."""
     outside = any(isinstance(shape, Label) and shape.toward for shape in figure)
-    return style.pen + (1.4 * style.font if outside else 0.3 * style.font)
+    margin = style.pen + (1.4 * style.font if outside else 0.3 * style.font)
+    low, high = _bounds(figure)
+    extent = max((high - low).real, (high - low).imag)
+    for _ in range(2):  # a larger margin makes the figure smaller, so that labels stand out a little more
+        overhangs = [
+            _overhang(shape, low, high, (size - 2 * margin) / extent, style.font)
+            for shape in figure
+            if isinstance(shape, SideLabel)
+        ]
+        margin = max(margin, style.pen + max(overhangs, default=0.0))
+    return margin
+
+
+def _overhang(label: SideLabel, low: Point, high: Point, unit: float, font: float) -> float:
+    """How many pixels the label stands out of the figure's bounds at this scale."""
+    across = _direction((label.b - label.a) * -1j)
+    half = complex(_font(round(font)).getlength(label.text), font) / 2
+    reach = abs(across.real) * half.real + abs(across.imag) * half.imag + SIDE_GAP * font
+    center = unit * (label.a + label.b) / 2 + reach * across
+    under, over = unit * low - (center - half), center + half - unit * high
+    return max(under.real, under.imag, over.real, over.imag)

@@ -9,7 +9,7 @@ from typing import Literal
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
-from recipes.synthetic import level1
+from recipes.synthetic import level1, level2, level3, level4
 from recipes.synthetic.drafts import Draft
 from recipes.synthetic.figure import draw, random_style
 
@@ -30,6 +30,9 @@ class Level:
 
 LEVELS: dict[int, Level] = {
     1: Level((level1.triangle_angle, level1.rectangle_side), size=56, turn=8, pen=1.3, font=12),
+    2: Level(level2.TEMPLATES, size=112, turn=8, pen=1.3, font=12),
+    3: Level(level3.TEMPLATES, size=168, turn=12, pen=1.4, font=14),
+    4: Level(level4.TEMPLATES, size=280, turn=15, pen=1.6, font=15),
 }
 
 
@@ -82,6 +85,6 @@ def _candidate(random: Random, level: Level) -> Problem:
 
 
 def sample_texts(number: int = 50) -> list[str]:
-    """Questions of all templates, ``number`` of each: always the same ones."""
+    """Questions of level 1, ``number`` of each template: always the same ones, as the tiny tokenizer learns from them."""
     random = Random("synthetic/texts")
-    return [template(random).text for level in LEVELS.values() for template in level.templates for _ in range(number)]
+    return [template(random).text for template in LEVELS[1].templates for _ in range(number)]

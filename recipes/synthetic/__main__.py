@@ -1,0 +1,55 @@
+"""``python -m recipes.synthetic --output FILE.parquet``: a data set of drawn problems in the layout of Geometry3K."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+from dataproto.errors import DataProtoError, InvalidConfig
+from recipes.synthetic.export import write_parquet
+from recipes.synthetic.problems import LEVELS, Split
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which problems, and the file they go to."""
+
+    output: Path  # parquet file to write; one that exists is replaced
+    rows: int = 1000
+    level: int = 1  # 1: a model of under a million parameters learns it within minutes; 4: reads like Geometry3K
+    seed: int = 0
+    split: Split = "train"  # no problem of one split ever occurs in the other
+
+    def __post_init__(self) -> None:
+        if self.output.suffix != ".parquet":
+            raise InvalidConfig(f"output={self.output}: the name must end in .parquet")
+        if self.output.is_dir():
+            raise InvalidConfig(f"output={self.output} is a directory: give the name of a file")
+        if self.rows < 1:
+            raise InvalidConfig(f"rows={self.rows}: must be at least 1")
+        if self.level not in LEVELS:
+            raise InvalidConfig(f"level={self.level} is unknown: choose one of {sorted(LEVELS)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, writes the file, and returns the exit status; a mistake is one line on stderr."""
+    try:
+        config = tyro.cli(ExportConfig, args=arguments, description=__doc__, prog="recipes.synthetic")
+        numbers = track(range(config.rows), "drawing", console=Console(stderr=True))
+        write_parquet(config.output, numbers, config.level, config.seed, config.split)
+    except (DataProtoError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        return 130
+    print(f"{config.output}: {config.rows} problems of level {config.level}, split {config.split}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
