@@ -208,6 +208,14 @@ def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
     return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
 
 
+def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder) -> Any:
+    """The rows of a data set whose prompts are not too long; says how many were."""
+    rows, dropped = drop_overlong(load_rows(path, split, instruction=data.instruction), builder)
+    if dropped:
+        print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")
+    return rows
+
+
 def evaluate(roles: Roles, held_out: Iterable[DataProto], config: Geo3KConfig, step: int) -> dict[str, float]:
     """Greedy answers to the held-out problems: their metrics, and some of them kept for the report."""
     metrics: dict[str, float] = {}

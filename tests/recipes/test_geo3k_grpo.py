@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -95,20 +94,27 @@ def test_the_exported_checkpoint_is_one_to_start_from(finished_run, geometry3k, 
     assert first[name] == last[name]
 
 
-def test_a_killed_run_continues_to_the_bit(finished_run, checkpoint, geometry3k, reward, tmp_path):
-    directory = tmp_path / "killed"
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, geometry3k, reward, tmp_path):
+    directory = tmp_path / "interrupted"
     command = [sys.executable, "-m", "recipes.geo3k_grpo", *arguments(checkpoint, geometry3k, reward, directory)]
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 200
-    while len(rows_of(directory)) < 4 if (directory / "metrics.jsonl").exists() else True:
-        assert process.poll() is None, "the run ended before it could be killed"
+    while not (directory / "metrics.jsonl").exists() or len(rows_of(directory)) < 4:
+        assert process.poll() is None, f"the run ended before it could be interrupted: {process.stderr.read()}"
         assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+        time.sleep(0.01)
+    process.send_signal(how)
+    _, errors = process.communicate()
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "--resume" in errors
+        assert "Traceback" not in errors
+        assert (directory / "report.html").exists()
     assert (directory / "global_step_2").exists()
+    assert len(rows_of(directory)) < 6
     assert main(arguments(checkpoint, geometry3k, reward, directory, "--resume")) == 0
 
     assert without_times(rows_of(directory)) == without_times(rows_of(finished_run))
