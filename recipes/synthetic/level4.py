@@ -122,7 +122,9 @@ def similar_triangles(random: Random) -> Draft:
         *outline(apex, a, b),
         Line(low, high),
         *(SideLabel(text, *ends) for text, ends in zip(texts, ((apex, low), (low, a), (high, apex), (b, high)))),
-        *named(letters, (apex, a, b, low, high), (a + b) / 3),
+        *named(letters[:3], (apex, a, b)),
+        Label(letters[3], low, -1j * a, gap=0.25),
+        Label(letters[4], high, 1j * b, gap=0.25),
     )
     _, p, q, r, s = letters
     return Draft(rf"If $\overline{{{r}{s}}} \parallel \overline{{{p}{q}}}$, find x.", str(sides[asked]), figure)
