@@ -121,14 +121,22 @@ def attend_segments(
     distinct = [(length_q, length_k) for length_q, length_k in lengths.unique(dim=0).tolist() if length_q]
     if len(distinct) == 1 and len(q) == distinct[0][0] * len(lengths):
         return _attend_equal(q, k, v, *distinct[0], scaling, causal)
-    rows, parts = [], []
+    at_q, at_k = [], []
     for length_q, length_k in distinct:
         chosen = ((lengths[:, 0] == length_q) & (lengths[:, 1] == length_k)).nonzero().squeeze(1)
-        at_q = (cu_q[chosen].long()[:, None] + torch.arange(length_q, device=q.device)).flatten()
-        at_k = (cu_k[chosen].long()[:, None] + torch.arange(length_k, device=q.device)).flatten()
-        rows.append(at_q)
-        parts.append(_attend_equal(q[at_q], k[at_k], v[at_k], length_q, length_k, scaling, causal))
-    return torch.empty_like(q).index_copy(0, torch.cat(rows), torch.cat(parts)) if parts else torch.zeros_like(q)
+        at_q.append((cu_q[chosen].long()[:, None] + torch.arange(length_q, device=q.device)).flatten())
+        at_k.append((cu_k[chosen].long()[:, None] + torch.arange(length_k, device=q.device)).flatten())
+    if not distinct:
+        return torch.zeros_like(q)
+    # One gather for all lengths: in the backward pass each would fill a gradient of full size.
+    rows, keys = torch.cat(at_q), torch.cat(at_k)
+    queries = q.index_select(0, rows).split([len(index) for index in at_q])
+    key_parts, value_parts = (x.index_select(0, keys).split([len(index) for index in at_k]) for x in (k, v))
+    parts = [
+        _attend_equal(*qkv, length_q, length_k, scaling, causal)
+        for qkv, (length_q, length_k) in zip(zip(queries, key_parts, value_parts), distinct, strict=True)
+    ]
+    return torch.empty_like(q).index_copy(0, rows, torch.cat(parts))
 
 
 def _attend_equal(
