@@ -245,14 +245,14 @@ class DataProto(Table):
             raise IndivisibleBatch(
                 f"{rows} rows do not divide into {chunks} equal parts; pad them with pad_dataproto_to_divisor first"
             )
-        ends = np.cumsum(_part_sizes(rows, chunks, of_tensors=self.batch is not None)).tolist()
-        return [self.slice(start, end) for start, end in zip([0, *ends], ends)]
+        return self._partition(_part_sizes(rows, chunks, of_tensors=self.batch is not None))
 
     def split(self, split_size: int) -> list[Self]:
         """Parts of ``split_size`` rows as views, the last one shorter where the rows do not divide."""
         if split_size < 1:
             raise IndivisibleBatch(f"rows cannot be split into parts of {split_size}")
-        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+        whole, rest = divmod(len(self), split_size)
+        return self._partition([split_size] * whole + [rest] * (rest > 0))
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":

@@ -78,10 +78,10 @@ class Table:
 
     def check_consistency(self) -> None:
         """Checks that every column has the same rows and a name of its own; see the class for what it raises."""
-        if self.batch is not None and (not isinstance(self.batch, TensorDictBase) or self.batch.batch_dims != 1):
+        if self.batch is not None and (not isinstance(self.batch, TensorDictBase) or len(self.batch.batch_size) != 1):
             found = getattr(self.batch, "batch_size", type(self.batch).__name__)
             raise InvalidColumn(f"batch is a TensorDict with one batch dimension, not {found}")
-        tensors = self._tensors()
+        tensors = () if self.batch is None else self.batch.keys()
         rows = self._rows()
         for name, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray | RaggedTensor):
@@ -169,17 +169,26 @@ class Table:
         Raises:
             MissingColumn: a name in ``batch_keys`` is absent. In the other fields absent names are passed over, as in verl.
         """
-        batch = None if self.batch is None else self.batch.copy()
-        if batch_keys is not None:
-            wanted = name_list(batch_keys)
-            self._check_present(wanted, self._tensors())
-            batch = None if batch is None else batch.select(*wanted)
+        if batch_keys is None:
+            batch = None if self.batch is None else self.batch.copy()
+        else:
+            batch = self._select_tensors(name_list(batch_keys))
         arrays = _pick(self.non_tensor_batch, non_tensor_batch_keys)
         facts = _pick(self.meta_info, meta_info_keys)
         if deepcopy:
             batch = None if batch is None else batch.clone()
             arrays, facts = copy.deepcopy(arrays), copy.deepcopy(facts)
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
+
+    def _select_tensors(self, names: list[str]) -> TensorDict | None:
+        try:
+            if self.batch is not None:
+                return self.batch.select(*names)
+            self._check_present(names, ())
+        except KeyError:
+            self._check_present(names, self._tensors())
+            raise
+        return None
 
     def pop(
         self,
@@ -252,6 +261,22 @@ class Table:
         rows = len(range(len(self))[bounds])
         return self._map(rows, lambda _, column: columnwise.cut(column, bounds))
 
+    def _partition(self, sizes: Sequence[int]) -> list[Self]:
+        """Parts of these sizes, in order, as views, each with its own ``meta_info``."""
+        self.check_consistency()
+        ends = np.cumsum(sizes).tolist()
+        if any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values()):
+            return [self.slice(end - size, end) for size, end in zip(sizes, ends)]
+        batches = [None] * len(ends) if self.batch is None else self.batch.split(sizes)
+        return [
+            self._made(
+                batch,
+                {name: array[end - size : end] for name, array in self.non_tensor_batch.items()},
+                dict(self.meta_info),
+            )
+            for batch, size, end in zip(batches, sizes, ends)
+        ]
+
     def _map(self, rows: int, change: Callable[[str, Column], Column]) -> Self:
         """A batch of ``rows`` rows whose columns are ``change(name, column)``, with its own ``meta_info``."""
         self.check_consistency()
@@ -260,7 +285,16 @@ class Table:
             tensors = {name: change(name, tensor) for name, tensor in self._tensors().items()}
             batch = TensorDict(tensors, batch_size=[rows], device=self.batch.device)
         arrays = {name: change(name, array) for name, array in self.non_tensor_batch.items()}
-        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
+        return self._made(batch, arrays, dict(self.meta_info))
+
+    def _made(self, batch: TensorDict | None, arrays: dict[str, Any], facts: dict[str, Any]) -> Self:
+        """A batch of columns that a verb took from this one: they were checked, so that the fields may be set directly."""
+        kind = type(self)
+        if kind.__init__ is not Table.__init__ or kind.__post_init__ is not Table.__post_init__:
+            return kind(batch=batch, non_tensor_batch=arrays, meta_info=facts)
+        made = object.__new__(kind)
+        made.batch, made.non_tensor_batch, made.meta_info = batch, arrays, facts
+        return made
 
     def _adopt(self, other: "Table") -> None:
         """Takes over the columns of a batch made from this one: the last step of verbs that work in place."""
