@@ -74,7 +74,7 @@ def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool =
         header = parse(opened.checked(opened.take("header")).tobytes())
         reader = Reader(opened, allow_pickle)
         batch = reader.tree(header["batch"])
-        arrays = {name: reader.tree(node) for name, node in header["non_tensor_batch"]}
+        arrays = reader.columns(header["non_tensor_batch"])
         meta_info = reader.tree(header["meta_info"])
         opened.finish()
         if not isinstance(meta_info, dict):

@@ -234,6 +234,13 @@ class Reader:
         self._made.append(value)
         return value
 
+    def columns(self, nodes: Any) -> dict[str, Any]:
+        """The values of pairs of a name and a node; FileFormatError where a name stands twice, or is none."""
+        found = {name: self.tree(node) for name, node in nodes}
+        if len(found) != len(nodes) or not all(type(name) is str for name in found):
+            raise FileFormatError("a name of a column stands twice, or is no name")
+        return found
+
     def _value(self, tag: Any, node: Any) -> Any:
         if type(node) is list:
             return [item if type(item) in _JSON else self.tree(item) for item in node]
@@ -241,19 +248,19 @@ class Reader:
             return {key: item if type(item) in _JSON else self.tree(item) for key, item in node.items()}
         if tag == "dict":
             keys = [_key(key) for key, _ in node["items"]]
-            _check_hashes(keys)
+            _check_keys(keys)
             return dict(zip(keys, [self.tree(item) for _, item in node["items"]]))
         if tag == "tuple":
             return tuple(self.tree(item) for item in node["items"])
         if tag in ("set", "frozenset"):
             members = [_key(item) for item in node["items"]]
-            _check_hashes(members)
+            _check_keys(members)
             return set(members) if tag == "set" else frozenset(members)
         if tag == "objects":
             check_shape(node["shape"])
             return object_array([self.tree(item) for item in node["items"]]).reshape(node["shape"])
         if tag == "tensordict":
-            columns = {name: self.tree(column) for name, column in node["columns"]}
+            columns = self.columns(node["columns"])
             if not all(isinstance(column, torch.Tensor | TensorDict) for column in columns.values()):
                 raise FileFormatError("a column of the batch is not a tensor")
             check_shape([*node["size"], 0])
@@ -341,10 +348,12 @@ def _key(node: Any) -> Any:
     return _scalar(node["$"], node["value"], node)
 
 
-def _check_hashes(keys: list[Any]) -> None:
-    """Many keys of one hash would make a dict or set take for ever."""
+def _check_keys(keys: list[Any]) -> None:
+    """FileFormatError where keys stand twice, or are so many of one hash that a dict or set would take for ever."""
     if len(keys) > 1000 and 4 * len(set(map(hash, keys))) < len(keys):
         raise FileFormatError("keys were chosen to collide")
+    if len(set(keys)) != len(keys):
+        raise FileFormatError("a key stands twice")
 
 
 def _check_text(data: bytes | memoryview, dtype: np.dtype[Any]) -> None:
