@@ -7,7 +7,7 @@ from recipes.synthetic.drafts import Draft
 from recipes.synthetic.figure import AngleLabel, Circle, Dot, Label, Line, Point, Region, Shape, SideLabel, turned
 from recipes.synthetic.parts import outline, ray
 
-ANGLES = range(40, 111, 5)
+ANGLES = range(40, 100)
 LENGTHS = range(2, 30)
 RADII = range(2, 20)
 AREAS = range(10, 100)
@@ -19,7 +19,7 @@ Place = Callable[[Point], Point]
 
 
 def marked_angle(random: Random) -> Draft:
-    """The labelled angle of a triangle, 40 to 110 degrees."""
+    """The labelled angle of a triangle, 40 to 99 degrees."""
     degrees = random.choice(ANGLES)
     place = _place(LARGE, random.uniform(0, 360))
     half = degrees / 2

@@ -1,10 +1,21 @@
 """The tiny checkpoint is an ordinary Qwen2.5-VL checkpoint: it loads, and the same seed makes the same one."""
 
+import unicodedata
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from recipes.synthetic import make_problem
 from recipes.tiny import make_tiny_model
@@ -15,6 +26,11 @@ from rollout.prompts import PromptBuilder
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def test_is_the_real_class_with_fewer_than_a_million_parameters(checkpoint):
@@ -53,15 +69,51 @@ def test_special_tokens_are_one_id_each_and_leave_no_text(checkpoint):
         assert tokenizer.decode(ids, skip_special_tokens=True) == "", token
 
 
-@pytest.mark.parametrize("text", ["<think>look</think> \\boxed{40}", "3\\sqrt{2} cm", "Größe: 45° ≤ β", "\n\n  a\tb"])
-def test_any_text_survives_the_tokenizer(checkpoint, text):
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+@given(text=st.text(st.characters(codec="utf-8"), max_size=60).map(partial(unicodedata.normalize, "NFC")))
+@example(text="<think>look</think> \\boxed{40}")
+@example(text="3\\sqrt{2} cm, 45° ≤ β\r\n\n  a\tb")
+@settings(max_examples=100, deadline=None)
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    """Any that is composed, as Qwen's own tokenizer normalises it so."""
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+
+
+def test_auto_classes_load_what_was_made(checkpoint, tokenizer):
+    config, processor = AutoConfig.from_pretrained(checkpoint), AutoImageProcessor.from_pretrained(checkpoint)
+    assert config.model_type == "qwen2_5_vl"
+    assert config.text_config.vocab_size == len(tokenizer) <= 512
+    assert "Qwen2VL" in type(processor).__name__
+    assert tokenizer.eos_token == "<|im_end|>"
+    media = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
+    assert tokenizer.convert_ids_to_tokens(media) == [
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+    ]
+
+
+def test_chat_template_writes_one_placeholder_which_becomes_the_picture(checkpoint, tokenizer):
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "See "}, {"type": "image"}, {"type": "text", "text": "!"}],
+        }
+    ]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nSee <|vision_start|><|image_pad|><|vision_end|>!<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=256)
+    data = builder([{"prompt": "See <image>!", "images": [Image.new("RGB", (84, 56))]}])
+    placeholder = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert data["raw_prompt_ids"][0].count(placeholder) == 1
+    assert int((data["input_ids"] == placeholder).sum()) == 3 * 2  # 84 x 56 pixels, 28 x 28 to a token
 
 
 def test_white_paper_is_zero_to_the_model(checkpoint):
-    from PIL import Image
-
     builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=256)
     white = builder([{"prompt": "<image>?", "images": [Image.new("RGB", (56, 56), "white")]}])
     assert white["multi_modal_inputs"][0]["pixel_values"].abs().max() == 0
