@@ -137,7 +137,7 @@ def inscribed_angle(random: Random) -> Draft:
     a, b = ray(start), ray(start + 2 * half)
     vertex = ray(start + half + 180 + random.uniform(16 - half, half - 16))
     center, letters = 0j, names(random, 4)
-    central_known = random.random() < 0.5
+    central_known = half >= 48 and random.random() < 0.7  # an expression needs room at the circle
     asked = expression(random, half if central_known else 2 * half)
     central = degrees_text(2 * half if central_known else asked.text)
     inscribed = degrees_text(asked.text if central_known else half)

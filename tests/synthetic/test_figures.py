@@ -166,19 +166,48 @@ def lost_ink(draft: Draft, level: int, style: figure.Style) -> float:
 
 
 @pytest.mark.parametrize(("level", "template"), [case for case in TEMPLATES if case.values[0] > 1])
-def test_labels_do_not_cover_lines(level: int, template: Template) -> None:
+def test_labels_cover_neither_lines_nor_one_another(
+    level: int, template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
     look = LEVELS[level]
     for number in range(6):
         random = Random(number)
         draft = template(random)
         style = random_style(random, turn=look.turn, pen=look.pen, font=look.font)
         assert lost_ink(draft, level, style) < COVERED
+        with monkeypatch.context() as patch:
+            assert shared_ink(draft, level, style, patch) < COVERED
+
+
+def shared_ink(draft: Draft, level: int, style: figure.Style, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Pixels where labels cover one another: the ink of each alone, against that of all together."""
+    look = LEVELS[level]
+    style = replace(style, ink=(255, 255, 255), accent=(0, 0, 0), tint=(255, 255, 255))
+    texts = [place for place, shape in enumerate(draft.figure) if isinstance(shape, Texts)]
+
+    def ink(shown: list[int]) -> float:
+        shapes = [
+            replace(shape, text=" ") if place in texts and place not in shown else shape
+            for place, shape in enumerate(draft.figure)
+        ]
+        return float((255.0 - np.asarray(draw(shapes, look.size, style, draft.unit).convert("L"))).sum()) / 255
+
+    shapes = [figure.turned(shape, cmath.rect(1, style.turn)) for shape in draft.figure]
+    margin = figure._margin(shapes, look.size, style)
+    monkeypatch.setattr(figure, "_margin", lambda *_: margin)  # or it would depend on the labels shown
+    return sum(ink([place]) for place in texts) - ink(texts)
 
 
 def test_a_label_on_a_line_would_be_noticed() -> None:
     side = Line(0, 10)
     draft = Draft("", "", (side, Line(10, 5 + 8j), Line(5 + 8j, 0), Label("88", 5)))
     assert lost_ink(draft, 3, random_style(Random(0), turn=0, pen=1.4, font=14)) > COVERED
+
+
+def test_a_label_on_a_label_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = (Label("88", 4 + 4j), Label("T", 4.3 + 4j))
+    draft = Draft("", "", (Line(0, 10), Line(10, 10j), *labels))
+    assert shared_ink(draft, 3, random_style(Random(0), turn=0, pen=1.4, font=14), monkeypatch) > COVERED
 
 
 def test_roots_in_lowest_terms() -> None:
