@@ -5,6 +5,7 @@ A packed sequence holds the attended tokens of all rows one after the other, ``(
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -147,7 +148,7 @@ def prompt_sharing(
         same &= (part[1:] == part[:-1]).all(1)
     text_only = (token_types[:, prompt:] == 0).all(1)
     objects = [{name: id(value) for name, value in row.items()} for row in media]
-    same_media = torch.tensor([a == b for a, b in zip(objects, objects[1:])], dtype=torch.bool)
+    same_media = torch.tensor([a == b for a, b in pairwise(objects)], dtype=torch.bool)
     shared[1:] = same & same_media & text_only[1:] & text_only[:-1]
     return shared
 

@@ -89,10 +89,6 @@ class CheckpointError(DataProtoError, ValueError):
     """A checkpoint is missing, incomplete, or belongs to another kind of run."""
 
 
-class NonFiniteLoss(DataProtoError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; the message names the rows."""
-
-
 class RewardError(DataProtoError, ValueError):
     """A reward function is missing, malformed, or returned something that is not a score."""
 

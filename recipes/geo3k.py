@@ -14,8 +14,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
 from recipes.loader import EvaluationLoader, PromptLoader, drop_overlong
+from rollout.media import media_list
 
 __all__ = ["INSTRUCTION", "EvaluationLoader", "Geo3KDataset", "PromptLoader", "drop_overlong", "load_rows", "read_row"]
 
@@ -61,6 +64,8 @@ class Geo3KDataset(Sequence[dict[str, Any]]):
         raw = table[place - (self.ends[number] - len(table))].to_pylist()[0]
         try:
             row = read_row(raw, place, self.split, self.data_source, self.instruction)
+        except InvalidRow:
+            raise
         except DataProtoError as error:
             raise InvalidRow(place, str(error)) from error
         return row | {"media_root": root}
@@ -118,6 +123,8 @@ def read_row(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
+    if not isinstance(prompt, (Sequence, np.ndarray)) or not all(isinstance(message, Mapping) for message in prompt):
+        raise InvalidRow(index, f"the prompt must be a string or a list of messages, not {prompt!r}")
     if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # a worked example: ask for it again
         answer = prompt[-1].get("content") if answer is None else answer
         prompt = prompt[:-1]
@@ -139,7 +146,7 @@ def read_row(
 
 def _media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
     if raw.get(several) is not None:
-        return list(raw[several])
+        return media_list(raw[several])
     return [] if raw.get(single) is None else [raw[single]]
 
 

@@ -4,10 +4,11 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 and ``--data-path`` the same loop runs any Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint on Geometry3K or data of its kind.
 """
 
-import shutil
+import contextlib
+import io
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,22 @@ import tyro
 from torch.utils.data import Subset
 from transformers.utils.logging import disable_progress_bar
 
-from dataproto import DataProto
 from dataproto.errors import DataProtoError, InvalidConfig
 from recipes.algorithms.rewards import RewardFunction, load_reward
 from recipes.geo3k import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
 from recipes.metrics import timed, validation_metrics
-from recipes.report import environment, write_report
+from recipes.report import write_report
+from recipes.run_directory import open_run_directory
 from recipes.samples import rollout_samples, save_rollouts
+from recipes.synthetic import LEVELS
 from recipes.synthetic.rows import ProblemRows
 from recipes.tiny import tiny_checkpoint
 from recipes.training import RunConfig, train
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
-from workers.checkpoint import write_json
 from workers.launch import Roles, launch
 from workers.optimizer import OptimizerConfig
 from workers.policy import checkpoint_family
@@ -44,9 +45,8 @@ class DataConfig:
     """Prompts: where they come from and what fits."""
 
     data_path: str | None = None  # parquet file, folder, or data set name; drawn problems by default
-    eval_data_path: str | None = (
-        None  # held-out problems; default: the "test" split of --data-path, or a single file's last rows
-    )
+    # held-out problems; default: the "test" split of --data-path, or a single file's last rows
+    eval_data_path: str | None = None
     level: int = 1  # of the drawn problems
     batch_size: int = 512  # prompts of a step
     eval_rows: int = 256  # held-out problems: the first ones of their split
@@ -61,8 +61,13 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.eval_data_path and not self.data_path:
             raise InvalidConfig("eval_data_path without data_path: drawn problems come with held-out ones of their own")
-        if self.batch_size < 1 or self.eval_rows < 1:
-            raise InvalidConfig(f"batch_size={self.batch_size} and eval_rows={self.eval_rows} must be at least 1")
+        for name in ("batch_size", "eval_rows", "max_prompt_length", "max_response_length"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.level not in LEVELS:
+            raise InvalidConfig(f"level={self.level}: choose one of {sorted(LEVELS)}")
+        if self.num_workers < 0:
+            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Geo3KConfig:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+        if self.token_budget < 1:
+            raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
@@ -89,7 +96,7 @@ class Geo3KConfig:
 
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.
 TINY = Geo3KConfig(
-    data=DataConfig(batch_size=16, max_prompt_length=128, max_response_length=12, instruction=""),
+    data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
     algorithm=GRPOConfig(n=16, kl_coef=0.1),
     optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
     run=RunConfig(steps=500, eval_every=50, save_every=100),
@@ -102,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()  # of transformers; ours is enough
     try:
         print(f"report: {run(parse(arguments))}")
-    except DataProtoError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (DataProtoError, OSError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted: run the same command with --resume to continue from the last checkpoint", file=sys.stderr)
@@ -112,15 +119,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Geo3KConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones."""
+    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+    """
     real = any(argument.split("=")[0].replace("_", "-") == "--model-path" for argument in arguments)
-    return tyro.cli(
-        Geo3KConfig,
-        args=list(arguments),
-        default=Geo3KConfig() if real else TINY,
-        description=__doc__,
-        prog="recipes.geo3k_grpo",
-    )
+    default = Geo3KConfig() if real else TINY
+    refusal = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refusal):
+            return tyro.cli(
+                Geo3KConfig, args=list(arguments), default=default, description=__doc__, prog="recipes.geo3k_grpo"
+            )
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
+        raise InvalidConfig("; ".join(line for line in lines[1:] if line)) from None
 
 
 def run(config: Geo3KConfig) -> Path:
@@ -131,9 +147,7 @@ def run(config: Geo3KConfig) -> Path:
     data = config.data
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     loader, held_out = load_data(config, builder)
-    directory = prepare_directory(config.run)
-    write_json(directory / "config.json", asdict(config))
-    write_json(directory / "environment.json", environment())
+    directory = open_run_directory(config.run, config)
     try:
         with start(config, model_path, reward) as roles:
             train(
@@ -152,7 +166,8 @@ def run(config: Geo3KConfig) -> Path:
 def start(config: Geo3KConfig, model_path: str, reward: RewardFunction) -> Roles:
     optimizer = config.optimizer
     if optimizer.total_steps is None:
-        optimizer = replace(optimizer, total_steps=config.run.steps * config.algorithm.updates(config.data.batch_size))
+        total = config.run.steps * config.algorithm.updates(config.data.batch_size)
+        optimizer = replace(optimizer, total_steps=total, warmup_steps=min(optimizer.warmup_steps, total - 1))
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -177,7 +192,7 @@ def load_data(config: Geo3KConfig, builder: PromptBuilder) -> tuple[PromptLoader
     data, seed = config.data, config.run.seed
     if data.data_path is None:
         train_rows: Any = ProblemRows(data.level, seed, "train", data.instruction)
-        test_rows: Any = ProblemRows(data.level, 0, "test", data.instruction)
+        test_rows: Any = ProblemRows(data.level, 0, "test", data.instruction)[: data.eval_rows]
     else:
         train_rows, test_rows = open_data_set(data, builder)
     loader = PromptLoader(
@@ -189,19 +204,16 @@ def load_data(config: Geo3KConfig, builder: PromptBuilder) -> tuple[PromptLoader
         on_bad_row=data.on_bad_row,
         num_workers=data.num_workers,
     )
-    held_out = [test_rows[row] for row in range(min(data.eval_rows, len(test_rows)))]
-    return loader, EvaluationLoader(held_out, builder, data.batch_size * config.algorithm.n, data.on_bad_row)
+    return loader, EvaluationLoader(test_rows, builder, data.batch_size * config.algorithm.n, data.on_bad_row)
 
 
 def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
     """Training and held-out rows that fit; a single file gives its last rows, at most a fifth, as held-out ones."""
     path = str(data.data_path)
-    rows, _ = drop_overlong(load_rows(path, "train", instruction=data.instruction), builder)
+    rows = fitting_rows(path, "train", data, builder)
     if data.eval_data_path or not Path(path).is_file():
-        held_out, _ = drop_overlong(
-            load_rows(data.eval_data_path or path, "test", instruction=data.instruction), builder
-        )
-        return rows, held_out
+        held_out = fitting_rows(data.eval_data_path or path, "test", data, builder)
+        return rows, Subset(held_out, range(min(data.eval_rows, len(held_out))))
     kept = len(rows) - min(data.eval_rows, len(rows) // 5)
     if kept == len(rows):
         raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
@@ -216,7 +228,7 @@ def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder
     return rows
 
 
-def evaluate(roles: Roles, held_out: Iterable[DataProto], config: Geo3KConfig, step: int) -> dict[str, float]:
+def evaluate(roles: Roles, held_out: EvaluationLoader, config: Geo3KConfig, step: int) -> dict[str, float]:
     """Greedy answers to the held-out problems: their metrics, and some of them kept for the report."""
     metrics: dict[str, float] = {}
     greedy = SamplingParams(temperature=0, max_tokens=config.data.max_response_length)
@@ -233,6 +245,7 @@ def evaluate(roles: Roles, held_out: Iterable[DataProto], config: Geo3KConfig, s
     sources = [source for data in batches for source in data["data_source"]]
     uids = [uid for data in batches for uid in data["uid"]]
     present = {name: values for name, values in columns.items() if len(values) == len(uids)}
+    metrics["data/skipped_eval_rows"] = len(held_out.skipped)
     return metrics | validation_metrics(sources, uids, present)
 
 
@@ -240,17 +253,6 @@ def save_processors(builder: PromptBuilder, directory: Path) -> None:
     """Tokenizer and image processor beside exported weights, so that the directory is a whole checkpoint."""
     builder.tokenizer.save_pretrained(directory)
     builder.image_processor.save_pretrained(directory)
-
-
-def prepare_directory(config: RunConfig) -> Path:
-    """The run's directory, emptied if asked for."""
-    directory = config.output_dir
-    if config.overwrite and directory.exists():
-        if not (directory / "config.json").is_file():
-            raise InvalidConfig(f"{directory} holds something else than a run: it will not be overwritten")
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 if __name__ == "__main__":

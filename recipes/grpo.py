@@ -3,13 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.advantages import group_advantage
-from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl
+from recipes.algorithms.kl import k2_kl, k3_kl
 from recipes.algorithms.losses import clipped_policy_loss
 from recipes.metrics import timed
 from rollout.engine import SamplingParams
@@ -18,7 +17,7 @@ from workers.launch import Roles
 from workers.packed import Outputs
 from workers.step import LossFn
 
-KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+KL_ESTIMATORS = {"k2": k2_kl, "k3": k3_kl}  # k1 has no gradient in expectation
 
 
 @dataclass(frozen=True)
@@ -26,23 +25,30 @@ class GRPOConfig:
     """The algorithm's settings; verl's defaults where they exist."""
 
     n: int = 5  # samples of each prompt
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # of the policy, in sampling and in the loss
+    top_p: float = 1.0  # sample from the likeliest tokens that make up this share
+    top_k: int = 0  # sample from so many likeliest tokens; 0: from all
     minibatch: int | None = None  # prompts for each optimizer step; all of the batch by default
-    epochs: int = 1
+    epochs: int = 1  # passes over each batch
     clip: tuple[float, float] = (0.2, 0.2)  # how far the ratio may pay below and above 1
-    dual_clip: float | None = 3.0
+    dual_clip: float | None = 3.0  # bound on the ratio where the advantage is negative
     normalise_std: bool = True  # divide advantages by their group's standard deviation
     kl_coef: float = 0.0  # weight of the KL term to the reference; 0 runs without a reference
-    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl: Literal["k2", "k3"] = "k3"  # estimator of the KL term
     entropy_coef: float = 0.0  # weight of the entropy bonus
     entropy_anneal: bool = False  # multiply the bonus by 1 - accuracy of the batch
-    aggregation: AggregationMode = "token-mean"
+    aggregation: AggregationMode = "token-mean"  # how the losses of tokens become one
 
     def __post_init__(self) -> None:
         if self.n < 2:
             raise InvalidConfig(f"algorithm.n={self.n}: GRPO compares samples of one prompt, so it needs at least 2")
+        self.sampling(max_tokens=1, seed=0)  # refuses what cannot be sampled with
+        if min(self.clip) < 0 or (self.dual_clip is not None and self.dual_clip <= 1):
+            raise InvalidConfig(
+                f"algorithm.clip={self.clip} must not be negative, dual_clip={self.dual_clip} be above 1"
+            )
+        if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
+            raise InvalidConfig(f"algorithm.epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1")
         if self.temperature <= 0:
             raise InvalidConfig(
                 f"algorithm.temperature={self.temperature}: GRPO samples, so it needs a temperature above 0"
@@ -115,6 +121,7 @@ def grpo_step(
 
 
 def accuracy(data: DataProto) -> float:
-    """Share of right answers: the mean of ``acc`` if the reward function gives one, else of the score."""
+    """Share of right answers, between 0 and 1: the mean of ``acc`` where the reward function gives one, else of the score."""
     column = data["acc"] if "acc" in data else data["score"]
-    return float(torch.tensor([float(value) for value in column]).mean()) if len(data) else 0.0
+    values = [float(value) for value in column if value is not None]
+    return min(max(sum(values) / len(values), 0.0), 1.0) if values else 0.0

@@ -36,14 +36,14 @@ class Loader(Protocol):
 class RunConfig:
     """How long a run goes on, what it leaves behind and when."""
 
-    steps: int = 100
+    steps: int = 100  # of rollout and update
     eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
     save_every: int = 20  # steps between checkpoints; 0: after the last step only
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest ones
     resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
     overwrite: bool = False  # begin anew, deleting the run that output_dir holds
-    seed: int = 0
-    output_dir: Path = Path("outputs/geo3k_grpo")
+    seed: int = 0  # of data order and sampling; the tiny model's weights too
+    output_dir: Path = Path("outputs/geo3k_grpo")  # metrics, checkpoints, report
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.keep_checkpoints < 1:

@@ -18,7 +18,6 @@ from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda
 from rollout.policy import draw, policy_log_probs, restrict
 from rollout.randomness import uniforms
 
-
 # Finished rows leave a wave once fewer than this share of its rows still runs: moving the cache has its price.
 KEPT_SHARE = 0.75
 

@@ -30,6 +30,18 @@ _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _PAYLOADS = ("bytes", "image", "image_url", "url", "path")
 
 
+def media_list(media: Any) -> list[Any]:
+    """A column's media as a list; one that stands by itself is a list of one.
+
+    >>> media_list("a.png"), media_list(None), media_list(("a.png", "b.png"))
+    (['a.png'], [], ['a.png', 'b.png'])
+    """
+    if media is None:
+        return []
+    single = isinstance(media, (str, bytes, os.PathLike, Mapping, Image.Image))
+    return [media] if single else list(media)
+
+
 def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image.Image:
     """The image as upright 8-bit RGB, decoded.
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dataproto.errors import InvalidPrompt
 
 _MARKERS = re.compile(r"(<image>|<video>)")
@@ -60,7 +62,7 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    if messages is None or isinstance(messages, Mapping) or len(messages) == 0:
+    if not isinstance(messages, (Sequence, np.ndarray)) or len(messages) == 0:
         raise InvalidPrompt(f"the prompt must be a string or a list of messages, not {messages!r}")
     given = {"image": list(images), "video": list(videos)}
     found: dict[str, list[Any]] = {"image": [], "video": []}
@@ -89,8 +91,10 @@ def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, 
         parts = [{"type": p[1:-1]} if _MARKERS.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
         if all(part["type"] == "text" for part in parts):
             return content
-    else:
+    elif isinstance(content, (Sequence, np.ndarray)):
         parts = list(content)
+    else:
+        raise InvalidPrompt(f"a message's content must be a string or a list of parts, not {content!r}")
     return [_part(part, found) for part in parts]
 
 

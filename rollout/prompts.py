@@ -18,7 +18,7 @@ from torch import Tensor
 from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
 from dataproto.vlm import family_of, media_grids
-from rollout.media import image_size, load_image
+from rollout.media import image_size, load_image, media_list
 from rollout.messages import Conversation, read_conversation
 from rollout.video import ProcessedVideo, process_video
 
@@ -120,8 +120,12 @@ class PromptBuilder:
         """Everything from one checkpoint directory."""
         from transformers import AutoConfig, AutoTokenizer
 
-        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-        return cls(tokenizer, load_image_processor(path), config, max_prompt_length, min_pixels, max_pixels)
+        try:
+            tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+            processor = load_image_processor(path)
+        except (OSError, ValueError) as error:
+            raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
+        return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
         """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place in ``rows``)."""
@@ -257,11 +261,7 @@ class PromptBuilder:
 
 
 def _conversation(row: Mapping[str, Any]) -> Conversation:
-    return read_conversation(row.get("prompt"), _media_list(row.get("images")), _media_list(row.get("videos")))
-
-
-def _media_list(media: Any) -> list[Any]:
-    return [] if media is None else list(media)
+    return read_conversation(row.get("prompt"), media_list(row.get("images")), media_list(row.get("videos")))
 
 
 def _join(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:

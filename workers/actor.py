@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.batching import cut_minibatches
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidColumn, InvalidConfig
 from workers.aggregation import token_weights
 from workers.checkpoint import load_weights_into
 from workers.group import dispatch
@@ -53,6 +53,9 @@ class ActorWorker(PolicyWorker):
 
         Returns:
             The metrics, averaged over the optimizer steps.
+
+        Raises:
+            MissingColumn, InvalidColumn: see `check_rows`; also a mini-batch without any response token.
         """
         check_rows(data, self.module.banned_ids)
         if epochs < 1:
@@ -67,6 +70,8 @@ class ActorWorker(PolicyWorker):
 
     def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
         weights = token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
+        if not weights.any():
+            raise InvalidColumn(f"none of the {len(data)} rows has a response token to learn from")
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         self.module.train()
         start = 0

@@ -15,7 +15,7 @@ from dataproto.errors import InvalidConfig
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
 
-    lr: float = 1e-6
+    lr: float = 1e-6  # after the warm-up
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -27,7 +27,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.lr < 0 or self.max_grad_norm <= 0:
             raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+        if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
 
 

@@ -62,7 +62,7 @@ class RewardWorker:
     def decode(self, data: DataProto) -> list[str]:
         mask = data["response_mask"].bool()
         ids = [row[kept].tolist() for row, kept in zip(data["responses"], mask, strict=True)]
-        return list(self.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        return list(self.tokenizer.batch_decode(ids, skip_special_tokens=True)) if ids else []
 
 
 def place_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 What is left to learn, GRPO has to learn.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -54,16 +55,19 @@ def tiny_checkpoint(seed: int = 0, cache: Path | None = None) -> Path:
         print(f"tiny model: found in {path}")
         return path
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.parent.mkdir(parents=True, exist_ok=True)
-    make_tiny_model(draft, seed, model)
-    print(f"tiny model: warming up for {settings.steps} steps on random answers (the form, nothing of the pictures)")
-    loss = warm_up(draft, seed, settings)
-    print(f"tiny model: cross-entropy {loss:.3f} nats a token; kept in {path}")
-    if path.exists():  # another process was faster
-        shutil.rmtree(draft)
-    else:
-        draft.rename(path)
+    try:
+        make_tiny_model(draft, seed, model)
+        print(
+            f"tiny model: warming up for {settings.steps} steps on random answers (the form, nothing of the pictures)"
+        )
+        loss = warm_up(draft, seed, settings)
+        print(f"tiny model: cross-entropy {loss:.3f} nats a token; kept in {path}")
+        if path.exists() and not (path / "config.json").is_file():
+            shutil.rmtree(path)
+        with contextlib.suppress(OSError):  # another process was faster: its checkpoint is the same
+            draft.rename(path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return path
 
 

@@ -87,3 +87,9 @@ def test_media_go_back_into_their_parts():
 def test_malformed_prompts_are_refused(messages, images, says):
     with pytest.raises(InvalidPrompt, match=says):
         read_conversation(messages, images)
+
+
+@pytest.mark.parametrize("messages", [5, {"role": "user"}, ["hi"], [{"role": "user", "content": 5}]])
+def test_malformed_messages_are_named(messages):
+    with pytest.raises(InvalidPrompt):
+        read_conversation(messages)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,8 +152,43 @@ def test_a_single_file_holds_out_its_last_rows(geometry3k, checkpoint):
 
 
 def test_a_second_run_does_not_write_over_the_first(finished_run, checkpoint, geometry3k, reward, capsys):
-    assert main(arguments(checkpoint, geometry3k, reward, finished_run)) == 2
+    before = {path.name: path.read_bytes() for path in finished_run.iterdir() if path.is_file()}
+    assert main(arguments(checkpoint, geometry3k, reward, finished_run, "--optimizer.lr", "1")) == 2
     assert "earlier run" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in finished_run.iterdir() if path.is_file()}
+
+
+def test_other_settings_are_not_resumed_with(finished_run, checkpoint, geometry3k, reward, capsys):
+    assert main(arguments(checkpoint, geometry3k, reward, finished_run, "--resume", "--optimizer.lr", "1")) == 2
+    assert "optimizer.lr=1.0, but the run" in capsys.readouterr().err
+
+
+def test_overwriting_spares_what_is_no_run(finished_run, checkpoint, geometry3k, reward, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    assert main(arguments(checkpoint, geometry3k, reward, model, "--overwrite")) == 2
+    assert "something else than a run" in capsys.readouterr().err
+    assert (model / "model.safetensors").exists()
+    again = tmp_path / "again"
+    shutil.copytree(finished_run, again)
+    assert main(arguments(checkpoint, geometry3k, reward, again, "--overwrite", "--steps", "1")) == 0
+    assert [row["step"] for row in rows_of(again)] == [0, 1]
+
+
+def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpoint, reward, tmp_path, capsys):
+    rows = [{"problem": "Find x.", "answer": str(row)} for row in range(12)]
+    rows[3]["problem"] = "long " * 400
+    rows[11]["problem"] = rows[5]["problem"] = None
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--on-bad-row", "skip", "--steps", "3", "--eval-rows", "2")
+    assert main(arguments(checkpoint, str(path), reward, tmp_path / "run", *more)) == 0
+    assert "1 prompts of train exceed 500 tokens and are left out" in capsys.readouterr().out
+    written = rows_of(tmp_path / "run")
+    assert written[0]["data/skipped_eval_rows"] == 1
+    assert written[-1]["data/skipped_rows"] == 1
+    assert main(arguments(checkpoint, str(path), reward, tmp_path / "stopped")) == 2
+    assert "error: row " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,20 +204,20 @@ def test_a_second_run_does_not_write_over_the_first(finished_run, checkpoint, ge
         (["--reward", "nowhere.py:f"], "nowhere.py"),
         (["--eval-data-path", "x.parquet"], "data_path"),
         (["--steps", "0"], "steps=0"),
+        (["--level", "9"], "level=9"),
+        (["--max-response-length", "0"], "max_response_length=0"),
+        (["--algorithm.top-p", "2"], "top_p=2.0"),
         (["--stepz", "3"], "stepz"),
         (["--steps", "many"], "many"),
     ],
 )
 def test_mistakes_end_with_one_clear_line(wrong, message, capfd, tmp_path):
-    options = ["--output-dir", str(tmp_path / "run"), *wrong]
-    try:
-        status = main(options)
-    except SystemExit as error:  # tyro's own way to refuse an option
-        status = error.code
-    captured = capfd.readouterr()
-    assert status == 2
-    assert message in captured.err + captured.out
-    assert "Traceback" not in captured.err
+    directory = tmp_path / "run"
+    assert main(["--output-dir", str(directory), *wrong]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not directory.exists()
 
 
 def test_help_is_complete(capsys):

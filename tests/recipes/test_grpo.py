@@ -1,11 +1,12 @@
 """One GRPO step on real roles, and its loss by hand."""
 
+import numpy as np
 import pytest
 import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.grpo import GRPOConfig, policy_loss
+from recipes.grpo import GRPOConfig, accuracy, policy_loss
 from workers.packed import Outputs
 
 
@@ -16,10 +17,10 @@ def batch(**columns):
 def test_the_loss_by_hand():
     outputs = Outputs(torch.tensor([[0.5, 2.0]]).log(), entropy_or_none=torch.tensor([[1.0, 3.0]]))
     data = batch(old_log_probs=[[0.0, 0.0]], advantages=[[1.0, 1.0]], ref_log_prob=[[0.0, 0.0]])
-    loss, metrics = policy_loss(GRPOConfig(kl_coef=0.1, kl="k1"), entropy_coef=0.01)(outputs, data)
-    # policy term: -0.5 and -1.2 (clipped); KL: 0.1 * log ratio; entropy: -0.01 * entropy
+    loss, metrics = policy_loss(GRPOConfig(kl_coef=0.1, kl="k2"), entropy_coef=0.01)(outputs, data)
+    # policy term: -0.5 and -1.2 (clipped); KL: 0.1 * log ratio ** 2 / 2; entropy: -0.01 * entropy
     log_ratio = torch.tensor([[0.5, 2.0]]).log()
-    expected = torch.tensor([[-0.5, -1.2]]) + 0.1 * log_ratio - torch.tensor([[0.01, 0.03]])
+    expected = torch.tensor([[-0.5, -1.2]]) + 0.1 * log_ratio**2 / 2 - torch.tensor([[0.01, 0.03]])
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(metrics["actor/pg_loss"], torch.tensor([[-0.5, -1.2]]))
     assert metrics["actor/pg_clipfrac"].tolist() == [[0.0, 1.0]]
@@ -40,7 +41,26 @@ def test_the_number_of_updates():
     assert GRPOConfig(minibatch=5, epochs=2).updates(16) == 8
 
 
-@pytest.mark.parametrize("wrong", [{"n": 1}, {"temperature": 0.0}, {"kl_coef": -1.0}, {"entropy_coef": -0.1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 1},
+        {"temperature": 0.0},
+        {"kl_coef": -1.0},
+        {"entropy_coef": -0.1},
+        {"top_p": 2.0},
+        {"clip": (-1.0, 0.2)},
+        {"dual_clip": 0.5},
+        {"minibatch": 0},
+        {"epochs": 0},
+    ],
+)
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(InvalidConfig):
         GRPOConfig(**wrong)
+
+
+def test_accuracy_passes_over_rows_without_a_verdict_and_stays_a_share():
+    rows = DataProto.from_dict(non_tensors={"acc": np.array([1.0, None, 0.0], dtype=object)})
+    assert accuracy(rows) == 0.5
+    assert accuracy(DataProto.from_dict(non_tensors={"score": np.array([5.0, 3.0], dtype=object)})) == 1.0

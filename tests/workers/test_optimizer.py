@@ -57,4 +57,4 @@ def test_a_decaying_schedule_needs_its_length():
     with pytest.raises(InvalidConfig, match="total_steps"):
         one_parameter(schedule="linear")
     with pytest.raises(InvalidConfig, match="total_steps=3"):
-        OptimizerConfig(total_steps=3, warmup_steps=3)
+        OptimizerConfig(schedule="linear", total_steps=3, warmup_steps=3)

@@ -154,6 +154,15 @@ def test_a_banned_token_in_a_response_is_named(checkpoint):
         reference.log_probs(data)
 
 
+def test_a_batch_without_response_tokens_makes_no_step(checkpoint):
+    data = training_batch(tiny_model("qwen2_5_vl"))
+    data["response_mask"] = torch.zeros_like(data["response_mask"])
+    actor = ActorWorker(ActorConfig(checkpoint), CPU)
+    with pytest.raises(InvalidColumn, match="none of the 7 rows"):
+        actor.update(data, pg_loss)
+    assert actor.optimizer.steps == 0
+
+
 def test_a_missing_column_is_named(checkpoint):
     data = training_batch(tiny_model("qwen2_5_vl"))
     data.pop(batch_keys=["response_mask"])

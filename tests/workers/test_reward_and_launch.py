@@ -48,6 +48,11 @@ def test_results_that_are_no_scores_are_refused(checkpoint, wrong):
         worker.score(responses(worker, "x"))
 
 
+def test_no_rows_are_no_error(checkpoint):
+    worker = RewardWorker(lambda rows: [], checkpoint)
+    assert len(worker.score(responses(worker, "x")[:0])) == 0
+
+
 def test_roles_that_were_not_launched_say_how(checkpoint):
     with launch(actor=ActorConfig(checkpoint)) as roles:
         assert not roles.has("reference")
