@@ -72,7 +72,12 @@ COLUMNS: dict[str, Column] = {
             "token_level_rewards", "float32", "B R", "RewardWorker.score", "advantages", "rewards, usually at the end"
         ),
         Column(
-            "token_level_scores", "float32", "B R", "recipes with a KL penalty", "reports", "rewards before any KL penalty"
+            "token_level_scores",
+            "float32",
+            "B R",
+            "recipes with a KL penalty",
+            "reports",
+            "rewards before any KL penalty",
         ),
         Column(
             "advantages", "float32", "B R", "recipes.algorithms.advantages", "policy loss", "advantage of each token"
