@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from dataproto.columns import require
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.columns import require
 from dataproto.errors import RowCountMismatch
 from dataproto.vlm import VLMFamily
 from rollout.engine import Completion, Request, SamplingParams

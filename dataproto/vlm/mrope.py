@@ -67,22 +67,27 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
             [0, 1, 2, 3, 1, 2, 3, 4]])
     """
     attended = attention_mask.bool()
-    types = torch.where(attended, token_types.long(), 0)
-    ranks = attended.long().cumsum(-1) - 1
-    width = attended.long()  # how far the token's run moves what follows
-    steps = attended.long()  # the same, counted once a run
-    offsets = types.new_zeros(3, types.numel())
+    types = torch.where(attended, token_types, 0)
+    ranks = attended.cumsum(-1) - 1
+    steps = (attended & (types == 0)).long()  # how far a token moves what follows; a medium's first one does it for all
+    media = []
     for kind, pieces in ((IMAGE, images), (VIDEO, videos)):
         pieces = pieces.to(types.device)
-        index, piece, within = _assign(types, ranks, kind, pieces)
-        time, height, column = _unravel(pieces, piece, within)
-        extent = pieces.sizes[:, 1:].amax(1)[piece]
-        width.view(-1)[index] = extent
-        steps.view(-1)[index] = torch.where(within == 0, extent, 0)
-        offsets[:, index] = torch.stack([time, height, column])
-    start = (steps.cumsum(-1) - width).expand(3, -1, -1)
-    spatial = start + offsets.view(3, *types.shape)
-    return (torch.cat([ranks[None], spatial]) * attended).transpose(0, 1).contiguous()
+        index, starts, counts = _assign(types, ranks, kind, pieces)
+        some = counts > 0
+        steps.view(-1)[index[starts[some]]] = pieces.sizes[some, 1:].amax(1)
+        media.append((index, _offsets(pieces, starts, counts)))
+    rows, length = types.shape
+    behind = steps.cumsum(-1)
+    positions = ranks.new_empty(rows, 4, length)
+    torch.mul(ranks, attended, out=positions[:, 0])
+    positions[:, 1:] = (behind - 1).mul_(attended)[:, None]
+    for index, grid in media:
+        end = behind.view(-1)[index]
+        place = index + index // length * 3 * length  # of the token's rank in the flat result
+        for offset in grid:
+            positions.view(-1).index_copy_(0, place.add_(length), offset.add_(end))
+    return positions
 
 
 def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
@@ -107,32 +112,58 @@ def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) 
 
 
 def _assign(types: Tensor, ranks: Tensor, kind: int, pieces: Pieces) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token of a kind ``(K,)``: its flat index, the medium it belongs to, and its place in that medium."""
+    """Flat indices of the tokens of a kind ``(K,)``; where among them each medium starts, and how many it has ``(N,)``."""
     name = _NAMES[kind]
     index = (types == kind).view(-1).nonzero().squeeze(-1)
     counts = pieces.sizes.prod(-1)
-    piece = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    if len(index) != len(piece):
+    starts = counts.cumsum(0) - counts
+    if len(index) != int(counts.sum()):
         raise MediaMismatch(
-            f"{len(index)} {name} placeholder tokens in the batch, but its {len(counts)} grids count {len(piece)} "
+            f"{len(index)} {name} placeholder tokens in the batch, but its {len(counts)} grids count {int(counts.sum())} "
             f"(placeholders in each row: {(types == kind).sum(-1).tolist()}, grids: {counts.tolist()})"
         )
+    some = counts > 0
+    first, last = index[starts[some]], index[(starts + counts - 1)[some]]
+    runs = (
+        ranks.view(-1)[last] - ranks.view(-1)[first] == counts[some] - 1
+    )  # ranks in a row grow, so they are consecutive
+    if not bool((runs & (first // types.shape[-1] == last // types.shape[-1])).all()):
+        raise MediaMismatch(_broken_run(types, ranks, index, kind, counts))
+    return index, starts, counts
+
+
+def _broken_run(types: Tensor, ranks: Tensor, index: Tensor, kind: int, counts: Tensor) -> str:
+    """Says which medium's run of placeholder tokens breaks first, and where."""
+    name = _NAMES[kind]
+    piece = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     starts = (counts.cumsum(0) - counts)[piece]
     within = torch.arange(len(index), device=index.device) - starts
     rows, flat_ranks = index // types.shape[-1], ranks.view(-1)
     broken = (rows != rows[starts]) | (flat_ranks[index] - flat_ranks[index[starts]] != within)
-    if broken.any():
-        first = int(broken.nonzero()[0])
-        row, medium = int(rows[first]), int(piece[first])
-        raise MediaMismatch(
-            f"row {row}: {name} {medium} of the batch needs a run of {int(counts[medium])} placeholder tokens, "
-            f"which breaks after {int(within[first])} ({int((types[row] == kind).sum())} in the row)"
-        )
-    return index, piece, within
+    first = int(broken.nonzero()[0])
+    row, medium = int(rows[first]), int(piece[first])
+    return (
+        f"row {row}: {name} {medium} of the batch needs a run of {int(counts[medium])} placeholder tokens, "
+        f"which breaks after {int(within[first])} ({int((types[row] == kind).sum())} in the row)"
+    )
 
 
-def _unravel(pieces: Pieces, piece: Tensor, within: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Time, height and width offsets ``(K,)`` of each token in its grid."""
-    _, height, width = pieces.sizes[piece].unbind(-1)
-    time = ((within // (height * width)) * pieces.intervals[piece]).long()
-    return time, within // width % height, within % width
+def _offsets(pieces: Pieces, starts: Tensor, counts: Tensor) -> list[Tensor]:
+    """Time, height and width ``(K,)`` of each token in its grid, less what the medium moves the text behind it.
+
+    Worked out once for media of one form, as samples of one prompt and pictures of one size are.
+    """
+    every = torch.cat([pieces.sizes.double(), pieces.intervals.double()[:, None]], 1)
+    forms, form = every.unique(dim=0, return_inverse=True)
+    sizes, tokens = forms[:, :3].long(), forms[:, :3].long().prod(-1)
+    first = tokens.cumsum(0) - tokens
+    within = torch.arange(int(tokens.sum()), device=form.device) - first.repeat_interleave(tokens)
+    height, width, extent = (
+        each.repeat_interleave(tokens) for each in (sizes[:, 1], sizes[:, 2], sizes[:, 1:].amax(1))
+    )
+    line = within // width
+    step = line // height
+    time = (step * forms[:, 3].to(pieces.intervals.dtype).repeat_interleave(tokens)).long()
+    table = time - extent, line - step * height - extent, within - line * width - extent
+    place = torch.arange(int(counts.sum()), device=form.device) + (first[form] - starts).repeat_interleave(counts)
+    return [each.index_select(0, place) for each in table]

@@ -5,10 +5,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import load_dataset
-from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
-from helpers.tiny_prompts import tiny_builder
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
+from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
+from helpers.tiny_prompts import tiny_builder
 from recipes.geo3k import INSTRUCTION, load_rows, read_row
 
 

@@ -4,13 +4,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_models import MODEL_TYPES, tiny_model
-from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
+from helpers.tiny_models import MODEL_TYPES, tiny_model
+from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from rollout.prompts import PromptBuilder, load_image_processor
 
 

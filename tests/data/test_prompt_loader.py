@@ -3,13 +3,13 @@ from itertools import islice
 
 import pytest
 import torch
-from helpers.geo3k_files import drawing
-from helpers.tiny_prompts import tiny_builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ImageFile
 
 from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
+from helpers.geo3k_files import drawing
+from helpers.tiny_prompts import tiny_builder
 from recipes.loader import EvaluationLoader, PromptLoader, drop_overlong, occurrences
 
 BAD = {"prompt": "<image>Find x.", "images": [b"broken"]}

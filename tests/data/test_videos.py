@@ -3,10 +3,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_tokenizer
 from PIL import Image
 
 from dataproto.errors import InvalidMedia
+from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_tokenizer
 from rollout.video import process_video, read_video
 
 SIZE = {"shortest_edge": 64, "longest_edge": 4096}

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.tiny_models import END, IMAGE, START, image_inputs
 
 from dataproto import DataProto
 from dataproto.vlm import family_of, media_grids
+from helpers.tiny_models import END, IMAGE, START, image_inputs
 
 
 def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:

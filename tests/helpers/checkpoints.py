@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import transformers
+
 from helpers.tiny_models import CLASSES
 from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 

@@ -3,11 +3,11 @@
 from functools import cache
 from typing import Any
 
-from helpers.tiny_models import tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from helpers.tiny_models import tiny_config
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
 from helpers.tiny_models import MODEL_TYPES
-
 from recipes.geo3k_grpo import TINY, main, open_data_set, parse
 from rollout.prompts import PromptBuilder
 

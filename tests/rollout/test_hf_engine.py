@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from helpers.batches import padded_log_probs, prompt_batch
-from helpers.tiny_models import MODEL_TYPES, tiny_model
 
 from dataproto.errors import InvalidConfig, RowCountMismatch
 from dataproto.vlm import family_of
+from helpers.batches import padded_log_probs, prompt_batch
+from helpers.tiny_models import MODEL_TYPES, tiny_model
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import attach_responses, build_requests, order_completions

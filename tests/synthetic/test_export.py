@@ -6,9 +6,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers.tiny_prompts import tiny_builder
 from PIL import Image
 
+from helpers.tiny_prompts import tiny_builder
 from recipes.geo3k import load_rows
 from recipes.synthetic import make_problem
 from recipes.synthetic.__main__ import main

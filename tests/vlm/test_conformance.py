@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 import torch
-from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, VIDEO, image_inputs, padded, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm import family_of, media_grids, media_spans
+from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, VIDEO, image_inputs, padded, tiny_model
 
 model_of = cache(tiny_model)
 pytestmark = pytest.mark.parametrize("model_type", MODEL_TYPES)

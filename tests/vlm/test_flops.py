@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, image_inputs, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from dataproto.vlm import family_of, media_spans
+from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, image_inputs, tiny_model
 
 GRIDS = ((4, 6), (8, 4))
 

@@ -4,13 +4,13 @@ from itertools import chain
 
 import pytest
 import torch
-from helpers.tiny_models import image_inputs, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm import MediaSpans, distinct_media, media_grids, media_spans
 from dataproto.vlm.forward import place, pooled
+from helpers.tiny_models import image_inputs, tiny_config
 
 CONFIG = tiny_config("qwen2_5_vl")
 

@@ -4,12 +4,12 @@ from functools import cache
 
 import pytest
 import torch
-from helpers.tiny_models import MODEL_TYPES, padded, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm import extend_positions, family_of
+from helpers.tiny_models import MODEL_TYPES, padded, tiny_model
 
 model_of = cache(tiny_model)
 TEXT, IMAGE, VIDEO = 0, 1, 2

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, VIDEO, tiny_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -15,6 +14,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm import MediaTokens, family_of, frame_seconds, image_grid
+from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, VIDEO, tiny_config
 
 TOKENS = {"<|vision_start|>": START, "<|vision_end|>": END, "<|video_pad|>": VIDEO}
 

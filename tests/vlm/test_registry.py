@@ -6,10 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers.tiny_models import MODEL_TYPES, tiny_config
 
 from dataproto.errors import UnknownModel
 from dataproto.vlm import family_of, known_families
+from helpers.tiny_models import MODEL_TYPES, tiny_config
 
 
 def test_families_are_found_by_type_config_and_model():

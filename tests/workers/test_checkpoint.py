@@ -3,9 +3,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_models import MODEL_TYPES, tiny_model
 
 from dataproto.errors import CheckpointError
+from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.checkpoint import (
     checkpoint_steps,
     latest_checkpoint,

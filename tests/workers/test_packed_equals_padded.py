@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
-from helpers.batches import padded_log_probs, prompt_batch, with_responses
-from helpers.tiny_models import MODEL_TYPES, tiny_model
 
 from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
+from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.actor import ActorConfig, ActorWorker
 from workers.packed import PackedVLM
 from workers.policy import PolicyConfig, ReferenceWorker
