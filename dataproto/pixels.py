@@ -5,10 +5,11 @@ PIL keeps a pixel of RGB in four bytes. That is the layout used here for the mod
 
 import ctypes
 import sys
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+
+from dataproto.memory import Memory
 
 Palette: TypeAlias = "tuple[str, bytes] | None"  # mode and colours
 
@@ -25,7 +26,7 @@ def is_image(value: Any) -> bool:
 def pixels_of(image: Any) -> np.ndarray:
     """The pixels ``(n,)`` uint8: the image's own memory where it is in one piece, else a copy."""
     image.load()
-    if image.mode in SHARED and hasattr(image, "__arrow_c_array__") and 0 not in image.size:
+    if image.mode in SHARED and _exports_safely() and 0 not in image.size:
         try:
             return _own_memory(image)
         except ValueError:  # in several pieces, as very large images are
@@ -64,19 +65,6 @@ def same_image(left: Any, right: Any) -> bool:
     return same_alpha and bool(left.tobytes() == right.tobytes())
 
 
-@dataclass
-class Memory:
-    """Memory as numpy takes it, kept alive by ``owner``. Says that it may be written: torch knows no other memory."""
-
-    owner: Any
-    address: int
-    size: int
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {"version": 3, "shape": (self.size,), "typestr": "|u1", "data": (self.address, False)}
-
-
 class _ArrowArray(ctypes.Structure):
     """``struct ArrowArray`` of Arrow's C data interface."""
 
@@ -91,10 +79,15 @@ _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
+def _exports_safely() -> bool:
+    """Before 13, Pillow crashes the process when it exports an image that lies over memory of another's."""
+    return int(sys.modules["PIL"].__version__.split(".")[0]) >= 13
+
+
 def _own_memory(image: Any) -> np.ndarray:
     """What ``image`` exports, ``(n,)`` uint8; ValueError where its rows are not in one piece."""
     _, capsule = image.__arrow_c_array__()
     array = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
     pixels = array.children[0].contents if array.n_children else array
     width = {"L": 1, "P": 1, "I;16": 2}.get(image.mode, 4)
-    return np.asarray(Memory(capsule, pixels.buffers[1], image.width * image.height * width))
+    return Memory(capsule, pixels.buffers[1], image.width * image.height * width).bits()

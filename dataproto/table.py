@@ -261,7 +261,7 @@ class Table:
         rows = len(range(len(self))[bounds])
         return self._map(rows, lambda _, column: columnwise.cut(column, bounds))
 
-    def _partition(self, sizes: Sequence[int]) -> list[Self]:
+    def _partition(self, sizes: list[int]) -> list[Self]:
         """Parts of these sizes, in order, as views, each with its own ``meta_info``."""
         self.check_consistency()
         ends = np.cumsum(sizes).tolist()

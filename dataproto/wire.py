@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from dataproto.pixels import Memory, Palette, image_of, is_image, palette_of, pixels_of
+from dataproto.memory import bytes_of, memory_of
+from dataproto.pixels import Palette, image_of, is_image, palette_of, pixels_of
 from dataproto.skeleton import is_array, leaf_key, put_together, take_apart
 
 Buffer: TypeAlias = Any  # bytes, bytearray, memoryview, PickleBuffer, or a uint8 array
@@ -143,7 +144,7 @@ def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form
     if bits.nbytes == 0 or (bits.nbytes < _SMALL and not dense):
         return *described, bits.tobytes()
     if blobs is None or dense:
-        return *described, pickle.PickleBuffer(bits) if protocol >= 5 else _Own(bits.tobytes())
+        return *described, pickle.PickleBuffer(bits) if protocol >= 5 else _Own(bytes_of(bits))
     blobs.leaves.append(leaf)
     return blobs.forms.setdefault(leaf_key(leaf), (*described, _Stored(blobs.store.put(bits))))
 
@@ -246,6 +247,4 @@ def _bits(buffer: Buffer) -> np.ndarray:
     """The bytes ``(n,)`` uint8 of a buffer, without a copy unless they were written among the containers."""
     if isinstance(buffer, bytes) and _is_own(buffer):
         return np.frombuffer(bytearray(buffer), dtype=np.uint8)
-    buffer = buffer.data if isinstance(buffer, _Own) else buffer
-    read = np.frombuffer(buffer, dtype=np.uint8)
-    return read if read.flags.writeable else np.asarray(Memory(buffer, read.__array_interface__["data"][0], read.size))
+    return memory_of(buffer.data if isinstance(buffer, _Own) else buffer)

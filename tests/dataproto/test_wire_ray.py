@@ -1,6 +1,7 @@
 """Batches through Ray's object store, on this machine only: columns are mapped, and what parts share is stored once."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class RayBlobs:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its workers cannot import a test
     ray.init(
         num_cpus=1,
         object_store_memory=128 << 20,

@@ -1,0 +1,52 @@
+"""Bytes of others as numpy and torch take them, and copies of bytes that are made fast."""
+
+import ctypes
+import mmap
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Memory:
+    """Memory as numpy takes it, kept alive by ``owner``. Says that it may be written: torch knows no other memory."""
+
+    owner: Any
+    address: int
+    size: int
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (self.size,), "typestr": "|u1", "data": (self.address, False)}
+
+    def bits(self) -> np.ndarray:
+        """The memory itself, ``(size,)`` uint8."""
+        return np.asarray(self)
+
+
+def memory_of(buffer: Any) -> np.ndarray:
+    """The bytes ``(n,)`` uint8 of any buffer, not copied, also where it may only be read."""
+    read = np.frombuffer(buffer, dtype=np.uint8)
+    if read.flags.writeable:
+        return read
+    return Memory(buffer, read.__array_interface__["data"][0], read.size).bits()
+
+
+def bytes_of(bits: np.ndarray) -> bytes:
+    """``bits.tobytes()``. Most of its time goes into memory that comes page by page: large copies ask for large pages."""
+    if sys.platform != "linux" or bits.nbytes < _LARGE:
+        return bits.tobytes()
+    made = bytes(bits.nbytes)  # zeros that take no memory yet
+    fresh = memory_of(made)
+    start = -(-fresh.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    _madvise(start, (fresh.ctypes.data + fresh.size - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    fresh[:] = bits
+    return made
+
+
+_LARGE = 4 << 20  # from here on numpy asks for large pages, too
+if sys.platform == "linux":
+    _madvise = ctypes.CDLL(None).madvise  # only advice: what it answers does not matter
+    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
