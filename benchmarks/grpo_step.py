@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dataproto import DataProto
 
 HERE = Path(__file__).resolve().parent
+sys.path[:] = [
+    place for place in sys.path if Path(place or ".").resolve() != HERE
+]  # its dataproto.py is not the library
 sys.path = [
     entry for entry in sys.path if Path(entry or ".").resolve() != HERE
 ]  # dataproto.py beside this is a benchmark

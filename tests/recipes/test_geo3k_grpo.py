@@ -16,6 +16,7 @@ from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
 from helpers.tiny_models import MODEL_TYPES
 from recipes.geo3k_grpo import TINY, main, open_data_set, parse
+from recipes.metrics import read_metrics
 from rollout.prompts import PromptBuilder
 
 REWARD = '''
@@ -103,7 +104,7 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
         command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 200
-    while not (directory / "metrics.jsonl").exists() or len(rows_of(directory)) < 4:
+    while len(read_metrics(directory / "metrics.jsonl")) < 4:
         assert process.poll() is None, f"the run ended before it could be interrupted: {process.stderr.read()}"
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -1,5 +1,6 @@
 import json
 import math
+import time
 import os
 from types import SimpleNamespace
 
@@ -218,6 +219,7 @@ def test_tensorboard_events_follow_the_rows(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(4):
             log.write(step, {"critic/score/mean": step / 10, "nan": math.nan})
+    time.sleep(1.1)  # TensorBoard orders files by their second
     with MetricsLog(tmp_path, resume_after=1) as log:
         log.write(2, {"critic/score/mean": 0.9})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
