@@ -84,15 +84,7 @@ def pack_rows(
     packed_index = (kept.flatten().cumsum(0) - 1).view(rows, length)
     packed_index[shared, : length - width] = packed_index[leader[shared], : length - width]
 
-    cells = response_mask.bool().flatten().nonzero().squeeze(1)
-    row, column = cells // max(width, 1), cells % max(width, 1) + length - width
-    before = packed_index.where(attended, -1).cummax(1).values  # of the last attended token up to each cell
-    predictors = before[row, column - 1].where(column > 0, -1)
-    misplaced = ~attended[row, column] | (predictors < 0)
-    if bool(misplaced.any()):
-        raise InvalidColumn(
-            f"row {int(row[misplaced][0])}: response_mask is 1 on a token that is not attended to or has no token before it"
-        )
+    cells, row, column, predictors = _response_places(response_mask, attended, packed_index)
     if position_ids.ndim == 3:
         positions = position_ids.transpose(0, 1).flatten(1)[:, flat].unsqueeze(1)
     else:
@@ -113,6 +105,25 @@ def pack_rows(
         targets=input_ids[row, column],
         response_cells=cells,
     )
+
+
+def _response_places(
+    response_mask: Tensor, attended: Tensor, packed_index: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each response token ``(N,)``: its cell in ``(B, R)``, row and column in ``(B, L)``, and the packed index of the
+    attended token before it.
+    """
+    width, length = response_mask.shape[1], attended.shape[1]
+    cells = response_mask.bool().flatten().nonzero().squeeze(1)
+    row, column = cells // max(width, 1), cells % max(width, 1) + length - width
+    before = packed_index.where(attended, -1).cummax(1).values  # of the last attended token up to each cell
+    predictors = before[row, column - 1].where(column > 0, -1)
+    misplaced = ~attended[row, column] | (predictors < 0)
+    if bool(misplaced.any()):
+        raise InvalidColumn(
+            f"row {int(row[misplaced][0])}: response_mask is 1 on a token that is not attended to or has no token before it"
+        )
+    return cells, row, column, predictors
 
 
 def _boundaries(lengths: Tensor) -> tuple[Tensor, int]:

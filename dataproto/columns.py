@@ -102,6 +102,10 @@ COLUMNS: dict[str, Column] = {
         Column("reward_model", "object", "B", "the data set", "rewards", '{"style", "ground_truth"}'),
         Column("extra_info", "object", "B", "the data set", "rewards", "dict of whatever else"),
         Column("index", "object", "B", "the data set", "reports", "row number in the data set"),
+        Column("entropys", "float32", "B R", f"{_ACTOR}.log_probs", "reports", "entropy of the policy, if asked for"),
+        Column("score", "object", "B", "RewardWorker.score", "reports", "the reward function's score"),
+        Column("acc", "object", "B", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
+        Column("response_text", "object", "B", "RewardWorker.score", "reports", "the response without special tokens"),
     )
 }
 

@@ -74,7 +74,8 @@ class PromptBuilder:
 
     A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (where the messages have
     markers for them), and optionally ``media_root`` (where relative paths start); everything else in it becomes an
-    object column. Each distinct image is processed once, however many rows of the batch show it.
+    object column. Each distinct image is processed once, however many rows of the batch show it. A row's ``uid`` should be
+    new each time the row is shown (`PromptLoader` sees to it): what is sampled for it derives from it.
     """
 
     def __init__(

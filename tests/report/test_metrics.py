@@ -1,7 +1,7 @@
 import json
 import math
-import time
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
