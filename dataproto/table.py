@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Self, overload
 
 import numpy as np
@@ -81,6 +82,8 @@ class Table:
         if self.batch is not None and (not isinstance(self.batch, TensorDictBase) or len(self.batch.batch_size) != 1):
             found = getattr(self.batch, "batch_size", type(self.batch).__name__)
             raise InvalidColumn(f"batch is a TensorDict with one batch dimension, not {found}")
+        if not self.non_tensor_batch:
+            return
         tensors = () if self.batch is None else self.batch.keys()
         rows = self._rows()
         for name, array in self.non_tensor_batch.items():
@@ -264,7 +267,7 @@ class Table:
     def _partition(self, sizes: list[int]) -> list[Self]:
         """Parts of these sizes, in order, as views, each with its own ``meta_info``."""
         self.check_consistency()
-        ends = np.cumsum(sizes).tolist()
+        ends = list(accumulate(sizes))
         if any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values()):
             return [self.slice(end - size, end) for size, end in zip(sizes, ends)]
         batches = [None] * len(ends) if self.batch is None else self.batch.split(sizes)

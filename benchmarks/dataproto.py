@@ -1,0 +1,547 @@
+"""`DataProto` beside verl's and beside the floor, on one core, in one run and one table.
+
+    python benchmarks/dataproto.py --verl-python /path/to/verl-venv/bin/python > benchmarks/RESULTS.md
+
+Each side is a process of its own on the same core: this project; verl 0.9.1 (or what a row names instead); and the floor, what
+the row cannot do without: a `memcpy`, the raw torch operation, a dict of arrays through the same channel. They take turns, one
+standing still while the other works; the first round does not count. `--rows` runs the rows whose name contains a text.
+
+Where memory is fresh, most of the time of a copy goes into its pages. `MALLOC_MMAP_THRESHOLD_=4294967296
+MALLOC_TRIM_THRESHOLD_=17179869184` in the environment lets all sides keep what they freed, and shows the copies alone.
+
+To add a row, write a function like those below: it makes the work of one side and returns what is measured.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != HERE]  # this file is not the library
+SIDES = {"verl": "verl 0.9.1", "ours": "this project", "floor": "floor"}
+
+Work = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: what is done, and how much of a side's figure (or of a number) ours may be at most."""
+
+    name: str
+    work: Callable[[str], Work | None]
+    limit: tuple[str, float] | None
+    unit: str
+
+    def met(self, found: dict[str, float]) -> str:
+        if self.limit is None or "ours" not in found:
+            return ""
+        side, share = self.limit
+        bound = share if side == "number" else found[side] * share if side in found else None
+        return "" if bound is None else "yes" if found["ours"] <= bound else "**no**"
+
+    def target(self) -> str:
+        if self.limit is None:
+            return ""
+        side, share = self.limit
+        if side == "number":
+            return f"{share:g} {self.unit}"
+        return f"1/{1 / share:.0f} of verl" if side == "verl" else f"{share:g} x floor"
+
+
+ROWS: list[Row] = []
+
+
+def row(name: str, limit: tuple[str, float] | None = None, unit: str = "ms") -> Callable[[Any], Any]:
+    """Adds a row. Its function takes a side, prepares, and returns the work to time, or ``None`` where the side has none.
+
+    With another unit than ms, the figure is what the work returns.
+    """
+
+    def add(work: Callable[[str], Work | None]) -> Callable[[str], Work | None]:
+        ROWS.append(Row(name, work, limit, unit))
+        return work
+
+    return add
+
+
+# The batches
+
+
+def proto(side: str) -> Any:
+    return importlib.import_module("dataproto.protocol" if side == "ours" else "verl.protocol").DataProto
+
+
+def numbers(columns: int, rows: int = 1024, width: int = 4096) -> dict[str, Any]:
+    """Columns ``(rows, width)`` int64 of 32 MiB each."""
+    import torch
+
+    return {f"column {number}": torch.arange(rows * width).view(rows, width) + number for number in range(columns)}
+
+
+def pictures(count: int) -> tuple[list[Any], list[Any]]:
+    """Images of 512 x 512 and patches (1024, 1176) float32."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    noise = np.random.default_rng(0)
+    images = [Image.fromarray(noise.integers(0, 256, (512, 512, 3), dtype=np.uint8)) for _ in range(count)]
+    return images, [torch.randn(1024, 1176) for _ in range(count)]
+
+
+def objects(values: Sequence[Any]) -> Any:
+    import numpy as np
+
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+def media(side: str, images: Sequence[Any], patches: Sequence[Any]) -> Any:
+    """A batch of two multimodal columns."""
+    columns = {
+        "multi_modal_data": objects([{"image": [image]} for image in images]),
+        "multi_modal_inputs": objects([{"pixel_values": each} for each in patches]),
+    }
+    return proto(side).from_dict(non_tensors=columns)
+
+
+# The wire
+
+
+def batch_or_arrays(side: str, columns: int = 8) -> Any:
+    """256 MiB of tensors in a batch, or as a dict of arrays."""
+    tensors = numbers(columns)
+    return {name: each.numpy() for name, each in tensors.items()} if side == "floor" else proto(side).from_dict(tensors)
+
+
+@row("pickle round trip of 256 MiB of tensors, out of band", ("verl", 1 / 100))
+def out_of_band(side: str) -> Work:
+    data = batch_or_arrays(side)
+
+    def work() -> Any:
+        buffers: list[Any] = []
+        text = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+        return pickle.loads(text, buffers=buffers)
+
+    return work
+
+
+@row("the same, plain `pickle.dumps` and `loads`", ("verl", 1 / 4))
+def plain(side: str, protocol: int | None = None) -> Work:
+    data = batch_or_arrays(side)
+    return lambda: pickle.loads(pickle.dumps(data, protocol=protocol))
+
+
+@row("the same with `protocol=5`", ("verl", 1 / 4))
+def plain_5(side: str) -> Work:
+    return plain(side, protocol=5)
+
+
+def peak_of_dumps(side: str, protocol: int | None) -> Work:
+    data = batch_or_arrays(side)
+
+    def memory(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+    def work() -> float:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = memory("VmRSS")
+        text = pickle.dumps(data, protocol=protocol)
+        return (memory("VmHWM") - before - len(text)) / (256 << 20)
+
+    return work
+
+
+@row("peak memory of plain `pickle.dumps` beyond its result", ("number", 1.02), "copies")
+def peak(side: str) -> Work:
+    return peak_of_dumps(side, None)
+
+
+@row("the same with `protocol=5` ", ("number", 0.02), "copies")
+def peak_5(side: str) -> Work:
+    return peak_of_dumps(side, 5)
+
+
+# Ray
+
+
+@functools.cache
+def started_ray() -> Any:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", object_store_memory=3 << 30)
+    return ray
+
+
+@row("Ray put + get of 256 MiB of tensors", ("verl", 1 / 15))
+def ray_tensors(side: str) -> Work:
+    data, ray = batch_or_arrays(side), started_ray()
+    return lambda: ray.get(ray.put(data))
+
+
+@row("Ray put + get of 128 rows of PIL 512 x 512 and patches 1024 x 1176 float32", ("verl", 1 / 15))
+def ray_media(side: str) -> Work:
+    import numpy as np
+
+    images, patches = pictures(128)
+    ray = started_ray()
+    if side == "floor":
+        data: Any = {"images": [np.asarray(image) for image in images], "patches": [each.numpy() for each in patches]}
+    else:
+        data = media(side, images, patches)
+    return lambda: ray.get(ray.put(data))
+
+
+class RayBlobs:
+    """Where parts of a batch keep what they share: Ray's object store."""
+
+    def __init__(self) -> None:
+        self.refs: list[Any] = []
+
+    def put(self, buffer: Any) -> Any:
+        self.refs.append(started_ray().put(buffer))
+        return self.refs[-1]
+
+    def get(self, ref: Any) -> Any:
+        import ray
+
+        return ray.get(ref)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return RayBlobs, ()
+
+
+def parts_of_samples(side: str) -> Callable[[], tuple[list[Any], list[Any]]]:
+    """Puts 16 images x 8 samples, not grouped, in 8 parts; the floor puts each image and its patches once.
+
+    What it makes returns the objects of the parts, and the other objects that they need.
+    """
+    import numpy as np
+
+    images, patches = pictures(16)
+    ray = started_ray()
+    if side == "floor":
+        arrays = [np.asarray(image) for image in images] + [each.numpy() for each in patches]
+        return lambda: ([ray.put(each) for each in arrays], [])
+    data = media(side, images * 8, patches * 8)
+    if side == "verl":
+        return lambda: ([ray.put(part) for part in data.chunk(8)], [])
+
+    def work() -> tuple[list[Any], list[Any]]:
+        from dataproto import shared_blobs
+
+        blobs = RayBlobs()
+        with shared_blobs(blobs):
+            return [ray.put(part) for part in data.chunk(8)], blobs.refs
+
+    return work
+
+
+@row("16 images x 8 samples, not grouped, put as 8 parts: bytes in the object store", ("floor", 1.05), "MiB")
+def ray_parts(side: str) -> Work:
+    put, ray = parts_of_samples(side), started_ray()
+
+    def work() -> float:
+        parts, others = put()
+        found = ray.experimental.get_object_locations([*parts, *others])
+        return sum(each["object_size"] for each in found.values()) / 2**20
+
+    return work
+
+
+@row("the same: put and get all parts")
+def ray_parts_time(side: str) -> Work:
+    put, ray = parts_of_samples(side), started_ray()
+    return lambda: ray.get(put()[0])
+
+
+# The verbs, on 1024 x 4096 x 5 int64
+
+
+def order(rows: int = 1024) -> Any:
+    import torch
+
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+
+
+@row("`make_iterator(128)` over 1024 x 4096 x 5 int64", ("verl", 1 / 20))
+def iterate(side: str) -> Work:
+    tensors = numbers(5)
+    if side == "floor":
+        return lambda: list(zip(*(each.split(128) for each in tensors.values())))
+    data = proto(side).from_dict(tensors)
+    return lambda: list(data.make_iterator(128, 1))
+
+
+@row("the same, shuffled")
+def iterate_shuffled(side: str) -> Work:
+    tensors, rows = numbers(5), order()
+    if side == "floor":
+        return lambda: [[each.index_select(0, chosen) for each in tensors.values()] for chosen in rows.split(128)]
+    data = proto(side).from_dict(tensors)
+    return lambda: list(data.make_iterator(128, 1, seed=1, dataloader_kwargs={"shuffle": True}))
+
+
+@row("`union` of 5 identical columns (shared storage)", ("number", 1))
+def union(side: str) -> Work:
+    tensors = numbers(5)
+    if side == "floor":
+        return lambda: {**tensors, **tensors}
+    data, other = (proto(side).from_dict(dict(tensors)) for _ in range(2))
+    return lambda: data.union(other)
+
+
+@row("`reorder`", ("floor", 1.2))
+def reorder(side: str) -> Work:
+    tensors, rows = numbers(5), order()
+    if side == "floor":
+        kept: dict[str, Any] = {}
+        return lambda: kept.update({name: each.index_select(0, rows) for name, each in tensors.items()})
+    data = proto(side).from_dict(tensors)
+    return lambda: data.reorder(rows)
+
+
+@row("`select_idxs` of half the rows", ("floor", 1.2))
+def select_rows(side: str) -> Work:
+    tensors, rows = numbers(5), order()[:512]
+    if side == "floor":
+        return lambda: {name: each.index_select(0, rows) for name, each in tensors.items()}
+    data = proto(side).from_dict(tensors)
+    return lambda: data.select_idxs(rows)
+
+
+@row("`concat` of 8 parts", ("floor", 1.2))
+def concat(side: str) -> Work:
+    import torch
+
+    tensors = numbers(5)
+    if side == "floor":
+        pieces = {name: each.chunk(8) for name, each in tensors.items()}
+        return lambda: {name: torch.cat(each) for name, each in pieces.items()}
+    parts = proto(side).from_dict(tensors).chunk(8)
+    return lambda: proto(side).concat(parts)
+
+
+@row("`repeat(8)` of 128 rows", ("floor", 1.2))
+def repeat(side: str) -> Work:
+    tensors = numbers(5, rows=128)
+    if side == "floor":
+        return lambda: {name: each.repeat_interleave(8, dim=0) for name, each in tensors.items()}
+    data = proto(side).from_dict(tensors)
+    return lambda: data.repeat(8)
+
+
+@row("`chunk(8)`, 100 times")
+def chunk(side: str) -> Work:
+    tensors = numbers(5)
+    if side == "floor":
+        return lambda: [[each.chunk(8) for each in tensors.values()] for _ in range(100)]
+    data = proto(side).from_dict(tensors)
+    return lambda: [data.chunk(8) for _ in range(100)]
+
+
+@row("`select` of 2 columns, 100 times")
+def select_columns(side: str) -> Work:
+    tensors = numbers(5)
+    if side == "floor":
+        return lambda: [{name: tensors[name] for name in ("column 0", "column 1")} for _ in range(100)]
+    data = proto(side).from_dict(tensors)
+    return lambda: [data.select(["column 0", "column 1"]) for _ in range(100)]
+
+
+# Positions
+
+
+@row("m-RoPE positions, 256 rows x 2,048 tokens with images (beside: HF's `get_rope_index`)", ("verl", 1 / 10))
+def positions(side: str) -> Work | None:
+    import torch
+    import transformers
+
+    config = transformers.Qwen2_5_VLConfig()
+    grids, types = [], torch.zeros(256, 2048, dtype=torch.int8)
+    for line in range(256):
+        start = 200 + line
+        for height, width in ((20, 30), (32, 32), (44, 18)):  # patches; a token is 2 x 2 of them
+            grids.append([1, height, width])
+            types[line, start : start + height * width // 4] = 1
+            start += height * width // 4 + 20
+    mask = (torch.arange(2048) >= torch.arange(256)[:, None] % 100).long()  # left padding
+    ids, grid = torch.where(types == 1, config.image_token_id, 5), torch.tensor(grids)
+    if side == "floor":
+        return lambda: torch.ones(256, 4, 2048, dtype=torch.int64)
+    if side == "ours":
+        from dataproto.vlm import family_of
+
+        family = family_of(config)
+        return lambda: family.position_ids(types, mask, grid, None, None, config)
+    with torch.device("meta"):
+        model = transformers.Qwen2_5_VLForConditionalGeneration(config).model
+    return lambda: model.get_rope_index(
+        input_ids=ids, mm_token_type_ids=types, image_grid_thw=grid, attention_mask=mask
+    )
+
+
+# Running
+
+
+def measure(side: str) -> None:
+    """One side: measures a row whenever its number comes in. Each row has a process, forked when all is imported: what others
+    leave behind in the allocator would change its figures."""
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    if side != "floor":
+        proto(side)
+    forks, rows = multiprocessing.get_context("fork"), {}
+    print("READY", flush=True)
+    for line in sys.stdin:
+        number = int(line)
+        if number not in rows:
+            finish(rows)
+            here, there = forks.Pipe()
+            rows[number] = here, forks.Process(target=serve, args=(side, number, there))
+            rows[number][1].start()
+            there.close()
+        rows[number][0].send("once")
+        print("FOUND", json.dumps(rows[number][0].recv()), flush=True)
+    finish(rows)
+
+
+def finish(rows: dict[int, Any]) -> None:
+    for connection, process in rows.values():
+        connection.send("")
+        process.join()
+    rows.clear()
+
+
+def serve(side: str, number: int, connection: Any) -> None:
+    """One row of one side, in a process of its own: measures whenever asked."""
+    work = ROWS[number].work(side)
+    while connection.recv():
+        connection.send(None if work is None else once(work, ROWS[number].unit))
+    if started_ray.cache_info().currsize:
+        started_ray().shutdown()
+
+
+def once(work: Work, unit: str) -> float:
+    start = time.perf_counter()
+    made = work()
+    seconds = time.perf_counter() - start
+    return seconds * 1000 if unit == "ms" else made
+
+
+class Side:
+    """A process that measures when told to."""
+
+    def __init__(self, python: str, side: str, core: int, errors: IO[str]) -> None:
+        self.errors = errors
+        self.process = subprocess.Popen(
+            [python, __file__, "measure", side],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            preexec_fn=functools.partial(os.sched_setaffinity, 0, {core}),
+        )
+        self._hear("READY")
+
+    def measure(self, number: int) -> float | None:
+        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.flush()
+        return json.loads(self._hear("FOUND"))
+
+    def _hear(self, word: str) -> str:
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        self.errors.seek(0)
+        sys.exit(f"{' '.join(self.process.args)} ended early:\n{self.errors.read()[-4000:]}")
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(pythons: dict[str, str], rows: Sequence[int], repeats: int, core: int) -> str:
+    """Lets the sides measure in turns and tells the medians as a table."""
+    lines = [f"| work | {' | '.join(SIDES[side] for side in pythons)} | ours / verl | target | met |"]
+    lines.append("|" + "---|" * (len(pythons) + 4))
+    with contextlib.ExitStack() as stack:
+        sides = {
+            side: stack.enter_context(Side(python, side, core, stack.enter_context(tempfile.TemporaryFile("w+"))))
+            for side, python in pythons.items()
+        }
+        for number in rows:
+            rounds = [{side: each.measure(number) for side, each in sides.items()} for _ in range(repeats + 1)][1:]
+            found = {side: median(each[side] for each in rounds) for side in sides if rounds[0][side] is not None}
+            ratio = (
+                f"1/{found['verl'] / found['ours']:.3g}" if found.keys() >= {"verl", "ours"} and found["ours"] else ""
+            )
+            figures = [f"{found[side]:,.3g} {ROWS[number].unit}" if side in found else "" for side in pythons]
+            cells = [ROWS[number].name.strip(), *figures, ratio, ROWS[number].target(), ROWS[number].met(found)]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["measure"]:
+        measure(sys.argv[2])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--verl-python", help="interpreter of an environment with verl 0.9.1; without it, its side is left out"
+    )
+    parser.add_argument("--rows", default="", help="only rows whose name contains this text")
+    parser.add_argument("--repeats", type=int, default=9, help="measured rounds (default: 9)")
+    arguments = parser.parse_args()
+    pythons = {"verl": arguments.verl_python} if arguments.verl_python else {}
+    pythons |= {"ours": sys.executable, "floor": sys.executable}
+    rows = [number for number, each in enumerate(ROWS) if arguments.rows in each.name]
+    before, core = os.getloadavg()[0], max(os.sched_getaffinity(0))
+    table = compare(pythons, rows, arguments.repeats, core)
+    import torch
+
+    print(
+        f"One core of {cpu_name()}, Python {platform.python_version()}, torch {torch.__version__}; medians of ", end=""
+    )
+    kept = " Freed memory is kept." if "MALLOC_TRIM_THRESHOLD_" in os.environ else ""
+    print(
+        f"{arguments.repeats} rounds in turns; load average before {before:.1f}, after {os.getloadavg()[0]:.1f}.{kept}\n"
+    )
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
