@@ -268,7 +268,8 @@ class Table:
         """Parts of these sizes, in order, as views, each with its own ``meta_info``."""
         self.check_consistency()
         ends = list(accumulate(sizes))
-        if any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values()):
+        nested = any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values())
+        if nested or not sizes or 0 in sizes:  # which tensordict does not split
             return [self.slice(end - size, end) for size, end in zip(sizes, ends)]
         batches = [None] * len(ends) if self.batch is None else self.batch.split(sizes)
         return [
