@@ -1,0 +1,37 @@
+"""How a policy is run on its devices: precision, memory and what is trained."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dataproto.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685) in every linear layer of the decoder and, on request, of the vision tower."""
+
+    rank: int = 16
+    alpha: float = 32.0  # the adapter's output is scaled by alpha / rank
+    vision: bool = False  # adapt the vision tower too; without, it is frozen
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0:
+            raise InvalidConfig(f"lora: rank={self.rank} must be at least 1 and alpha={self.alpha} above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of the forward and backward pass that change speed and memory, never the result beyond rounding."""
+
+    token_budget: int = 16_384  # tokens of one micro-batch
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
+    compile: bool = False  # torch.compile for the repeated layers
+    reshard_after_forward: bool = True  # free gathered weights between forward and backward: less memory, more traffic
+    offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
+    freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
+    lora: LoraConfig | None = None  # train low-rank adapters instead of the weights
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1:
+            raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")

@@ -1,0 +1,85 @@
+"""Where a process stands among all that share one model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from dataproto.errors import InvalidConfig
+from workers.layout import Layout
+
+AXES = ("pp", "dp", "sp", "tp")
+"""The mesh's dimensions, slowest first: ranks of one tp group are neighbours."""
+
+JOINED_AXES = (("dp", "sp"), ("sp", "tp"), ("dp", "sp", "tp"))
+"""Products of axes that have a process group of their own: FSDP shards, ranks with the same rows, a pipeline stage."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in a `Layout`, and the process groups of its axes.
+
+    >>> alone = Ranks()
+    >>> alone.size("dp", "sp"), alone.rank("tp"), alone.group("dp")
+    (1, 0, None)
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    mesh: DeviceMesh | None = None  # dims "pp", "dp", "sp", "tp"; None in a world of one, which has no process group
+    joined: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)  # flattened, by their axes
+
+    def size(self, *axes: str) -> int:
+        """Product of the degrees of ``axes``."""
+        return prod(getattr(self.layout, axis) for axis in axes)
+
+    def rank(self, axis: str) -> int:
+        """This process's position along one axis."""
+        return 0 if self.mesh is None else int(self.mesh.get_local_rank(axis))
+
+    def submesh(self, *axes: str) -> DeviceMesh | None:
+        """One-dimensional mesh of the ranks that differ from this one in ``axes`` alone, ``None`` if there is no other.
+
+        Several axes: one of `JOINED_AXES`, or ``AXES``, that is everybody.
+        """
+        if self.mesh is None or self.size(*axes) == 1:
+            return None
+        return self.mesh[axes[0]] if len(axes) == 1 else self.joined[axes]
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """The process group of `submesh`."""
+        mesh = self.submesh(*axes)
+        return None if mesh is None else mesh.get_group()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files and speaks for all."""
+        return self.mesh is None or distributed.get_rank() == 0
+
+
+def join(layout: Layout, device: torch.device) -> Ranks:
+    """Takes this process's place in ``layout``, over the default process group; every process calls it.
+
+    A world of one needs no process group.
+
+    Raises:
+        InvalidConfig: there is no process group, or its size is not the layout's.
+    """
+    if layout.world_size == 1:
+        return Ranks(layout)
+    if not distributed.is_initialized():
+        raise InvalidConfig(
+            f"{layout} needs {layout.world_size} processes, but this one has no process group: start it by torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    if distributed.get_world_size() != layout.world_size:
+        raise InvalidConfig(
+            f"{layout} needs {layout.world_size} processes, but the default process group has {distributed.get_world_size()}"
+        )
+    mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
+    several: tuple[tuple[str, ...], ...] = (*JOINED_AXES, AXES)
+    joined = {axes: mesh[axes]._flatten("_".join(axes)) for axes in several}
+    return Ranks(layout, mesh, joined)
