@@ -1,6 +1,6 @@
 """`DataProto` beside verl's and beside the floor, on one core, in one run and one table.
 
-    python benchmarks/dataproto.py --verl-python /path/to/verl-venv/bin/python > benchmarks/RESULTS.md
+    python benchmarks/dataproto.py --verl-python /path/to/verl-venv/bin/python
 
 Each side is a process of its own on the same core: this project; verl 0.9.1 (or what a row names instead); and the floor, what
 the row cannot do without: a `memcpy`, the raw torch operation, a dict of arrays through the same channel. They take turns, one

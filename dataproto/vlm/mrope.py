@@ -80,8 +80,9 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
     rows, length = types.shape
     behind = steps.cumsum(-1)
     positions = ranks.new_empty(rows, 4, length)
-    torch.mul(ranks, attended, out=positions[:, 0])
-    positions[:, 1:] = (behind - 1).mul_(attended)[:, None]
+    padding = ~attended
+    positions[:, 0] = ranks.masked_fill_(padding, 0)
+    positions[:, 1:] = (behind - 1).masked_fill_(padding, 0)[:, None]
     for index, grid in media:
         end = behind.view(-1)[index]
         place = index + index // length * 3 * length  # of the token's rank in the flat result
@@ -153,9 +154,8 @@ def _offsets(pieces: Pieces, starts: Tensor, counts: Tensor) -> list[Tensor]:
 
     Worked out once for media of one form, as samples of one prompt and pictures of one size are.
     """
-    every = torch.cat([pieces.sizes.double(), pieces.intervals.double()[:, None]], 1)
-    forms, form = every.unique(dim=0, return_inverse=True)
-    sizes, tokens = forms[:, :3].long(), forms[:, :3].long().prod(-1)
+    form, one_of = _distinct([*pieces.sizes.unbind(1), pieces.intervals])
+    sizes, tokens = pieces.sizes[one_of], pieces.sizes[one_of].prod(-1)
     first = tokens.cumsum(0) - tokens
     within = torch.arange(int(tokens.sum()), device=form.device) - first.repeat_interleave(tokens)
     height, width, extent = (
@@ -163,7 +163,23 @@ def _offsets(pieces: Pieces, starts: Tensor, counts: Tensor) -> list[Tensor]:
     )
     line = within // width
     step = line // height
-    time = (step * forms[:, 3].to(pieces.intervals.dtype).repeat_interleave(tokens)).long()
+    time = (step * pieces.intervals[one_of].repeat_interleave(tokens)).long()
     table = time - extent, line - step * height - extent, within - line * width - extent
     place = torch.arange(int(counts.sum()), device=form.device) + (first[form] - starts).repeat_interleave(counts)
     return [each.index_select(0, place) for each in table]
+
+
+def _distinct(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Numbers the distinct rows ``(N,)`` of columns ``(N,)``, and names a row of each; `unique` by dimension compares row
+    by row in a loop.
+
+    >>> _distinct([torch.tensor([2, 1, 2]), torch.tensor([5.0, 5.0, 5.0])])[0]
+    tensor([1, 0, 1])
+    """
+    number = columns[0].new_zeros(len(columns[0]), dtype=torch.int64)
+    for column in columns:
+        values, code = column.unique(return_inverse=True)
+        number = (number * len(values) + code).unique(return_inverse=True)[1]  # renumbered, so that it stays small
+    one_of = number.new_empty(int(number.max()) + 1 if len(number) else 0)
+    one_of[number] = torch.arange(len(number), device=number.device)
+    return number, one_of
