@@ -14,6 +14,7 @@ as the memory they are in: with protocol 5 and a ``buffer_callback`` nothing is 
 import contextvars
 import math
 import pickle
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,18 +63,41 @@ def shared_blobs(store: BlobStore) -> Iterator[None]:
 
     So parts of one batch that are sent one by one send what they share once. Dense columns belong to one part each and travel
     with it. What is put once is not looked at again: it must not be written while this is open. Reading needs nothing but the
-    pickled batch, which holds the store and the references.
+    pickled batch, which holds the store and the references. What was read from a store and is sent on into an equal one
+    (``==``) is not put again: the reference travels back.
 
     ::
 
         with shared_blobs(store):
             sent = [pickle.dumps(part) for part in data.chunk(8)]
     """
-    token = _sharing.set(_Blobs(store))
-    try:
+    with SharedBlobs(store).open():
         yield
-    finally:
-        _sharing.reset(token)
+
+
+class SharedBlobs:
+    """`shared_blobs` that opens more than once, and remembers from one time to the next what has been put.
+
+    ::
+
+        blobs = SharedBlobs(store)  # for one step of a recipe
+        with blobs.open():
+            sent = pickle.dumps(prompts)
+        with blobs.open():
+            sent = pickle.dumps(rollouts)  # shows the same images
+    """
+
+    def __init__(self, store: BlobStore) -> None:
+        self._blobs = _Blobs(store)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, pickling shares; see `shared_blobs`."""
+        token = _sharing.set(self._blobs)
+        try:
+            yield
+        finally:
+            _sharing.reset(token)
 
 
 def reduce_batch(data: Any, protocol: int) -> tuple[Any, ...]:
@@ -136,7 +160,7 @@ def _copy(leaf: Any) -> Any:
 
 def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form:
     """Columns are handed over; what stands inside of objects is written in place where small, else put into the store if any."""
-    if blobs is not None and not dense and (known := blobs.forms.get(leaf_key(leaf))):
+    if blobs is not None and not dense and (known := blobs.forms.get(leaf_key(leaf)) or _origin(leaf, blobs.store)):
         return known
     *described, bits = _described(leaf)
     if described == ["object"]:
@@ -195,9 +219,35 @@ def _described_image(image: Any) -> Form:
 
 def _decode(form: Form, store: BlobStore | None) -> Any:
     kind, *described, buffer = form
-    if isinstance(buffer, _Stored) and store is not None:
-        buffer = store.get(buffer.ref)
-    return _MAKERS[kind](*described, buffer)
+    if not isinstance(buffer, _Stored) or store is None:
+        return _MAKERS[kind](*described, buffer)
+    leaf = _MAKERS[kind](*described, store.get(buffer.ref))
+    _remember(leaf, form, store)
+    return leaf
+
+
+# Leaves that were read from a store, by key, as long as they live: how they are written when they are sent on.
+_origins: dict[Hashable, tuple["weakref.ref[Any]", Form, BlobStore]] = {}
+
+
+def _remember(leaf: Any, form: Form, store: BlobStore) -> None:
+    key = leaf_key(leaf)
+
+    def forget(reference: "weakref.ref[Any]") -> None:
+        if key in _origins and _origins[key][0] is reference:
+            del _origins[key]
+
+    _origins[key] = weakref.ref(leaf, forget), form, store
+
+
+def _origin(leaf: Any, store: BlobStore) -> Form | None:
+    """The form of a leaf that came out of an equal store and is still what it was then."""
+    _, form, its_store = _origins.get(leaf_key(leaf), (None, None, None))
+    if form is None or its_store != store:
+        return None
+    if is_image(leaf) and not (leaf.readonly and form[1:-1] == (leaf.mode, leaf.size, palette_of(leaf), leaf.info)):
+        return None  # PIL copies a borrowed image when it is written
+    return form
 
 
 def _tensor(

@@ -11,6 +11,7 @@ from PIL import Image
 
 from dataproto import DataProto, RaggedTensor, shared_blobs
 from dataproto.equality import same_value
+from dataproto.wire import SharedBlobs
 
 SHELF: dict[int, bytes] = {}
 
@@ -26,6 +27,11 @@ class Shelf:
 
     def get(self, ref: int) -> bytes:
         return SHELF[ref]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shelf)
+
+    __hash__ = None
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +145,67 @@ def test_ragged_rows_and_items_alone() -> None:
     assert sorted(map(len, SHELF.values())) == sorted([400 * 50 * 4, 40 * 40 * 4, 500 * 4, 300 * 8])  # one row, twice
     assert pickle.loads(rows) == data["r"][[1, 1]]
     assert same_value(pickle.loads(item).non_tensor_batch["inputs"], data["inputs"][1])
+
+
+def test_what_came_from_a_store_is_not_put_there_again() -> None:
+    data = batch().select(non_tensor_batch_keys=["media", "inputs"])  # rows of ragged tensors are joined when read
+    with shared_blobs(Shelf()):
+        back = pickle.loads(pickle.dumps(data))
+    shared = len(SHELF)
+    with shared_blobs(Shelf()):
+        again = pickle.loads(pickle.dumps(back[::-1]))
+    assert len(SHELF) == shared
+    assert same_value(again["media"], data["media"][::-1])
+    assert same_value(again["inputs"], data["inputs"][::-1])
+
+
+def test_an_image_that_was_drawn_on_is_put_again() -> None:
+    data = batch()
+    with shared_blobs(Shelf()):
+        back = pickle.loads(pickle.dumps(data))
+    image = back["media"][0]["image"][0]
+    image.putpixel((0, 0), (1, 2, 3))
+    with shared_blobs(Shelf()):
+        again = pickle.loads(pickle.dumps(back))
+    assert again["media"][0]["image"][0].getpixel((0, 0)) == (1, 2, 3)
+    assert again["media"][1]["image"][0].tobytes() == data["media"][1]["image"][0].tobytes()
+
+
+def test_another_store_gets_its_own() -> None:
+    class Other(Shelf):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Other)
+
+        def __reduce__(self) -> tuple[type, tuple[()]]:
+            return Shelf, ()
+
+    data = batch()
+    with shared_blobs(Shelf()):
+        back = pickle.loads(pickle.dumps(data))
+    shared = len(SHELF)
+    with shared_blobs(Other()):
+        pickle.dumps(back)
+    assert len(SHELF) == 2 * shared
+
+
+def test_shared_blobs_that_stay_remember() -> None:
+    data, blobs = batch(), SharedBlobs(Shelf())
+    with blobs.open():
+        pickle.dumps(data)
+    shared = len(SHELF)
+    pickle.dumps(data)
+    with blobs.open():
+        sent = pickle.dumps(data.repeat(2))
+    assert len(SHELF) == shared
+    assert same_value(pickle.loads(sent)["inputs"], data.repeat(2)["inputs"])
+
+
+def test_nothing_is_remembered_of_leaves_that_are_gone() -> None:
+    from dataproto import wire
+
+    before = len(wire._origins)
+    with shared_blobs(Shelf()):
+        back = pickle.loads(pickle.dumps(batch()))
+    assert len(wire._origins) > before
+    del back
+    assert len(wire._origins) == before
