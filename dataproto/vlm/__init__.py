@@ -4,6 +4,7 @@
 >>> family = family_of("qwen2_5_vl")  # or a Hugging Face config or model
 """
 
+from dataproto.vlm.costs import row_costs
 from dataproto.vlm.family import VLMFamily, family_of, known_families
 from dataproto.vlm.flops import Flops
 from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media, media_grids, media_spans
@@ -24,4 +25,5 @@ __all__ = [
     "known_families",
     "media_grids",
     "media_spans",
+    "row_costs",
 ]

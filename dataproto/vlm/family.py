@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import MediaMismatch, UnknownModel
-from dataproto.vlm.flops import Flops, grids_of, language_flops
-from dataproto.vlm.forward import place, pooled, tower_output
+from dataproto.vlm.costs import grid_sums
+from dataproto.vlm.flops import Flops, grids_of, language_flops, logit_flops
+from dataproto.vlm.forward import feature_levels, place, tower_output
 from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media
 from dataproto.vlm.mrope import Pieces, extend_positions, mrope_positions
 from dataproto.vlm.placeholders import Ids, MediaTokens, expand_ids, image_grid, split_videos
@@ -50,8 +51,13 @@ def same_weight(name: str, weight: Tensor) -> tuple[str, Tensor]:
     return name, weight
 
 
-def no_extras(output: Any, shape: torch.Size, spans: MediaSpans) -> dict[str, Tensor]:
-    """The decoder needs nothing of the tower but its features."""
+def no_deep_features(output: Any) -> Sequence[Any]:
+    """The tower makes one level of features."""
+    return ()
+
+
+def no_extras(features: Tensor, shape: torch.Size, spans: MediaSpans) -> dict[str, Tensor]:
+    """The decoder needs nothing of the tower but what is placed among the embeddings."""
     return {}
 
 
@@ -68,8 +74,8 @@ class VLMFamily:
 
     model_type: str
     """``config.model_type`` of its checkpoints."""
-    vision_flops: Callable[[Any, Tensor], Flops]
-    """Cost of the tower from the config and grids ``(N, 3)``."""
+    vision_flops: Callable[[Any, Tensor], Tensor]
+    """Operations ``(N, 2)`` of the tower's linear layers and attention from the config and grids ``(N, 3)``."""
     layer_weights: Callable[[Any, int], int]
     """Weights that one token meets in the linear layers of decoder layer i, from the text config."""
     videos: Callable[[Tensor, Tensor | Sequence[float] | None, Any], Pieces] = whole_videos
@@ -77,8 +83,10 @@ class VLMFamily:
     videos_by_frame: bool = False
     """In ids, a video is a sequence of frames, each with its own start and end tokens after a text that tells its time.
     """
-    extras: Callable[[Any, torch.Size, MediaSpans], dict[str, Tensor]] = no_extras
-    """What the decoder needs of the tower's output besides features, for a sequence of this shape."""
+    deep_features: Callable[[Any], Sequence[Any]] = no_deep_features
+    """Further levels ``(F, H)`` in the tower's output, besides the features that take the placeholders' places."""
+    extras: Callable[[Tensor, torch.Size, MediaSpans], dict[str, Tensor]] = no_extras
+    """What the decoder needs of features ``(F, levels, H)`` besides the first level, for a sequence of this shape."""
     rollout_weight: RenameWeight = same_weight
     """A parameter under the name, and in the layout, of the family's checkpoints, which engines load."""
     tensor_plan: TensorPlan = DECODER_PLAN
@@ -178,8 +186,24 @@ class VLMFamily:
         return distinct_media(rows, self.merge_size(config))
 
     def features(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
-        """Features ``(F, H)`` of images and then videos."""
-        return pooled(tower_output(model.get_submodule(self.vision_tower), media, **vision_kwargs))
+        """Features ``(F, levels, H)`` of images and then videos, every level that `merge` needs."""
+        output = tower_output(model.get_submodule(self.vision_tower), media, **vision_kwargs)
+        return feature_levels(output, self.deep_features(output))
+
+    def merge(
+        self, model: Any, input_ids: Tensor, features: Tensor | None, spans: MediaSpans | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Embeddings ``(B, L, H)`` of ``input_ids (B, L)`` with ``features (F, levels, H)`` placed at ``spans``, and what
+        else `decode` needs of them.
+
+        ``input_ids`` may be any part of a sequence: spans say which features stand in that part, and where.
+        """
+        embeddings: Tensor = model.get_submodule(self.embedding)(input_ids)
+        if features is None and not spans:
+            return embeddings, {}
+        if features is None or spans is None:
+            raise MediaMismatch("media without spans, or spans without media: both come from one `distinct_media`")
+        return place(embeddings, features[:, 0], spans), self.extras(features, input_ids.shape, spans)
 
     def embed(
         self,
@@ -193,13 +217,8 @@ class VLMFamily:
         and what the decoder needs besides. ``media`` and ``spans`` come from `distinct_media` and `media_spans`; both
         empty for text.
         """
-        embeddings: Tensor = model.get_submodule(self.embedding)(input_ids)
-        if not media and not spans:
-            return embeddings, {}
-        if not media or spans is None:
-            raise MediaMismatch("media without spans, or spans without media: both come from one `distinct_media`")
-        output = tower_output(model.get_submodule(self.vision_tower), media, **(vision_kwargs or {}))
-        return place(embeddings, pooled(output), spans), self.extras(output, input_ids.shape, spans)
+        features = self.features(model, media, **(vision_kwargs or {})) if media else None
+        return self.merge(model, input_ids, features, spans)
 
     def decode(
         self,
@@ -252,17 +271,33 @@ class VLMFamily:
 
         ``logit_tokens``: how many tokens' logits are computed, all unless given.
         """
+        rows = torch.as_tensor(lengths).long()
+        logits = int(rows.sum()) if logit_tokens is None else logit_tokens
+        vision = self.vision_flops(config.vision_config, grids_of(image_grid_thw, video_grid_thw)).sum(0).tolist()
+        language = self._language_flops(config.text_config, rows).sum(0).tolist()
+        return Flops(vision[0], vision[1], language[0], language[1], logits * logit_flops(config.text_config))
+
+    def row_flops(
+        self,
+        config: Any,
+        lengths: Tensor | Sequence[int],
+        media: Sequence[Mapping[str, Any]] | None = None,
+        logit_tokens: Tensor | Sequence[int] | None = None,
+    ) -> Tensor:
+        """Operations ``(B,)`` int64 of a forward pass by row: their sum is ``flops(...).total``.
+
+        ``media``: the rows' ``multi_modal_inputs``, none unless given. ``logit_tokens (B,)``: as in `flops`, of each row.
+        """
         text, rows = config.text_config, torch.as_tensor(lengths).long()
+        logits = rows if logit_tokens is None else torch.as_tensor(logit_tokens).long()
+        language = self._language_flops(text, rows).sum(1) + logits * logit_flops(text)
+        if media is None:
+            return language
+        return language + grid_sums(media, lambda grids: self.vision_flops(config.vision_config, grids).sum(1))
+
+    def _language_flops(self, text: Any, lengths: Tensor) -> Tensor:
         weights = [self.layer_weights(text, layer) for layer in range(text.num_hidden_layers)]
-        language = language_flops(text, weights, rows, int(rows.sum()) if logit_tokens is None else logit_tokens)
-        vision = self.vision_flops(config.vision_config, grids_of(image_grid_thw, video_grid_thw))
-        return Flops(
-            vision.vision_linear,
-            vision.vision_attention,
-            language.language_linear,
-            language.language_attention,
-            language.lm_head,
-        )
+        return language_flops(text, weights, lengths)
 
 
 def family_of(model: Any) -> VLMFamily:

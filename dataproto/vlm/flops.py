@@ -59,15 +59,19 @@ def attention_weights(text: Any) -> int:
     return int(text.hidden_size) * (2 * attention_width(text) + 2 * int(text.num_key_value_heads) * head_dim(text))
 
 
-def language_flops(text: Any, layer_weights: list[int], lengths: Tensor, logit_tokens: int) -> Flops:
-    """The decoder on causal segments of ``lengths (B,)`` tokens."""
-    lengths = lengths.long()
-    pairs = int((lengths * (lengths + 1) // 2).sum())
-    return Flops(
-        language_linear=2 * int(lengths.sum()) * sum(layer_weights),
-        language_attention=4 * attention_width(text) * pairs * len(layer_weights),
-        lm_head=2 * logit_tokens * int(text.hidden_size * text.vocab_size),
+def language_flops(text: Any, layer_weights: list[int], lengths: Tensor) -> Tensor:
+    """The decoder layers on causal segments of ``lengths (B,)`` tokens: operations ``(B, 2)`` int64 of linear layers and
+    attention, by segment.
+    """
+    pairs = lengths * (lengths + 1) // 2
+    return torch.stack(
+        [2 * sum(layer_weights) * lengths, 4 * attention_width(text) * len(layer_weights) * pairs], dim=1
     )
+
+
+def logit_flops(text: Any) -> int:
+    """The output projection of one token."""
+    return 2 * int(text.hidden_size * text.vocab_size)
 
 
 def patch_weights(vision: Any, width: int) -> int:
@@ -81,31 +85,31 @@ def merger_weights(vision: Any, width: int, out: int) -> int:
     return merged * merged + merged * out
 
 
-def frame_pairs(grids: Tensor) -> int:
-    """Pairs of patches that attend in a block of full attention within each frame; ``grids (N, 3)``."""
-    return int((grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2).sum())
+def frame_pairs(grids: Tensor) -> Tensor:
+    """Pairs of patches that attend in a block of full attention within each frame of ``grids (N, 3)``: ``(N,)``."""
+    return grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2
 
 
-def window_pairs(grids: Tensor, window: int) -> int:
-    """Pairs in a block of attention within windows of ``window`` x ``window`` patches, smaller at the lower and right
-    edges.
+def window_pairs(grids: Tensor, window: int) -> Tensor:
+    """Pairs ``(N,)`` in a block of attention within windows of ``window`` x ``window`` patches, smaller at the lower and
+    right edges.
 
     >>> window_pairs(torch.tensor([[1, 6, 4]]), window=4)  # a window of 16 patches and one of 8
-    320
+    tensor([320])
     """
     squares = (grids[:, 1:] // window) * window**2 + (grids[:, 1:] % window) ** 2
-    return int((grids[:, 0] * squares.prod(-1)).sum())
+    return grids[:, 0] * squares.prod(-1)
 
 
 def vision_flops(
-    grids: Tensor, patch: int, block: int, merger: int, merge_size: int, width: int, pairs: list[int]
-) -> Flops:
+    grids: Tensor, patch: int, block: int, merger: int, merge_size: int, width: int, pairs: list[Tensor]
+) -> Tensor:
     """A tower of ``len(pairs)`` blocks: weights met by a patch at the embedding, in a block, and by a merged token in
-    mergers.
+    mergers; pairs ``(N,)`` that attend in each block. Operations ``(N, 2)`` int64 of linear layers and attention, by grid.
     """
-    patches = int(grids.prod(-1).sum())
+    patches = grids.prod(-1)
     linear = patches * (patch + len(pairs) * block) + patches // merge_size**2 * merger
-    return Flops(vision_linear=2 * linear, vision_attention=4 * width * sum(pairs))
+    return torch.stack([2 * linear, 4 * width * torch.stack(pairs).sum(0)], dim=1)
 
 
 def grids_of(*grids: Tensor | None) -> Tensor:

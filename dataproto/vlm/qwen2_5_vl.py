@@ -9,7 +9,6 @@ from torch import Tensor
 from dataproto.errors import MediaMismatch
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.flops import (
-    Flops,
     dense_layer_weights,
     frame_pairs,
     merger_weights,
@@ -36,7 +35,7 @@ def _timed_videos(grids: Tensor, seconds: Tensor | Sequence[float] | None, confi
     )
 
 
-def _vision_flops(vision: Any, grids: Tensor) -> Flops:
+def _vision_flops(vision: Any, grids: Tensor) -> Tensor:
     width, merge = int(vision.hidden_size), int(vision.spatial_merge_size)
     window = int(vision.window_size) // merge // int(vision.patch_size) * merge
     full, windowed = frame_pairs(grids), window_pairs(grids, window)

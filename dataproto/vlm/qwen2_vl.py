@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.flops import Flops, dense_layer_weights, frame_pairs, merger_weights, patch_weights, vision_flops
+from dataproto.vlm.flops import dense_layer_weights, frame_pairs, merger_weights, patch_weights, vision_flops
 
 _CHECKPOINT_NAMES = ((re.compile(r"^model\.visual\."), "visual."), (re.compile(r"^model\.language_model\."), "model."))
 
@@ -18,7 +18,7 @@ def checkpoint_weight(name: str, weight: Tensor) -> tuple[str, Tensor]:
     return name, weight
 
 
-def _vision_flops(vision: Any, grids: Tensor) -> Flops:
+def _vision_flops(vision: Any, grids: Tensor) -> Tensor:
     width = int(vision.embed_dim)
     return vision_flops(
         grids,

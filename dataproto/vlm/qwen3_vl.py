@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
 from dataproto.vlm.flops import (
-    Flops,
     attention_weights,
     dense_layer_weights,
     frame_pairs,
@@ -30,20 +29,22 @@ def _frames(grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any
     return Pieces.of_grids(frames, config.vision_config.spatial_merge_size)
 
 
-def _deepstack(output: Any, shape: torch.Size, spans: MediaSpans) -> dict[str, Tensor]:
+def _deep_features(output: Any) -> Sequence[Any]:
+    levels: Sequence[Any] = output.deepstack_features
+    return levels
+
+
+def _deepstack(features: Tensor, shape: torch.Size, spans: MediaSpans) -> dict[str, Tensor]:
     """``visual_pos_masks (B, L)`` bool, the media tokens, and ``deepstack_visual_embeds (D, M, H)``: what decoder layer
     d adds to each of them, in the mask's order.
     """
     mask = torch.zeros(shape, dtype=torch.bool, device=spans.positions.device)
     mask.view(-1)[spans.positions] = True
-    layers = [layer if isinstance(layer, Tensor) else torch.cat(tuple(layer)) for layer in output.deepstack_features]
-    return {
-        "visual_pos_masks": mask,
-        "deepstack_visual_embeds": torch.stack([layer.index_select(0, spans.features) for layer in layers]),
-    }
+    deep = features[:, 1:].index_select(0, spans.features)
+    return {"visual_pos_masks": mask, "deepstack_visual_embeds": deep.transpose(0, 1)}
 
 
-def _vision_flops(vision: Any, grids: Tensor) -> Flops:
+def _vision_flops(vision: Any, grids: Tensor) -> Tensor:
     width = int(vision.hidden_size)
     mergers = 1 + len(vision.deepstack_visual_indexes)
     return vision_flops(
@@ -79,6 +80,7 @@ QWEN3_VL = VLMFamily(
     layer_weights=dense_layer_weights,
     videos=_frames,
     videos_by_frame=True,
+    deep_features=_deep_features,
     extras=_deepstack,
     mergers=("model.visual.merger", "model.visual.deepstack_merger_list"),
 )

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dataproto.vlm import family_of, media_spans
-from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, image_inputs, tiny_model
+from dataproto.batching import split_by_budget
+from dataproto.vlm import family_of, media_grids, media_spans, row_costs
+from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, image_inputs, tiny_config, tiny_model
 
 GRIDS = ((4, 6), (8, 4))
 
@@ -84,3 +85,47 @@ def test_counts_equal_those_of_the_counter(model_type):
     length = ids.shape[1]
     square = attention(everything) - attention(vision)
     assert ours.language_attention * 2 * length == square * (length + 1)
+
+
+def media_rows(config):
+    """Rows of two images, none, the first row's own again, a video, an image and a video."""
+    pictures, video = image_inputs(config, *GRIDS), image_inputs(config, (2, 4, 6), kind="video")
+    return [pictures, {}, pictures, video, image_inputs(config, (6, 6), seed=1) | video]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_costs_by_row_add_up_to_those_of_the_batch(model_type):
+    config = tiny_config(model_type)
+    family, lengths, media = family_of(model_type), [40, 7, 30, 25, 0], media_rows(config)
+    costs = family.row_flops(config, lengths, media)
+    for row, length in enumerate(lengths):
+        grids = (media[row].get("image_grid_thw"), media[row].get("video_grid_thw"))
+        assert costs[row] == family.flops(config, [length], *grids).total
+    grids = media_grids(media)
+    assert costs.sum() == family.flops(config, lengths, grids["image_grid_thw"], grids["video_grid_thw"]).total
+    some = family.row_flops(config, lengths, logit_tokens=[1, 2, 3, 4, 0])
+    assert some.sum() == family.flops(config, lengths, logit_tokens=10).total
+    assert family.row_flops(config, [], []).tolist() == []
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_part_costs_its_first_row_whole_and_of_others_what_they_do_not_share(model_type):
+    """Three samples of one prompt with images, then a text row: attention of a response also pays for the prompt's keys."""
+    config, family = tiny_config(model_type), family_of(model_type)
+    pictures = image_inputs(config, *GRIDS)
+    lengths, shared, logits = torch.tensor([30, 28, 26, 9]), torch.tensor([0, 20, 20, 0]), torch.tensor([10, 8, 6, 5])
+    costs, lead = row_costs(family, config, lengths, [pictures, pictures, pictures, {}], shared, logits)
+
+    def language(length, logit_tokens):
+        return family.flops(config, [length], logit_tokens=logit_tokens).total
+
+    vision = family.flops(config, [0], pictures["image_grid_thw"]).total
+    assert lead.tolist() == [0, vision + language(20, 0), vision + language(20, 0), 0]
+    assert costs.tolist() == [
+        vision + language(30, 10),
+        language(28, 8) - language(20, 0),
+        language(26, 6) - language(20, 0),
+        language(9, 5),
+    ]
+    parts = split_by_budget(lengths - shared, 1000, costs, int(costs[:2].sum()), shared, lead)
+    assert parts == [slice(0, 2), slice(2, 4)]

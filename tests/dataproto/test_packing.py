@@ -1,4 +1,4 @@
-"""Packing and cutting, against naive loops."""
+"""Packing, against naive loops."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataproto.batching import cut_minibatches, pack_rows, prompt_sharing, split_by_tokens, unpack_cells
-from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.batching import pack_rows, prompt_sharing, unpack_cells
+from dataproto.errors import InvalidColumn
 
 
 @st.composite
@@ -49,6 +49,40 @@ def test_packing_equals_a_loop_over_rows_and_tokens(batch):
     assert packed.response_cells.tolist() == cells
     assert packed.position_ids[:, 0].tolist() == [[token * 10 + axis for token in tokens] for axis in range(4)]
     assert packed.token_types.tolist() == [[token % 3 for token in tokens]]
+
+
+@given(padded_batches(), st.lists(st.integers(1, 3), min_size=5, max_size=5))
+def test_each_segment_and_its_keys_are_the_row_that_a_loop_would_pack(batch, samples):
+    """Rows repeated as samples of one prompt, with one-dimensional positions."""
+    ids, mask, response_mask = batch
+    times = torch.tensor(samples[: len(ids)])
+    ids, mask, response_mask = (each.repeat_interleave(times, dim=0) for each in batch)
+    ids[:, 4:] += torch.arange(len(ids))[:, None] * 1000  # responses differ
+    positions = mask.cumsum(1) - 1
+    shared = prompt_sharing(ids, mask, positions, 0 * ids, [{}] * len(ids), response_width=4)
+    packed = pack_rows(ids, mask, positions, response_mask, shares_prompt=shared)
+    keys = torch.arange(packed.input_ids.shape[1]) if packed.key_index is None else packed.key_index
+
+    assert shared.tolist() == [number > 0 for count in samples[: len(batch[0])] for number in range(count)]
+    for row in range(len(ids)):
+        whole, own = mask[row].bool(), mask[row].bool()
+        if shared[row]:
+            own = own & (torch.arange(8) >= 4)
+        segment = slice(packed.cu_seqlens[row], packed.cu_seqlens[row + 1])
+        seen = keys[packed.key_cu_seqlens[row] : packed.key_cu_seqlens[row + 1]]
+        assert packed.input_ids[0, segment].tolist() == ids[row, own].tolist()
+        assert packed.position_ids[0, segment].tolist() == positions[row, own].tolist()
+        assert packed.input_ids[0, seen].tolist() == ids[row, whole].tolist()
+    for predictor, target in zip(packed.predictors.tolist(), packed.targets.tolist(), strict=True):
+        row, column = (ids == target).nonzero()[0].tolist()
+        assert packed.input_ids[0, predictor] == ids[row, column - 1]
+
+
+@given(padded_batches())
+def test_unpacked_targets_are_the_responses(batch):
+    ids, mask, response_mask = batch
+    packed = pack_rows(ids, mask, mask.cumsum(1) - 1, response_mask)
+    assert unpack_cells(packed.targets, packed.response_cells, (len(ids), 4)).equal(ids[:, 4:] * response_mask)
 
 
 def test_a_shared_prompt_is_packed_once_and_its_keys_are_seen_by_all():
@@ -96,30 +130,3 @@ def test_unpacking_lets_gradients_through():
     grid = unpack_cells(values, torch.tensor([1, 2]), (2, 2))
     (grid * torch.tensor([[9.0, 3.0], [5.0, 9.0]])).sum().backward()
     assert values.grad.tolist() == [3.0, 5.0]
-
-
-@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 50))
-def test_token_budgets_hold_and_every_row_appears_once_in_order(lengths, budget):
-    parts = split_by_tokens(lengths, budget)
-    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(len(lengths)))
-    for part in parts:
-        assert sum(lengths[part]) <= budget or part.stop - part.start == 1
-    for part, following in zip(parts, parts[1:], strict=False):  # greedy: the next row would not have fitted
-        assert sum(lengths[part]) + lengths[following.start] > budget
-
-
-@given(st.lists(st.sampled_from("abcdef"), max_size=30), st.integers(1, 4))
-def test_minibatches_keep_prompts_whole(groups, prompts):
-    parts = cut_minibatches(groups, prompts)
-    assert sorted(row for part in parts for row in part) == list(range(len(groups)))
-    for part in parts:
-        inside = {groups[row] for row in part}
-        assert len(inside) <= prompts
-        assert all(groups[row] not in inside for row in range(len(groups)) if row not in part)
-
-
-def test_impossible_sizes_are_refused():
-    with pytest.raises(InvalidConfig):
-        split_by_tokens([1], 0)
-    with pytest.raises(InvalidConfig):
-        cut_minibatches(["a"], 0)

@@ -1,0 +1,172 @@
+"""Padded rows to packed sequences and back: pure functions over tensors.
+
+A packed sequence holds the attended tokens of all rows one after the other, ``(1, T)``; ``cu_seqlens`` says where rows begin.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidColumn
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows without their padding, one segment a row, and where their response tokens stand.
+
+    A row that shares its prompt with the row before is a segment of its response tokens alone: its queries see the keys of
+    the shared prompt and their own. So a prompt with n samples is computed once.
+
+    Shapes: T packed tokens, B rows, K keys that segments see (T if no prompt is shared), N response tokens that the loss sees.
+    """
+
+    input_ids: Tensor  # (1, T) int64
+    position_ids: Tensor  # (4, 1, T) m-RoPE with text positions first, or (1, T)
+    token_types: Tensor  # (1, T) int8: 0 text, 1 image, 2 video
+    cu_seqlens: Tensor  # (B + 1,) int32, where segments begin
+    max_length: int
+    key_index: Tensor | None  # (K,) index into T, or None if each segment sees just itself
+    key_cu_seqlens: Tensor  # (B + 1,) int32, where the keys of segments begin
+    key_max_length: int
+    predictors: Tensor  # (N,) index into T of the token before each response token
+    targets: Tensor  # (N,) the response tokens
+    response_cells: Tensor  # (N,) index into the flattened (B, R) grid
+
+    def to(self, device: torch.device | str) -> "PackedRows":
+        """The same rows on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+
+def pack_rows(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    response_mask: Tensor,
+    token_types: Tensor | None = None,
+    shares_prompt: Tensor | None = None,
+) -> PackedRows:
+    """Drops padding and lays the rows out one after the other.
+
+    Args:
+        input_ids, attention_mask: ``(B, L)``.
+        position_ids: ``(B, 4, L)`` or ``(B, L)``.
+        response_mask: ``(B, R)``, 1 on tokens whose log-prob is wanted; the last R columns of ``input_ids``.
+        token_types: ``(B, L)``, or ``None`` for text only.
+        shares_prompt: ``(B,)`` bool, see `prompt_sharing`; no row shares by default.
+
+    Raises:
+        InvalidColumn: a row has no token, or a response token has no attended token before it; names the row.
+
+    >>> ids = torch.tensor([[0, 5, 6, 7], [3, 4, 8, 0]])
+    >>> mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
+    >>> packed = pack_rows(ids, mask, mask.cumsum(1) - 1, torch.tensor([[1, 1], [1, 0]]))
+    >>> packed.input_ids.tolist(), packed.cu_seqlens.tolist()
+    ([[5, 6, 7, 3, 4, 8]], [0, 3, 6])
+    >>> packed.targets.tolist(), packed.predictors.tolist(), packed.response_cells.tolist()
+    ([6, 7, 8], [0, 1, 4], [0, 1, 2])
+    """
+    rows, length = input_ids.shape
+    width = response_mask.shape[1]
+    attended = attention_mask.bool()
+    if rows and int(attended.sum(1).min()) == 0:
+        raise InvalidColumn(f"row {int(attended.sum(1).argmin())} has no attended token: every row needs a prompt")
+    shared = torch.zeros(rows, dtype=torch.bool) if shares_prompt is None else shares_prompt
+    leader = torch.where(shared, 0, torch.arange(rows)).cummax(0).values  # the row whose prompt each row uses
+    kept = attended.clone()
+    kept[shared, : length - width] = False
+    flat = kept.flatten().nonzero().squeeze(1)
+    # Packed index of the token in each cell; in the prompt of a row that shares it, that of its leader's.
+    packed_index = (kept.flatten().cumsum(0) - 1).view(rows, length)
+    packed_index[shared, : length - width] = packed_index[leader[shared], : length - width]
+
+    cells, row, column, predictors = _response_places(response_mask, attended, packed_index)
+    if position_ids.ndim == 3:
+        positions = position_ids.transpose(0, 1).flatten(1)[:, flat].unsqueeze(1)
+    else:
+        positions = position_ids.flatten()[flat].unsqueeze(0)
+    types = torch.zeros_like(flat, dtype=torch.int8) if token_types is None else token_types.flatten()[flat]
+    cu_seqlens, longest = _boundaries(kept.sum(1))
+    key_cu_seqlens, key_longest = _boundaries(attended.sum(1))
+    return PackedRows(
+        input_ids=input_ids.flatten()[flat].unsqueeze(0),
+        position_ids=positions,
+        token_types=types.unsqueeze(0),
+        cu_seqlens=cu_seqlens,
+        max_length=longest,
+        key_index=packed_index[attended] if bool(shared.any()) else None,
+        key_cu_seqlens=key_cu_seqlens,
+        key_max_length=key_longest,
+        predictors=predictors,
+        targets=input_ids[row, column],
+        response_cells=cells,
+    )
+
+
+def _response_places(
+    response_mask: Tensor, attended: Tensor, packed_index: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each response token ``(N,)``: its cell in ``(B, R)``, row and column in ``(B, L)``, and the packed index of the
+    attended token before it.
+    """
+    width, length = response_mask.shape[1], attended.shape[1]
+    cells = response_mask.bool().flatten().nonzero().squeeze(1)
+    row, column = cells // max(width, 1), cells % max(width, 1) + length - width
+    before = packed_index.where(attended, -1).cummax(1).values  # of the last attended token up to each cell
+    predictors = before[row, column - 1].where(column > 0, -1)
+    misplaced = ~attended[row, column] | (predictors < 0)
+    if bool(misplaced.any()):
+        raise InvalidColumn(
+            f"row {int(row[misplaced][0])}: response_mask is 1 on a token that is not attended to or has no token before it"
+        )
+    return cells, row, column, predictors
+
+
+def _boundaries(lengths: Tensor) -> tuple[Tensor, int]:
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = lengths.cumsum(0)
+    return cu_seqlens, int(lengths.max()) if len(lengths) else 0
+
+
+def prompt_sharing(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    token_types: Tensor,
+    media: Sequence[Mapping[str, object]],
+    response_width: int,
+) -> Tensor:
+    """``(B,)`` bool: rows whose prompt (tokens, positions, the media objects themselves) is that of the row before.
+
+    The prompt is all but the last ``response_width`` columns. A row with media in its response shares nothing.
+
+    >>> ids = torch.tensor([[5, 6, 1], [5, 6, 2], [5, 7, 2]])
+    >>> ones = torch.ones_like(ids)
+    >>> prompt_sharing(ids, ones, ones, 0 * ids, [{}, {}, {}], response_width=1).tolist()
+    [False, True, False]
+    """
+    shared = torch.zeros(len(input_ids), dtype=torch.bool)
+    prompt = input_ids.shape[1] - response_width
+    if len(input_ids) < 2 or prompt < 1:
+        return shared
+    same = torch.ones(len(input_ids) - 1, dtype=torch.bool)
+    for column in (input_ids, attention_mask, position_ids, token_types):
+        part = column[..., :prompt].flatten(1)
+        same &= (part[1:] == part[:-1]).all(1)
+    text_only = (token_types[:, prompt:] == 0).all(1)
+    objects = [{name: id(value) for name, value in row.items()} for row in media]
+    same_media = torch.tensor([a == b for a, b in pairwise(objects)], dtype=torch.bool)
+    shared[1:] = same & same_media & text_only[1:] & text_only[:-1]
+    return shared
+
+
+def unpack_cells(values: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Puts per-token values ``(N,)`` back into a ``(B, R)`` grid, zero elsewhere; gradients flow.
+
+    >>> unpack_cells(torch.tensor([1.0, 2.0]), torch.tensor([0, 3]), (2, 2)).tolist()
+    [[1.0, 0.0], [0.0, 2.0]]
+    """
+    return values.new_zeros(shape[0] * shape[1]).index_put((cells,), values).view(shape)
