@@ -4,7 +4,7 @@ Models are used by the module paths of their `VLMFamily` alone, so wrapped or sh
 do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,13 @@ def pooled(output: Any) -> Tensor:
     """Merged features ``(F, H)`` of a vision tower's output: a tensor, or an object with ``pooler_output`` (joined or
     by medium).
     """
-    features = output if isinstance(output, Tensor) else output.pooler_output
+    features = output.pooler_output if hasattr(output, "pooler_output") else output
     return features if isinstance(features, Tensor) else torch.cat(tuple(features))
+
+
+def feature_levels(output: Any, deep: Sequence[Any] = ()) -> Tensor:
+    """Features ``(F, levels, H)``: the merged ones of a tower's output and then the deeper levels."""
+    return torch.stack([pooled(output), *map(pooled, deep)], dim=1)
 
 
 def place(embeddings: Tensor, features: Tensor, spans: MediaSpans) -> Tensor:

@@ -157,7 +157,8 @@ def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
     tower = model.get_submodule(family.vision_tower)
     gradients = torch.autograd.grad(hidden[1].sum(), list(tower.parameters()))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
-    assert family.features(model, dummy).shape == (1, model.config.text_config.hidden_size)
+    levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+    assert family.features(model, dummy).shape == (1, levels, model.config.text_config.hidden_size)
     assert family.distinct_media([dummy], model.config).images.tolist() == [[0, 1]]
 
 
