@@ -1,7 +1,8 @@
 """The one attention of the packed path, registered with transformers' `AttentionInterface`.
 
 Language model and vision tower both call it with ``cu_seq_lens_q``: rows, images or windows are segments of one sequence that
-do not see each other. On CUDA in half precision it is variable-length flash attention; elsewhere scaled-dot-product attention,
+do not see each other. On CUDA in half precision it is variable-length flash attention, whose kernel is torch's own unless
+another has been chosen (``torch.nn.attention.activate_flash_attention_impl("FA3")``); elsewhere scaled-dot-product attention,
 one call for all segments of equal length.
 """
 
@@ -70,6 +71,8 @@ def packed_attention(
         dtype = q.dtype if q.dtype in HALF else torch.get_autocast_dtype("cuda")
         longest_q, longest_k = max_length_q or _longest(cu_seq_lens_q), max_length_k or _longest(cu_k)
         out = _flash(q.to(dtype), k.to(dtype), v.to(dtype), cu_seq_lens_q, cu_k, longest_q, longest_k, scaling, causal)
+    elif torch.compiler.is_compiling():
+        out = segment_attention(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
     else:
         out = attend_segments(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
     return out.unsqueeze(0), None
@@ -153,6 +156,50 @@ def _attend_equal(
         queries, keys, values, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+@torch.library.custom_op("dataproto::segment_attention", mutates_args=())
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> Tensor:
+    """`attend_segments` as one operator: compiled layers need not know the segments' lengths. Its backward recomputes."""
+    return attend_segments(q, k, v, cu_q, cu_k, scaling, causal).contiguous()
+
+
+@segment_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.custom_op("dataproto::segment_attention_backward", mutates_args=())
+def _segment_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend_segments(inputs[0], inputs[1], inputs[2], cu_q, cu_k, scaling, causal)
+    grads = torch.autograd.grad(out, inputs, grad)
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+
+
+@_segment_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scaling, ctx.causal = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _to_inputs(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _segment_attention_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.causal)
+    return (*grads, None, None, None, None)
+
+
+segment_attention.register_autograd(_to_inputs, setup_context=_keep_inputs)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -1,17 +1,17 @@
 """Log-probs and entropy of chosen tokens from hidden states, without ever holding the full logits."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-from rollout.policy import policy_log_probs
+from rollout.policy import BANNED_LOGIT
 
-# Logits held at a time: 2**25 float32 values are 128 MiB.
-CHUNK_ELEMENTS = 2**25
+# Logits held at a time, in elements: enough tokens to keep the device's matrix units busy.
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
 def token_log_probs(
@@ -21,17 +21,21 @@ def token_log_probs(
     temperature: float = 1.0,
     banned_ids: Sequence[int] = (),
     entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of ``targets`` under softmax(logits / temperature), banned ids masked.
+    """Log-probs of ``targets`` under softmax(logits / temperature), banned ids masked: `rollout.policy`, for many tokens.
 
     Works in chunks of tokens whose logits are recomputed in the backward pass, so that memory does not grow with V times N.
+    Logits, their statistics and the sum of the weight's gradient over chunks are in float32 (float64 for float64 states).
 
     Args:
         hidden: ``(N, H)`` states that predict the targets.
         head_weight: ``(V, H)``.
         targets: ``(N,)`` int64.
         entropy: also return the entropy of each distribution, in nats, with gradient.
+        chunk_elements: how many logits are held at a time.
+        compiled: fuse what is done to logits with ``torch.compile``.
 
     Returns:
         log-probs ``(N,)`` float32 and entropies ``(N,)`` float32 or ``None``.
@@ -41,20 +45,138 @@ def token_log_probs(
     >>> round(log_probs.item(), 4), round(entropies.item(), 4)
     (-0.3133, 0.5822)
     """
-    compute = partial(_chunk, temperature=temperature, banned_ids=tuple(banned_ids), entropy=entropy)
-    size = max(chunk_elements // head_weight.shape[0], 1)
-    if len(targets) <= size:
-        return compute(hidden, head_weight, targets)
-    if torch.is_grad_enabled():
-        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    chunks = [compute(h, head_weight, t) for h, t in zip(hidden.split(size), targets.split(size), strict=True)]
-    log_probs = torch.cat([chunk[0] for chunk in chunks])
-    return log_probs, torch.cat([chunk[1] for chunk in chunks]) if entropy else None  # type: ignore[misc]
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    elements = chunk_elements or CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
+    size = max(elements // head_weight.shape[0], 1)
+    if size > 256:
+        size -= size % 256  # whole tiles of the matrix units
+    banned = _on_device(tuple(banned_ids), hidden.device) if banned_ids else None
+    with torch.autocast(device, enabled=False):
+        log_probs, entropies = _TokenLogProbs.apply(
+            hidden, head_weight, targets, temperature, banned, entropy, size, compiled
+        )
+    return log_probs, entropies if entropy else None
 
 
-def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, banned_ids: tuple[int, ...], entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    log_probs = policy_log_probs(linear(hidden, weight.to(hidden.dtype)), temperature, banned_ids)
-    chosen = log_probs.gather(1, targets[:, None]).squeeze(1)
-    return chosen, -(log_probs.exp() * log_probs).sum(1) if entropy else None
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        banned: Tensor | None,
+        entropy: bool,
+        size: int,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        score = _compiled(_scores) if compiled else _scores
+        keep = len(targets) <= size and hidden.device.type == "cpu"
+        w, parts, every = weight.to(hidden.dtype), [], None
+        for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
+            *part, every = score(_logits(states, w), chosen, temperature, banned, entropy, keep)
+            parts.append(part)
+        log_probs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, banned, entropies, every)
+        ctx.settings = temperature, entropy, size, compiled
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, banned, entropies, kept = ctx.saved_tensors
+        temperature, entropy, size, compiled = ctx.settings
+        gradient = _compiled(_logit_gradient) if compiled else _logit_gradient
+        again = _compiled(_all_log_probs) if compiled else _all_log_probs
+        w = weight.to(hidden.dtype)
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(targets), size):
+                at = slice(start, start + size)
+                every = again(_logits(hidden[at], w), temperature, banned) if kept is None else kept
+                uncertain = (entropies[at], entropy_grad[at]) if entropy else None
+                part = gradient(every, targets[at], temperature, banned, grad[at], uncertain).to(hidden.dtype)
+                if to_hidden is not None:
+                    torch.mm(part, w, out=to_hidden[at])
+                if ctx.needs_input_grad[1]:
+                    to_weight = _add_product(to_weight, part.t(), hidden[at])
+        if to_weight is None and ctx.needs_input_grad[1]:
+            to_weight = torch.zeros_like(weight)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+
+
+def _logits(states: Tensor, weight: Tensor) -> Tensor:
+    """``(n, H)`` and ``(V, H)`` to ``(n, V)``, not rounded to half precision on the way where the device can do that."""
+    if states.device.type == "cuda" and states.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(states, weight.t(), out_dtype=torch.float32)
+    logits = torch.mm(states, weight.t())
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b`` in float32 (float64)."""
+    if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32)
+    product = torch.mm(a, b)
+    product = product if product.dtype == torch.float64 else product.float()
+    return product if total is None else total.add_(product)
+
+
+def _all_log_probs(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
+    """`rollout.policy.policy_log_probs` ``(n, V)`` of logits that nobody needs any more."""
+    if temperature != 1.0:
+        logits.div_(temperature)
+    if banned is not None:
+        logits.index_fill_(1, banned, BANNED_LOGIT)
+    return logits.log_softmax(1)
+
+
+def _scores(
+    logits: Tensor, targets: Tensor, temperature: float, banned: Tensor | None, entropy: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs of the targets ``(n,)``, entropies ``(n,)``, zero unless asked for, and to keep, all log-probs ``(n, V)``."""
+    every = _all_log_probs(logits, temperature, banned)
+    chosen = every.gather(1, targets[:, None]).squeeze(1)
+    entropies = -(every.exp() * every).sum(1) if entropy else torch.zeros_like(chosen)
+    return chosen, entropies, every if keep else None
+
+
+def _logit_gradient(
+    every: Tensor,
+    targets: Tensor,
+    temperature: float,
+    banned: Tensor | None,
+    grad: Tensor,
+    uncertain: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Gradient ``(n, V)`` of the logits, from all log-probs, the gradient of the targets', and entropies with theirs.
+
+    With p = softmax(z), of log p_t by z_j: [j = t] - p_j; of the entropy H: -p_j (log p_j + H).
+    """
+    if uncertain is None:
+        out = every.exp().mul_(-grad[:, None])
+    else:
+        entropies, entropy_grad = uncertain
+        slope = (every + entropies[:, None]).mul_(-entropy_grad[:, None]).sub_(grad[:, None])
+        out = every.exp().mul_(slope)
+    out.scatter_add_(1, targets[:, None], grad[:, None])
+    if banned is not None:
+        out.index_fill_(1, banned, 0.0)
+    return out if temperature == 1.0 else out.div_(temperature)
+
+
+@cache
+def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, so that a step does not wait for the copy."""
+    return torch.tensor(ids, device=device)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)

@@ -1,6 +1,12 @@
+"""Log-probs in chunks against full logits, and what they hold in memory."""
+
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import linear
 
+from rollout.policy import policy_log_probs
 from workers.logprobs import token_log_probs
 
 
@@ -11,21 +17,93 @@ def reference(hidden, weight, targets, temperature, banned):
     return distribution.log_prob(targets), distribution.entropy()
 
 
-def test_chunks_give_the_same_values_and_gradients_as_full_logits():
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(37, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
-    targets = torch.randint(0, 40, (37,))
-    arguments = {"temperature": 0.7, "banned_ids": (41, 45), "entropy": True}
+def drawn(tokens=37, vocabulary=50, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 16, dtype=dtype, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, 16, dtype=dtype, generator=generator, requires_grad=True)
+    return hidden, weight, torch.randint(0, vocabulary - 10, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("elements", "compiled"), [(50, False), (500, False), (10**6, False), (500, True)]
+)  # 1, 10 and all tokens at a time
+def test_chunks_give_the_same_values_and_gradients_as_full_logits(elements, compiled):
+    hidden, weight, targets = drawn()
+    arguments = {"temperature": 0.7, "banned_ids": (41, 45), "entropy": True, "compiled": compiled}
     expected, expected_entropy = reference(hidden, weight, targets, 0.7, [41, 45])
-    for elements in (50, 500, 10**6):  # 1, 10 and all tokens at a time
-        log_probs, entropy = token_log_probs(hidden, weight, targets, chunk_elements=elements, **arguments)
-        torch.testing.assert_close(log_probs, expected.float(), atol=1e-5, rtol=0)
-        torch.testing.assert_close(entropy, expected_entropy.float(), atol=1e-5, rtol=0)
-        ours = torch.autograd.grad((log_probs - 0.3 * entropy).sum(), (hidden, weight))
-        finite = torch.nan_to_num(expected - 0.3 * expected_entropy)
-        theirs = torch.autograd.grad(finite.sum(), (hidden, weight), retain_graph=True)
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+    log_probs, entropy = token_log_probs(hidden, weight, targets, chunk_elements=elements, **arguments)
+    torch.testing.assert_close(log_probs, expected.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy.float(), atol=1e-5, rtol=0)
+    ours = torch.autograd.grad((log_probs - 0.3 * entropy).sum(), (hidden, weight))
+    finite = torch.nan_to_num(expected - 0.3 * expected_entropy)
+    theirs = torch.autograd.grad(finite.sum(), (hidden, weight), retain_graph=True)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([1.0, 0.6]), st.booleans(), st.integers(0, 5))
+@settings(deadline=None, max_examples=25)
+def test_gradients_in_double_precision(tokens, chunk, temperature, entropy, seed):
+    hidden, weight, targets = drawn(tokens, 13, torch.float64, seed)
+
+    def outputs(hidden, weight):
+        found = token_log_probs(hidden, weight, targets, temperature, (5,), entropy, chunk_elements=chunk)
+        return tuple(part for part in found if part is not None)
+
+    targets[targets == 5] = 4  # a banned token has no log-prob to differentiate
+    assert outputs(hidden, weight)[0].dtype == torch.float64
+    assert torch.autograd.gradcheck(outputs, (hidden, weight))
+
+
+def test_is_the_policy_that_engines_sample():
+    hidden, weight, targets = drawn()
+    log_probs, _ = token_log_probs(hidden, weight, targets, 0.7, (41, 45), chunk_elements=200)
+    whole = policy_log_probs(linear(hidden, weight), 0.7, (41, 45))
+    torch.testing.assert_close(log_probs, whole.gather(1, targets[:, None]).squeeze(1), atol=1e-6, rtol=0)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden, weight, targets = drawn()
+    (to_weight,) = torch.autograd.grad(token_log_probs(hidden, weight, targets)[0].sum(), weight)
+    frozen = token_log_probs(hidden, weight.detach(), targets, chunk_elements=100)[0]
+    (to_hidden,) = torch.autograd.grad(frozen.sum(), hidden)
+    expected = reference(hidden, weight, targets, 1.0, [])[0]
+    both = torch.autograd.grad(expected.sum(), (hidden, weight))
+    torch.testing.assert_close((to_hidden, to_weight), both, atol=1e-4, rtol=0)
+
+
+def test_the_backward_pass_can_be_run_again():
+    hidden, weight, targets = drawn()
+    total = token_log_probs(hidden, weight, targets)[0].sum()
+    first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(total, (hidden, weight)), strict=True))
+
+
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+def test_under_autocast_statistics_stay_in_float32(master):
+    hidden, weight, targets = drawn(tokens=200)
+    held = weight.detach().to(master).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        log_probs, entropy = token_log_probs(hidden, held, targets, entropy=True, chunk_elements=1000)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    states = hidden.detach().bfloat16().float().requires_grad_()
+    rounded = weight.detach().bfloat16().float().requires_grad_()
+    expected, _ = reference(states, rounded, targets, 1.0, [])
+    torch.testing.assert_close(
+        log_probs, expected.float(), atol=0.1, rtol=0
+    )  # bfloat16 logits of size 10 are 0.03 apart
+    grad = torch.autograd.grad(log_probs.sum(), held)[0]
+    assert grad.dtype == master
+    theirs = torch.autograd.grad(expected.sum(), rounded)[0]
+    assert (grad - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass():
+    hidden, weight, targets = drawn(tokens=64)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        token_log_probs(hidden, weight, targets, entropy=True, chunk_elements=500)
+    assert 0 < sum(kept) <= hidden.numel() + weight.numel() + 3 * len(targets)
 
 
 def test_banned_tokens_have_probability_zero_and_do_not_spoil_the_entropy():
@@ -37,7 +115,9 @@ def test_banned_tokens_have_probability_zero_and_do_not_spoil_the_entropy():
 
 
 def test_no_tokens_is_not_an_error():
-    log_probs, entropy = token_log_probs(
-        torch.zeros(0, 4), torch.zeros(9, 4), torch.zeros(0, dtype=torch.int64), entropy=True
-    )
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.zeros(9, 4, requires_grad=True)
+    log_probs, entropy = token_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64), entropy=True)
     assert log_probs.shape == entropy.shape == (0,)
+    grads = torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight))
+    assert [grad.shape for grad in grads] == [(0, 4), (9, 4)]
+    assert not grads[1].any()
