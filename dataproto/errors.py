@@ -98,3 +98,7 @@ class RewardError(DataProtoError, ValueError):
 
 class RankFailure(DataProtoError, RuntimeError):
     """A rank of a process group could not take its part in a collective; all ranks raise it, so that none waits for ever."""
+
+
+class WorkerFailed(DataProtoError, RuntimeError):
+    """A worker of a group died, ran out of time or raised; names role, rank, node, rows and what it was last doing."""

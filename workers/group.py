@@ -6,26 +6,11 @@ A method says by `dispatch` how a group with several ranks splits its arguments 
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from dataproto.errors import InvalidConfig
+from workers.dispatch import dispatch, dispatch_of
 
-DispatchMode = Literal["dp", "all", "rank_zero"]
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def dispatch(mode: DispatchMode) -> Callable[[Method], Method]:
-    """Marks a worker's method as callable through a group.
-
-    ``"dp"``: rows are split over the data-parallel ranks and joined again; ``"all"``: every rank gets the same arguments;
-    ``"rank_zero"``: only the first rank is called.
-    """
-
-    def mark(method: Method) -> Method:
-        method.dispatch_mode = mode  # type: ignore[attr-defined]
-        return method
-
-    return mark
+__all__ = ["LocalGroup", "dispatch"]
 
 
 class LocalGroup:
@@ -49,16 +34,6 @@ class LocalGroup:
         return self._method(name)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(self.worker, name, _no_method)
-        if not hasattr(method, "dispatch_mode"):
-            callable_names = sorted(
-                n for n in dir(self.worker) if hasattr(getattr(self.worker, n, None), "dispatch_mode")
-            )
-            raise InvalidConfig(
-                f"{type(self.worker).__name__} has no method {name!r} to call through a group; it has {callable_names}"
-            )
+        dispatch_of(type(self.worker), name)
+        method: Callable[..., Any] = getattr(self.worker, name)
         return method
-
-
-def _no_method() -> None:
-    """Stands for a method that a worker does not have."""

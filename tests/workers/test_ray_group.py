@@ -1,0 +1,186 @@
+"""Groups of real Ray processes: how calls are spread, what travels, and what becomes of a worker that fails."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+import torch
+from PIL import Image
+from torch import distributed
+
+from dataproto import DataProto
+from dataproto.errors import InvalidColumn, InvalidConfig, WorkerFailed
+from workers.dispatch import dispatch
+from workers.host import Host
+from workers.layout import Layout
+from workers.ray_group import RayConfig, RayGroup, RayPool, StepBlobs, running_ray
+
+
+class Worker:
+    """Does what the tests ask of it."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    @dispatch("dp")
+    def add(self, data: DataProto, number: int) -> DataProto:
+        rows = [self.host.rank] * len(data)
+        return DataProto.from_dict({"sum": data["x"] + number}, {"rank": rows}) if len(data) else DataProto()
+
+    @dispatch("all")
+    def ranks(self) -> int:
+        total = torch.tensor([float(self.host.rank + 1)])
+        if distributed.is_initialized():
+            distributed.all_reduce(total)
+        return int(total)
+
+    @dispatch("rank_zero")
+    def first(self) -> int:
+        return self.host.rank
+
+    @dispatch(split=lambda call, parts: [call._replace(args=(part,)) for part in range(parts)], join=list)
+    def own_way(self, part: int) -> int:
+        return 10 * part
+
+    @dispatch("dp")
+    def same_media(self, data: DataProto) -> DataProto:
+        return data.select(non_tensor_batch_keys=["media"])
+
+    @dispatch("dp")
+    def sizes(self, data: DataProto) -> DataProto:
+        pixels = [image.getpixel((0, 0)) for image in data["media"]]
+        return DataProto.from_dict(non_tensors={"pixel": np.array(pixels, dtype=object)})
+
+    @dispatch("dp")
+    def refuse(self, data: DataProto) -> DataProto:
+        if self.host.rank == 1:
+            raise InvalidColumn("row 0: not this one")
+        return data
+
+    @dispatch("all")
+    def fail(self) -> None:
+        if self.host.rank == 1:
+            raise OverflowError("too much")
+        distributed.barrier()
+
+    @dispatch("dp")
+    def die(self, data: DataProto) -> DataProto:
+        if self.host.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return data
+
+    @dispatch("all")
+    def hang(self) -> None:
+        if self.host.rank == 1:
+            time.sleep(1000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
+    with running_ray(RayConfig(object_store_gib=0.2), processes=3):
+        yield
+
+
+def start(layout: Layout | None = None, **options: float) -> RayGroup:
+    return RayPool(layout or Layout(dp=2), RayConfig(**options), StepBlobs()).build("worker", Worker)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RayGroup]:
+    made = start()
+    yield made
+    made._pool.close()
+
+
+def numbers(rows: int) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(rows)})
+
+
+@pytest.mark.parametrize("rows", [5, 2, 1])
+def test_rows_are_split_and_joined_in_order(group, rows):
+    found = group.add(numbers(rows), number=10)
+    assert found["sum"].tolist() == list(range(10, 10 + rows))
+    assert found["rank"].tolist() == sorted(found["rank"].tolist())
+    assert len(set(found["rank"].tolist())) == min(rows, 2)
+
+
+def test_modes_reach_the_ranks_they_name(group):
+    assert group.ranks() == 3
+    assert group.first() == 0
+    assert group.own_way() == [0, 10]
+    with pytest.raises(InvalidConfig, match=r"no method 'nothing'"):
+        group.nothing()
+
+
+def test_futures_overlap_and_keep_what_came(group):
+    futures = [group.submit("add", numbers(3), 1), group.submit("ranks")]
+    assert futures[1].result() == 3
+    assert futures[0].result()["sum"].tolist() == [1, 2, 3]
+    assert futures[0].done()
+    assert futures[0].exception() is None
+
+
+def test_a_refused_batch_keeps_its_error_and_the_group_goes_on(group):
+    with pytest.raises(InvalidColumn, match="row 0: not this one") as caught:
+        group.refuse(numbers(5))
+    notes = "\n".join(caught.value.__notes__)
+    assert "worker.refuse at rank 1 on " in notes
+    assert "rows 2 to 4" in notes
+    assert "raise InvalidColumn" in notes  # the worker's own traceback
+    assert group.ranks() == 3
+
+
+def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch):
+    put, plain_put = [], ray.put
+    monkeypatch.setattr(ray, "put", lambda value: put.append(getattr(value, "nbytes", 0)) or plain_put(value))
+    images = [Image.new("RGB", (200, 200), (number, 0, 0)) for number in range(4)]
+    data = DataProto.from_dict(non_tensors={"media": np.array([*images, None], dtype=object)[:4]})
+    back = group.same_media(data)
+    found = group.sizes(back.repeat(3))
+    assert [pixel[0] for pixel in found["pixel"]] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert sum(size >= 200 * 200 * 3 for size in put) == 4
+    group._pool.blobs.renew()
+    group.sizes(data)
+    assert sum(size >= 200 * 200 * 3 for size in put) == 8
+
+
+def test_ranks_of_one_data_parallel_position_get_the_same_rows():
+    group = start(Layout(dp=1, tp=2))
+    found = group.add(numbers(3), 0)
+    assert found["sum"].tolist() == [0, 1, 2]
+    assert found["rank"].tolist() == [0, 0, 0]
+    group._pool.close()
+
+
+def test_a_rank_that_raises_while_others_wait_ends_the_group():
+    group = start()
+    with pytest.raises(WorkerFailed, match=r"(?s)rank 1 on .*OverflowError: too much"):
+        group.fail()
+    group._pool.close()
+
+
+def test_a_rank_that_dies_is_named():
+    group = start()
+    with pytest.raises(WorkerFailed, match=r"rank 1 on .*, rows 2 to 4 died in 'worker.die'"):
+        group.die(numbers(5))
+    with pytest.raises(WorkerFailed, match="no worker is left"):
+        group.ranks()
+
+
+def test_a_rank_that_hangs_is_named():
+    group = start(timeout_s=30.0)
+    object.__setattr__(group._pool.config, "timeout_s", 2.0)
+    with pytest.raises(WorkerFailed, match=r"within 2 s: rank 1 on .* has not ended 'worker.hang'"):
+        group.hang()
+
+
+def test_processes_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setattr("workers.ray_group.PLACEMENT_TIMEOUT_S", 1)
+    with pytest.raises(InvalidConfig, match="do not fit the cluster"):
+        start(cpus=100)

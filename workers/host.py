@@ -1,0 +1,73 @@
+"""A process that holds the workers of one rank: several roles that share a device."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from workers.layout import Layout
+from workers.mesh import Ranks, join
+
+
+class Host:
+    """One rank's workers by role, in a process of its own."""
+
+    def __init__(self, rank: int, report: Callable[[str], None] = lambda phase: None) -> None:
+        """``report`` is told what this rank does next."""
+        self.rank = rank
+        self.roles: dict[str, Any] = {}
+        self.ranks = Ranks()
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.report = report
+
+    def address(self, ip: str) -> str:
+        """``ip:port`` where this rank can be met: a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind((ip, 0))
+            return f"{ip}:{probe.getsockname()[1]}"
+
+    def meet(self, layout: Layout, address: str, timeout_s: float) -> None:
+        """Takes this rank's place among all ranks of ``layout``, which meet at ``address``."""
+        self.report("meeting the other ranks")
+        host, port = address.rsplit(":", 1)
+        world = {
+            "RANK": self.rank,
+            "WORLD_SIZE": layout.world_size,
+            "LOCAL_RANK": 0,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+        }
+        os.environ.update(
+            {name: str(value) for name, value in world.items()}
+        )  # engines with ranks of their own read them
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if layout.world_size > 1:
+            distributed.init_process_group(
+                "cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo",
+                init_method=f"tcp://{address}",
+                rank=self.rank,
+                world_size=layout.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        self.ranks = join(layout, self.device)
+
+    def build(self, role: str, make: Callable[["Host"], Any]) -> type:
+        """Makes the worker of a role; returns its class."""
+        self.report(f"building {role}")
+        self.roles[role] = make(self)
+        return type(self.roles[role])
+
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the role's method returns; what it raises carries its traceback as text."""
+        self.report(f"{role}.{method}")
+        try:
+            return getattr(self.roles[role], method)(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"rank {self.rank}, {role}.{method}:\n{traceback.format_exc()}")
+            raise

@@ -1,0 +1,356 @@
+"""Groups of workers in Ray processes, on one machine or many. The only file that knows Ray.
+
+A `RayPool` is a set of processes, one for each rank of a `Layout`, each of which holds the workers of one or more roles
+(`workers.host`). A `RayGroup` calls one role on all of them. Batches travel through Ray's object store, where every distinct
+image and pixel tensor is put once a step and mapped by its readers.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dataproto import DataProto
+from dataproto.errors import DataProtoError, InvalidConfig, RankFailure, WorkerFailed
+from dataproto.wire import Buffer, SharedBlobs, shared_blobs
+from workers.dispatch import Arguments, dispatch_of, split_rows
+from workers.host import Host
+from workers.layout import Layout
+
+LOCALHOST = "127.0.0.1"
+GRACE_S = 10.0  # that ranks have to end a call after another has failed in it
+PLACEMENT_TIMEOUT_S = 60  # that a cluster has to find room
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Where processes run and how long they may take."""
+
+    address: str | None = None  # of a running cluster, or "auto"; by default one starts here, seen by this machine only
+    cpus: float = 1.0  # of each process
+    gpus: float | None = None  # of each process; default: 1 if the cluster has any
+    timeout_s: float = 1800.0  # of one call; a rank that takes longer counts as hanging
+    object_store_gib: float | None = None  # of a cluster started here; Ray's own default: 30 % of the memory
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0 or self.cpus < 0:
+            raise InvalidConfig(f"ray: timeout_s={self.timeout_s} must be above 0 and cpus={self.cpus} at least 0")
+
+
+@contextlib.contextmanager
+def running_ray(config: RayConfig, processes: int) -> Any:
+    """Ray, started here unless it runs already; what was started is ended with the block."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if config.address is None:
+        options |= {
+            "num_cpus": max(os.cpu_count() or 1, int(processes * config.cpus) + 1),
+            "include_dashboard": False,
+            "_node_ip_address": LOCALHOST,
+        }
+        if config.object_store_gib is not None:
+            options["object_store_memory"] = int(config.object_store_gib * 2**30)
+    ray.init(address=config.address or "local", **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class RayBlobs:
+    """Where parts of a batch keep what they share: Ray's object store."""
+
+    def put(self, buffer: Any) -> ray.ObjectRef:
+        return ray.put(buffer)
+
+    def get(self, ref: ray.ObjectRef) -> Buffer:
+        return ray.get(ref)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RayBlobs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return RayBlobs, ()
+
+
+class StepBlobs:
+    """What the driver has put into the object store in this step, so that the next call of the step need not."""
+
+    def __init__(self) -> None:
+        self.shared = SharedBlobs(RayBlobs())
+
+    def renew(self) -> None:
+        """A new step: lets go of the old one's media."""
+        self.shared = SharedBlobs(RayBlobs())
+
+
+class Monitor:
+    """Knows what each rank did last, also of one that is dead."""
+
+    def __init__(self) -> None:
+        self.phases: dict[int, str] = {}
+
+    def report(self, rank: int, phase: str) -> None:
+        self.phases[rank] = phase
+
+    def last(self) -> dict[int, str]:
+        return self.phases
+
+
+class RayHost(Host):
+    """A `Host` that hands back results through the object store."""
+
+    def __init__(self, rank: int, monitor: Any) -> None:
+        super().__init__(rank, lambda phase: monitor.report.remote(rank, phase))
+
+    def place(self) -> tuple[str, str]:
+        """``ip:port`` for other ranks to meet at, and where this process is, for people."""
+        return self.address(ray.util.get_node_ip_address()), f"{socket.gethostname()} (process {os.getpid()})"
+
+    def call_and_store(self, role: str, method: str, call: Arguments, answers: bool) -> ray.ObjectRef | None:
+        """The result in the object store; nothing from a rank whose result is not wanted."""
+        result = self.call(role, method, *call)
+        if not answers:
+            return None
+        with shared_blobs(RayBlobs()):
+            return ray.put(result)
+
+
+class RayPool:
+    """The processes of one layout. Roles built on it share them, and their devices."""
+
+    def __init__(self, layout: Layout, config: RayConfig, blobs: StepBlobs) -> None:
+        """Starts the processes and lets them meet.
+
+        Raises:
+            InvalidConfig: the cluster has too few CPUs or GPUs.
+        """
+        self.layout, self.config, self.blobs = layout, config, blobs
+        self.ended: str | None = None  # why no more calls are possible
+        self.placement = reserve(layout.world_size, config)
+        self.monitor: Any = ray.remote(num_cpus=0)(Monitor).remote()
+        self.hosts: list[Any] = [
+            ray.remote(RayHost)
+            .options(
+                num_cpus=config.cpus,
+                num_gpus=gpus_of(config),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, rank),
+            )
+            .remote(rank, self.monitor)
+            for rank in range(layout.world_size)
+        ]
+        self.places = ["not started yet"] * layout.world_size
+        found = self.wait([host.place.remote() for host in self.hosts], "start")
+        self.places = [place for _, place in found]
+        self.wait([host.meet.remote(layout, found[0][0], config.timeout_s) for host in self.hosts], "start")
+
+    def build(self, role: str, make: Callable[[Host], Any]) -> "RayGroup":
+        """Makes a role's worker in every process, from its `Host`."""
+        classes = self.wait([host.build.remote(role, make) for host in self.hosts], f"build {role}")
+        return RayGroup(self, role, classes[0])
+
+    def wait(self, refs: Sequence[ray.ObjectRef], what: str, rows: Sequence[str] = ()) -> list[Any]:
+        """The values of one reference a rank. The first failure ends the wait, and the pool if ranks do not come back.
+
+        Raises:
+            WorkerFailed: a rank died, raised or took longer than ``timeout_s``.
+            DataProtoError: what a rank raised, if it is one of ours; its notes say where.
+        """
+        failures: dict[int, Exception] = {}
+        ranks = {ref: rank for rank, ref in enumerate(refs)}
+        pending, deadline = list(refs), time.monotonic() + self.config.timeout_s
+        while pending and (left := deadline - time.monotonic()) > 0:
+            done, pending = ray.wait(pending, timeout=left)
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    failures[ranks[ref]] = error
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if pending or any(isinstance(error, RayActorError) for error in failures.values()):
+            self._end(what, failures, sorted(ranks[ref] for ref in pending), rows)
+        if failures:
+            raise self._error(what, failures, rows)
+        return [ray.get(ref) for ref in refs]
+
+    def _end(self, what: str, failures: dict[int, Exception], pending: list[int], rows: Sequence[str]) -> None:
+        """Ends all processes; those that wait for others would wait for ever."""
+        phases = self.last_phases()
+        late = [f"{self._name(rank, rows)} has not ended {phases.get(rank, what)!r}" for rank in pending]
+        dead = [
+            f"{self._name(rank, rows)} died in {phases.get(rank, what)!r}: {first_line(error)}"
+            for rank, error in failures.items()
+            if isinstance(error, RayActorError)
+        ]
+        told = [str(self._error(what, {rank: failures[rank]}, rows)) for rank in failures if not dead]
+        self.close()
+        limit = "" if failures else f" within {self.config.timeout_s:g} s"
+        self.ended = f"{what} failed{limit}: " + "; ".join([*dead, *told, *late])
+        raise WorkerFailed(self.ended)
+
+    def _error(self, what: str, failures: dict[int, Exception], rows: Sequence[str]) -> Exception:
+        """What the user is told: the first failure that is not about another rank's."""
+        causes = {rank: error.cause if isinstance(error, RayTaskError) else error for rank, error in failures.items()}
+        rank = min(causes, key=lambda rank: (isinstance(causes[rank], RankFailure), rank))
+        cause = causes[rank]
+        where = self._name(rank, rows)
+        if isinstance(cause, DataProtoError):
+            cause.add_note(f"in {what} at {where}")
+            return cause
+        phase = self.last_phases().get(rank, what)
+        notes = "\n".join(getattr(cause, "__notes__", ())) or str(failures[rank])
+        return WorkerFailed(f"{where} failed in {phase!r}: {type(cause).__name__}: {first_line(cause)}\n{notes}")
+
+    def _name(self, rank: int, rows: Sequence[str]) -> str:
+        share = f", {rows[rank]}" if rows else ""
+        return f"rank {rank} on {self.places[rank]}{share}"
+
+    def last_phases(self) -> dict[int, str]:
+        """What each rank said last that it does."""
+        with contextlib.suppress(RayError):
+            return dict(ray.get(self.monitor.last.remote(), timeout=GRACE_S))
+        return {}
+
+    def close(self) -> None:
+        """Ends the processes. Calling it again does nothing."""
+        if self.ended is None:
+            self.ended = "the group has been closed"
+            for actor in [*self.hosts, self.monitor]:
+                with contextlib.suppress(RayError):
+                    ray.kill(actor)
+            with contextlib.suppress(RayError):
+                remove_placement_group(self.placement)
+
+
+class RayFuture:
+    """A call under way."""
+
+    def __init__(self, collect: Callable[[], Any], refs: Sequence[ray.ObjectRef]) -> None:
+        self._collect: Callable[[], Any] | None = collect
+        self._refs = refs
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._collect is None or len(ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)[1]) == 0
+
+    def result(self) -> Any:
+        """Waits; returns what the call returned or raises what it raised."""
+        if self._collect is not None:
+            try:
+                self._value = self._collect()
+            except Exception as error:
+                self._error = error
+            self._collect = None
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def exception(self) -> BaseException | None:
+        """Waits; returns what the call raised."""
+        with contextlib.suppress(Exception):
+            self.result()
+        return self._error
+
+
+class RayGroup:
+    """One role on the processes of a pool, called as if it were one worker; the surface of `workers.group.LocalGroup`."""
+
+    def __init__(self, pool: RayPool, role: str, worker_class: type) -> None:
+        self._pool, self._role, self._class = pool, role, worker_class
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> RayFuture:
+        """Starts the call on every rank that takes part and returns its future.
+
+        Raises:
+            InvalidConfig: the role has no such method.
+            WorkerFailed: the group has ended.
+        """
+        pool, how = self._pool, dispatch_of(self._class, method)
+        if pool.ended is not None:
+            raise WorkerFailed(f"{self._role}.{method}: no worker is left: {pool.ended}")
+        layout = pool.layout
+        calls = list(how.split(Arguments(args, kwargs), 1 if how.rank_zero_only else layout.dp))
+        hosts = pool.hosts[:1] if how.rank_zero_only else pool.hosts
+        places = [layout.coordinates(rank) for rank in range(len(hosts))]
+        with pool.blobs.shared.open():
+            stored = [ray.put(call) for call in calls]
+        refs = [
+            host.call_and_store.remote(self._role, method, stored[place["dp"]], answers(place, layout))
+            for host, place in zip(hosts, places)
+        ]
+        shares = row_ranges(calls) if how.split is split_rows else []
+        rows = [shares[place["dp"]] for place in places] if shares else []
+
+        def collect() -> Any:
+            results = pool.wait(refs, f"{self._role}.{method}", rows)
+            return how.join(ray.get([result for result in results if result is not None]))
+
+        return RayFuture(collect, refs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        dispatch_of(self._class, name)
+        return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
+
+
+def answers(place: dict[str, int], layout: Layout) -> bool:
+    """Whether a rank's result counts: the first of its data-parallel position, in the last pipeline stage."""
+    return place["tp"] == place["sp"] == 0 and place["pp"] == layout.pp - 1
+
+
+def row_ranges(calls: Sequence[Arguments]) -> list[str]:
+    """Which rows of the caller's batch each call holds, for messages."""
+    batches = [
+        next((v for v in [*call.args, *call.kwargs.values()] if isinstance(v, DataProto)), None) for call in calls
+    ]
+    if any(batch is None for batch in batches):
+        return []
+    ranges, start = [], 0
+    for batch in batches:
+        ranges.append(f"rows {start} to {start + len(batch) - 1}" if len(batch) else "no rows")  # type: ignore[arg-type]
+        start += len(batch)  # type: ignore[arg-type]
+    return ranges
+
+
+def reserve(processes: int, config: RayConfig) -> PlacementGroup:
+    """A place for each process.
+
+    Raises:
+        InvalidConfig: the cluster cannot hold them.
+    """
+    bundle = {"CPU": config.cpus} | ({"GPU": gpus} if (gpus := gpus_of(config)) else {})
+    placement = placement_group([bundle] * processes, strategy="PACK")
+    if not placement.wait(PLACEMENT_TIMEOUT_S):
+        remove_placement_group(placement)
+        have = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+        free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+        raise InvalidConfig(
+            f"{processes} processes with {bundle} each do not fit the cluster: it has {have}, free {free}"
+        )
+    return placement
+
+
+def gpus_of(config: RayConfig) -> float:
+    """GPUs of one process."""
+    return float(ray.cluster_resources().get("GPU", 0) > 0) if config.gpus is None else config.gpus
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
