@@ -1,21 +1,27 @@
 """The policy that learns."""
 
+import logging
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.batching import cut_minibatches
 from dataproto.errors import InvalidColumn, InvalidConfig
-from workers.aggregation import token_weights
-from workers.checkpoint import load_weights_into
+from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
+from workers.mesh import Ranks
 from workers.optimizer import Optimizer, OptimizerConfig
 from workers.policy import PolicyConfig, PolicyWorker
-from workers.step import LossFn, check_rows, forward_rows, micro_batches
+from workers.step import LossFn, check_rows, forward_rows
+from workers.training_state import load_training_state, save_training_state
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,28 @@ class ActorConfig(PolicyConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
+@dataclass(frozen=True)
+class SkippedStep:
+    """An optimizer step that was not made because its gradient was not finite."""
+
+    step: int  # of the schedule, from 0
+    grad_norm: float
+    rows: tuple[str, ...]  # uids of rows, on any rank, whose loss or log-probs were not finite
+
+    def __str__(self) -> str:
+        cause = (
+            f"rows with these uids: {', '.join(self.rows)}" if self.rows else "no single row: all losses were finite"
+        )
+        return f"optimizer step {self.step} skipped, gradient norm {self.grad_norm}; {cause}"
+
+
 class ActorWorker(PolicyWorker):
     """Scores responses and updates the policy by a loss function that the recipe hands in."""
 
-    def __init__(self, config: ActorConfig, device: torch.device | None = None) -> None:
-        super().__init__(config, device)
+    def __init__(self, config: ActorConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
+        super().__init__(config, device, ranks)
         self.optimizer = Optimizer(self.module.parameters(), config.optimizer)
+        self.skipped: list[SkippedStep] = []
 
     @dispatch("dp")
     def update(
@@ -44,7 +66,9 @@ class ActorWorker(PolicyWorker):
     ) -> dict[str, float]:
         """One optimizer step for each mini-batch of ``minibatch`` prompts (all rows if ``None``), ``epochs`` times over.
 
-        The loss does not depend on how rows are split into micro-batches: its denominators are the mini-batch's.
+        The loss does not depend on how rows are split into micro-batches or over ranks: its denominators are those of the
+        whole mini-batch. With several data-parallel ranks ``data`` is this rank's share, whose column ``minibatch`` says which
+        rows belong together (see `workers.planning.share_out`); without that column all rows are one mini-batch.
 
         Args:
             loss_fn: see `LossFn`; its metrics are averaged with the loss's own weights.
@@ -52,15 +76,17 @@ class ActorWorker(PolicyWorker):
             entropy: compute ``outputs.entropy`` for the loss function.
 
         Returns:
-            The metrics, averaged over the optimizer steps.
+            The metrics of all ranks together, averaged over the optimizer steps.
 
         Raises:
-            MissingColumn, InvalidColumn: see `check_rows`; also a mini-batch without any response token.
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`; also a mini-batch without any response token.
+            RankFailure: another rank's rows were refused.
         """
-        check_rows(data, self.module.banned_ids)
         if epochs < 1:
             raise InvalidConfig(f"epochs={epochs}: must be at least 1")
-        parts = [None] if minibatch is None else cut_minibatches(data["uid"], minibatch)
+        with self.ranks.all_or_none():
+            check_rows(data, self.module)
+        parts = minibatches(data, minibatch, self.ranks)
         steps = [
             self._step(data if part is None else data[part], loss_fn, aggregation, entropy)
             for _ in range(epochs)
@@ -69,43 +95,87 @@ class ActorWorker(PolicyWorker):
         return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]} if steps else {}
 
     def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
-        weights = token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
-        if not weights.any():
-            raise InvalidColumn(f"none of the {len(data)} rows has a response token to learn from")
+        weights = self._token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
+        finite = torch.ones(len(data), dtype=torch.bool, device=self.device)
         self.module.train()
-        start = 0
-        for rows in micro_batches(data, self.config.token_budget):
-            share = weights[start : start + len(rows)].to(self.device)
-            start += len(rows)
+        for part in self.micro_batches(data):
             with self.autocast():
-                outputs = forward_rows(self.module, rows, self.device, entropy)
-                loss, metrics = loss_fn(outputs, rows.to(self.device))
-                total = weighted_sum(loss, share)
+                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower)
+                if part.inert:
+                    total = outputs.log_probs.sum()  # of no token: the backward pass that other ranks need, and zero
+                else:
+                    share = weights[part.index].to(self.device)
+                    loss, metrics = loss_fn(outputs, part.rows.to(self.device))
+                    total = weighted_sum(loss, share)
+                    totals["actor/loss"] += total.detach()
+                    for name, values in metrics.items():
+                        totals[name] += weighted_sum(values.detach(), share)
+                    finite[part.index] = all_finite(loss, outputs.log_probs, share)
             total.backward()
-            totals["actor/loss"] += total.detach()
-            for name, values in metrics.items():
-                totals[name] += weighted_sum(values.detach(), share) / weights.sum().clamp_min(1e-12)
+        return self._finish(data, weights, totals, finite)
+
+    def _token_weights(self, mask: Tensor, aggregation: str) -> Tensor:
+        """``(B, R)``, with the denominators of all ranks' rows."""
+        everybody = self.ranks.gather((int(denominator(mask, aggregation)), mask.shape[1]), "dp")
+        total, width = sum(count for count, _ in everybody), max(width for _, width in everybody)
+        if not total:
+            raise InvalidColumn(f"none of the {len(mask)} rows has a response token to learn from")
+        return token_weights(mask, aggregation, total, max_length=max(width, 1))
+
+    def _finish(self, data: DataProto, weights: Tensor, totals: dict[str, Tensor], finite: Tensor) -> dict[str, float]:
+        """The optimizer's step, and the metrics of all ranks together."""
         stepped = self.optimizer.step()
-        return {name: float(value) for name, value in totals.items()} | {
-            f"actor/{name}": value for name, value in stepped.items()
-        }
+        sums = {name: float(value) for name, value in totals.items()}
+        everybody = self.ranks.gather((float(weights.sum()), sums), "dp")
+        weight = max(sum(weight for weight, _ in everybody), 1e-12)
+        metrics: dict[str, float] = defaultdict(float)
+        for _, part in everybody:
+            for name, value in part.items():
+                metrics[name] += value if name == "actor/loss" else value / weight
+        if not math.isfinite(stepped["grad_norm"]):
+            self._report_skip(data, stepped["grad_norm"], finite)
+        return dict(metrics) | {f"actor/{name}": value for name, value in stepped.items()}
+
+    def _report_skip(self, data: DataProto, grad_norm: float, finite: Tensor) -> None:
+        bad = (~finite).nonzero().squeeze(1).tolist()
+        mine = [str(data["uid"][row]) if "uid" in data else f"row {row}" for row in bad]
+        rows = dict.fromkeys(name for names in self.ranks.gather(mine, "dp") for name in names)
+        self.skipped.append(SkippedStep(self.optimizer.steps - 1, grad_norm, tuple(rows)))
+        if self.ranks.first:
+            log.warning("%s", self.skipped[-1])
 
     @dispatch("all")
     def save(self, directory: Path) -> None:
-        """Writes the weights as a Hugging Face checkpoint and the optimizer's state beside it."""
-        self.module.model.save_pretrained(directory / "huggingface")
-        torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+        """Writes the weights as a Hugging Face checkpoint, adapters merged, and what training goes on from beside it."""
+        save_training_state(directory, self.module, self.optimizer, self.ranks)
 
     @dispatch("all")
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, to the last bit."""
-        load_weights_into(self.module.model, directory / "huggingface")
-        self.optimizer.load_state_dict(
-            torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
+        load_training_state(directory, self.module, self.optimizer, self.ranks)
+
+
+def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
+    """Row indices of this rank's part of each mini-batch, as many on every rank; ``None`` stands for all rows."""
+    if "minibatch" in data:
+        numbers = np.asarray(data["minibatch"])
+        count = max(ranks.gather(int(numbers.max(initial=-1)) + 1, "dp"))
+        return [np.flatnonzero(numbers == number) for number in range(count)]
+    if prompts is None:
+        return [None]
+    if ranks.size("dp") > 1:
+        raise InvalidConfig(
+            f"minibatch={prompts} counts prompts of all ranks: cut the batch by workers.planning.share_out before it is spread"
         )
+    return list(cut_minibatches(data["uid"], prompts))
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of values times weights over tokens of weight above 0; what stands elsewhere, NaN even, does not matter."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
+
+
+def all_finite(loss: Tensor, log_probs: Tensor, weights: Tensor) -> Tensor:
+    """``(B,)`` bool: rows whose loss and log-probs are finite wherever the weight is above 0."""
+    return ((loss.isfinite() & log_probs.isfinite()) | (weights <= 0)).all(1)

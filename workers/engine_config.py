@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from dataproto.errors import InvalidConfig
 
 
@@ -35,3 +37,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.token_budget < 1:
             raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")
+
+
+def compute_dtype(name: str, device_type: str) -> torch.dtype:
+    """The dtype of matrix products: bfloat16 on CUDA and float32 elsewhere, unless the name says otherwise."""
+    if name == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,16 +1,20 @@
 """Where a process stands among all that share one model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, RankFailure
 from workers.layout import Layout
+
+T = TypeVar("T")
 
 AXES = ("pp", "dp", "sp", "tp")
 """The mesh's dimensions, slowest first: ranks of one tp group are neighbours."""
@@ -53,6 +57,39 @@ class Ranks:
         """The process group of `submesh`."""
         mesh = self.submesh(*axes)
         return None if mesh is None else mesh.get_group()
+
+    def gather(self, value: T, *axes: str) -> list[T]:
+        """Everybody's ``value``, any picklable object, along ``axes``, in rank order."""
+        group = self.group(*axes)
+        if group is None:
+            return [value]
+        values: list[T] = [value] * self.size(*axes)
+        distributed.all_gather_object(values, value, group=group)
+        return values
+
+    def any_of(self, flags: Sequence[bool], *axes: str) -> list[bool]:
+        """Place by place, whether a flag is set on any rank along ``axes``; all have as many."""
+        return [any(flag) for flag in zip(*self.gather(list(flags), *axes), strict=True)]
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """What raises on one rank raises on all, so that none waits for ever in a collective that others never reach.
+
+        Raises:
+            RankFailure: another rank raised; says which and what. The rank that did raises its own error.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._failures(f"{type(error).__name__}: {error}")
+            raise
+        failures = self._failures(None)
+        if failures:
+            raise RankFailure("; ".join(failures))
+
+    def _failures(self, mine: str | None) -> list[str]:
+        everybody = self.gather(mine, *AXES)
+        return [f"rank {rank}: {failure}" for rank, failure in enumerate(everybody) if failure is not None]
 
     @property
     def first(self) -> bool:

@@ -1,12 +1,14 @@
 """AdamW, its learning-rate schedule, and one guarded step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
 
@@ -50,21 +52,26 @@ def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """AdamW with clipping by global norm; a non-finite gradient skips the step and is counted."""
+    """AdamW with clipping by global norm; a non-finite gradient skips the step, on all ranks, and is counted."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
         learning_rate_factor(config.warmup_steps, config)  # refuses a schedule without its length now, not in mid-run
+        self.groups = alike(self.parameters)  # the fused kernel takes no mixture
         self.adamw = torch.optim.AdamW(
-            self.parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+            [{"params": group} for group in self.groups],
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.steps = 0  # of the schedule; skipped ones count
         self.skipped_steps = 0
 
     def step(self) -> dict[str, float]:
         """Clips, steps and clears the gradients; returns ``grad_norm`` before clipping, ``lr`` and ``skipped_steps``."""
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        norm = clip_by_global_norm(self.groups, self.config.max_grad_norm)
         lr = self.config.lr * learning_rate_factor(self.steps, self.config)
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -82,3 +89,51 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
+
+
+def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters by how they are laid out over ranks: plain ones, and DTensors of each mesh and placement."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        groups.setdefault(layout, []).append(parameter)
+    return list(groups.values())
+
+
+def clip_by_global_norm(groups: Sequence[Sequence[nn.Parameter]], max_norm: float) -> float:
+    """Scales the gradients so that the 2-norm of all of them together is at most ``max_norm``; returns the norm before.
+
+    Each element counts once, however it is laid out: squares of shards are summed over the mesh dimensions that shard them,
+    and not over those that repeat them. All ranks get the same number. With a norm that is not finite nothing is scaled.
+
+    Args:
+        groups: see `alike`; parameters without gradient are passed over.
+    """
+    gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
+    norms = [group_norm(group) for group in gradients if group]
+    if not norms:
+        return 0.0
+    norm = float(norms[0]) if len(norms) == 1 else math.hypot(*map(float, norms))
+    if max_norm < norm < math.inf:
+        for group in gradients:
+            torch._foreach_mul_([local(gradient) for gradient in group], max_norm / (norm + 1e-6))
+    return norm
+
+
+def group_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm () of gradients of one layout, the same on all ranks that share them."""
+    norm = get_total_norm([local(gradient) for gradient in gradients])
+    first = gradients[0]
+    if not isinstance(first, DTensor):
+        return norm
+    mesh = first.device_mesh
+    square = norm.to(mesh.device_type).square()
+    for dimension, placement in enumerate(first.placements):
+        if not placement.is_replicate():
+            distributed.all_reduce(square, group=mesh.get_group(dimension))
+    return square.sqrt()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,87 +3,107 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
+from workers.engine_config import EngineConfig, compute_dtype
 from workers.group import dispatch
+from workers.lora import add_adapters
+from workers.mesh import Ranks
 from workers.packed import PackedVLM
-from workers.step import check_rows, forward_rows, micro_batches
+from workers.parallel import parallelize
+from workers.step import MicroBatch, check_rows, forward_rows, micro_batches
+from workers.weights import named_weights
 
 
 @dataclass(frozen=True)
-class PolicyConfig:
+class PolicyConfig(EngineConfig):
     """A policy: the weights and how it is scored."""
 
     model_path: str
     temperature: float = 1.0  # of the policy; the same value samples and scores
-    token_budget: int = 16_384  # tokens of one micro-batch
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
-    freeze_vision: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.temperature <= 0:
             raise InvalidConfig(f"temperature={self.temperature}: the policy needs a temperature above 0")
-        if self.token_budget < 1:
-            raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")
 
     def frozen(self) -> "PolicyConfig":
-        """The same policy for a worker that never updates it."""
-        return PolicyConfig(**{field.name: getattr(self, field.name) for field in fields(PolicyConfig)})
+        """The same policy, as it was before any training, for a worker that never updates it."""
+        kept = {field.name: getattr(self, field.name) for field in fields(PolicyConfig)}
+        return PolicyConfig(**kept | {"lora": None, "activation_checkpointing": "none"})
 
 
 class PolicyWorker:
-    """Holds a policy on one device and scores responses under it."""
+    """Holds a policy, or this rank's part of it, and scores responses under it.
 
-    def __init__(self, config: PolicyConfig, device: torch.device | None = None) -> None:
+    Ranks along dp have rows of their own; those along sp and tp share rows, and all of them call every method.
+    """
+
+    trains = True
+
+    def __init__(self, config: PolicyConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
+        """``ranks`` comes from `join`; without it the process is alone."""
         self.config = config
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.module = load_packed(config, self.device)
+        self.ranks = ranks or Ranks()
+        self.module = load_packed(config, self.device, self.ranks, self.trains)
 
     @dispatch("dp")
     def log_probs(self, data: DataProto, into: str = "old_log_probs", entropy: bool = False) -> DataProto:
         """Log-probs of the responses as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
 
         Raises:
-            MissingColumn, InvalidColumn: see `check_rows`.
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
+            RankFailure: another rank's rows were refused.
         """
-        check_rows(data, self.module.banned_ids)
-        columns: dict[str, list[Tensor]] = {name: [] for name in (into, "entropys")[: 1 + entropy]}
+        with self.ranks.all_or_none():
+            check_rows(data, self.module)
+        shape = tuple(data["response_mask"].shape)
+        columns = {name: torch.zeros(shape) for name in (into, "entropys")[: 1 + entropy]}
         self.module.eval()
         with torch.no_grad(), self.autocast():
-            for rows in micro_batches(data, self.config.token_budget):
-                outputs = forward_rows(self.module, rows, self.device, entropy)
-                columns[into].append(outputs.log_probs.cpu())
+            for part in self.micro_batches(data):
+                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower)
+                if part.inert:
+                    continue
+                columns[into][part.index] = outputs.log_probs.cpu()
                 if entropy:
-                    columns["entropys"].append(outputs.entropy.cpu())
-        shape = tuple(data["response_mask"].shape)
-        return DataProto.from_dict(
-            {name: torch.cat(parts) if parts else torch.zeros(shape) for name, parts in columns.items()}
-        )
+                    columns["entropys"][part.index] = outputs.entropy.cpu()
+        if self.sharded:
+            import_module("workers.parallel.fsdp").reshard(self.module)
+        return DataProto.from_dict(columns)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered layer by layer, by FSDP."""
+        return self.ranks.size("dp", "sp") > 1
+
+    def micro_batches(self, data: DataProto) -> list[MicroBatch]:
+        return micro_batches(data, self.module, self.config.token_budget, self.ranks)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if compute_dtype(self.config.dtype, self.device) == torch.float32:
+        """Products in bfloat16 where the configuration says so; sharded weights are cast as they are gathered."""
+        if compute_dtype(self.config.dtype, self.device.type) == torch.float32 or self.sharded:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face parameter name, full tensor), one after the other."""
-        for name, parameter in self.module.model.named_parameters():
-            yield name, parameter.detach()
+        """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part."""
+        return named_weights(self.module.model)
 
 
 class ReferenceWorker(PolicyWorker):
     """The frozen policy that a KL term holds on to."""
 
-    def __init__(self, config: PolicyConfig, device: torch.device | None = None) -> None:
-        super().__init__(config, device)
-        self.module.requires_grad_(False)
+    trains = False
 
     @dispatch("dp")
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
@@ -91,17 +111,31 @@ class ReferenceWorker(PolicyWorker):
         return super().log_probs(data, into, entropy)
 
 
-def load_packed(config: PolicyConfig, device: torch.device) -> PackedVLM:
-    """Loads a checkpoint directory (or hub name) in float32, ready for packed forwards."""
+def load_packed(config: PolicyConfig, device: torch.device, ranks: Ranks, trains: bool) -> PackedVLM:
+    """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
+
+    Each rank reads the checkpoint into host memory and moves its own part to the device.
+    """
     family = checkpoint_family(config.model_path)
     model = AutoModelForImageTextToText.from_pretrained(
         config.model_path, dtype=torch.float32, attn_implementation="sdpa"
     )
-    model.to(device)  # type: ignore[arg-type]
+    freeze(model, family, config, trains)
+    if ranks.mesh is None:
+        model.to(device)  # type: ignore[arg-type]
     module = PackedVLM(model, family, config.temperature)
+    parallelize(module, ranks, config)
+    return module
+
+
+def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trains: bool) -> None:
+    """Leaves gradients to what is trained, and adds the adapters if it is they."""
+    if not trains:
+        model.requires_grad_(False)
+    elif config.lora is not None:
+        add_adapters(model, family, config.lora)
     if config.freeze_vision:
         model.get_submodule(family.vision_tower).requires_grad_(False)
-    return module
 
 
 def checkpoint_family(model_path: str) -> VLMFamily:
@@ -116,9 +150,3 @@ def checkpoint_family(model_path: str) -> VLMFamily:
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {str(error).splitlines()[0]}") from error
     return family_of(config)
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

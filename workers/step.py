@@ -1,15 +1,21 @@
-"""From a batch of rows to packed forwards: micro-batches, checks, accumulation."""
+"""From a batch of rows to packed forwards: checks, micro-batches, and the forward pass of one of them.
 
-from collections.abc import Callable, Iterator, Sequence
+Ranks that share a model do everything in step: FSDP gathers weights layer by layer, so all of them run equally many
+micro-batches, and in each the vision tower if one of them has media there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.batching import PackedRows, pack_rows, prompt_sharing, split_by_tokens, unpack_cells
+from dataproto.batching import PackedRows, pack_rows, prompt_sharing, split_by_tokens, split_into, unpack_cells
 from dataproto.columns import require
-from dataproto.errors import InvalidColumn
+from dataproto.errors import InvalidColumn, MediaMismatch
 from dataproto.vlm import MediaSpans, media_spans
+from workers.mesh import Ranks
 from workers.packed import Outputs, PackedVLM
 
 # (outputs, rows) -> per-token loss (B, R) and per-token metrics {name: (B, R)}; masking and averaging are the worker's.
@@ -18,26 +24,84 @@ LossFn = Callable[[Outputs, DataProto], tuple[Tensor, dict[str, Tensor]]]
 TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
-def micro_batches(data: DataProto, token_budget: int) -> Iterator[DataProto]:
-    """Contiguous parts of at most ``token_budget`` packed tokens, a shared prompt counted once."""
-    if not len(data):
-        return
-    width = data["response_mask"].shape[1]
-    attended = data["attention_mask"]
-    prompts = attended[:, : attended.shape[1] - width].sum(1)
-    saved = torch.where(sharing(data), prompts, 0)
-    for part in split_by_tokens(attended.sum(1) - saved, token_budget, lead=saved):
-        yield data[part]
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward pass, and what other ranks need of it."""
+
+    index: slice | Tensor  # which rows of the batch; none of them is an inert micro-batch's
+    rows: DataProto  # at least one, of which an inert micro-batch wants no log-prob
+    tower: bool  # some rank has media in its micro-batch of this number, so that all must run the vision tower
+
+    @property
+    def inert(self) -> bool:
+        """Whether it is there only because other ranks have rows left."""
+        return isinstance(self.index, slice) and self.index.start == self.index.stop
 
 
-def check_rows(data: DataProto, banned_ids: Sequence[int]) -> None:
+def micro_batches(
+    data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks | None = None
+) -> list[MicroBatch]:
+    """Contiguous parts of at most ``token_budget`` packed tokens, a shared prompt counted once, as many on every rank.
+
+    Rows without response tokens (`pad_inert`) are in none of them: nothing is wanted of those. Every rank calls it; a rank
+    with fewer rows cuts them into more parts and, if that is not enough, gets inert ones.
+    """
+    ranks = ranks or Ranks()
+    wanted = data["response_mask"].bool().any(1)
+    places = None if bool(wanted.all()) else wanted.nonzero().squeeze(1)
+    chosen = data if places is None else data[places]
+    parts = _equally_many(chosen, token_budget, ranks)
+    rows = [chosen[part] if part.start < part.stop else inert_rows(module) for part in parts]
+    indices: list[slice | Tensor] = [
+        part if places is None or part.start == part.stop else places[part] for part in parts
+    ]
+    tower = ranks.any_of([has_media(part) for part in rows], "dp")
+    return [MicroBatch(*each) for each in zip(indices, rows, tower, strict=True)]
+
+
+def _equally_many(data: DataProto, token_budget: int, ranks: Ranks) -> list[slice]:
+    parts: list[slice] = []
+    lengths = saved = torch.zeros(0, dtype=torch.int64)
+    if len(data):
+        width = data["response_mask"].shape[1]
+        attended = data["attention_mask"]
+        prompts = attended[:, : attended.shape[1] - width].sum(1)
+        saved = torch.where(sharing(data), prompts, 0)
+        lengths = attended.sum(1) - saved
+        parts = split_by_tokens(lengths, token_budget, lead=saved)
+    count = max(ranks.gather(len(parts), "dp"))
+    return parts if count == len(parts) else split_into(lengths, count, token_budget, lead=saved)
+
+
+def inert_rows(module: PackedVLM) -> DataProto:
+    """One row of two text tokens, of which no log-prob is wanted."""
+    ids, mask = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
+    types = ids.to(torch.int8)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "mm_token_type_ids": types,
+            "position_ids": module.family.position_ids(types, mask, None, None, None, module.model.config),
+            "response_mask": ids[:, :1],
+        }
+    )
+
+
+def check_rows(data: DataProto, module: PackedVLM) -> None:
     """Refuses batches that the policy cannot have produced.
 
     Raises:
         MissingColumn: a column that training reads is absent.
         InvalidColumn: a response token is one that the policy can never sample; names row, position and token.
+        MediaMismatch: a row's placeholder tokens and media disagree, as when a row was cut through an image; names the row.
     """
     require(data, *TRAINING_COLUMNS)
+    check_responses(data, module.banned_ids)
+    check_media(data, module)
+
+
+def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:
     width = data["response_mask"].shape[1]
     responses = data["input_ids"][:, data["input_ids"].shape[1] - width :]
     banned = torch.isin(responses, torch.tensor(banned_ids, dtype=responses.dtype, device=responses.device))
@@ -50,9 +114,36 @@ def check_rows(data: DataProto, banned_ids: Sequence[int]) -> None:
         )
 
 
-def forward_rows(module: PackedVLM, rows: DataProto, device: torch.device, entropy: bool = False) -> Outputs:
-    """Packs the rows, encodes each distinct image once, and returns per-token outputs ``(B, R)`` on ``device``."""
+def check_media(data: DataProto, module: PackedVLM) -> None:
+    types = token_types(module, data) * data["attention_mask"]
+    features: dict[tuple[int, ...], tuple[int, int]] = {}  # of media that many rows share, computed once
+    keys = [tuple(map(id, row.values())) for row in media_of(data)]
+    for key, row in zip(keys, media_of(data), strict=True):
+        if key not in features:
+            features[key] = module.family.feature_counts(row, module.model.config)
+    for kind, name in enumerate(("image", "video"), start=1):
+        expected = [features[key][kind - 1] for key in keys]
+        found = (types == kind).sum(1)
+        wrong = (found != torch.tensor(expected)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            raise MediaMismatch(
+                f"row {at}: {int(found[at])} {name} placeholder tokens, but its media makes {expected[at]} features; a prompt "
+                "that was cut through its media cannot be used: leave overlong prompts out, as PromptBuilder does"
+            )
+
+
+def forward_rows(
+    module: PackedVLM, rows: DataProto, device: torch.device, entropy: bool = False, tower: bool = False
+) -> Outputs:
+    """Packs the rows, encodes each distinct image once, and returns per-token outputs ``(B, R)`` on ``device``.
+
+    Args:
+        tower: run the vision tower even if the rows have no media, on a dummy that changes nothing.
+    """
     packed, media, spans = prepare_rows(module, rows)
+    if tower and not media:
+        media = module.family.dummy_media(module.model.config)
     log_probs, entropies = module(
         packed.to(device), {name: value.to(device) for name, value in media.items()}, spans.to(device), entropy
     )
@@ -68,7 +159,7 @@ def prepare_rows(module: PackedVLM, rows: DataProto) -> tuple[PackedRows, dict[s
     row.
     """
     shared = sharing(rows)
-    types = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else infer_token_types(module, rows)
+    types = token_types(module, rows)
     packed = pack_rows(
         rows["input_ids"], rows["attention_mask"], rows["position_ids"], rows["response_mask"], types, shared
     )
@@ -92,10 +183,19 @@ def media_of(rows: DataProto) -> Sequence[dict[str, Tensor]]:
     return inputs
 
 
+def has_media(rows: DataProto) -> bool:
+    return any(media_of(rows))
+
+
+def token_types(module: PackedVLM, rows: DataProto) -> Tensor:
+    """``(B, L)`` 0 text, 1 image, 2 video."""
+    types: Tensor = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else infer_token_types(module, rows)
+    return types
+
+
 def infer_token_types(module: PackedVLM, rows: DataProto) -> Tensor:
     """Token types ``(B, L)`` from the placeholder ids in the prompt, for batches that come without ``mm_token_type_ids``."""
-    tokens = module.family.media_tokens(module.model.config)
     ids = rows["input_ids"]
-    types = (ids == tokens.image).to(torch.int8) + 2 * (ids == tokens.video).to(torch.int8)
+    types = module.family.token_types(ids, module.model.config)
     types[:, ids.shape[1] - rows["response_mask"].shape[1] :] = 0
     return types

@@ -1,0 +1,56 @@
+"""Functions run at the same time on several ranks that talk through gloo, all in one start of the processes."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+PRELOADED = ("workers.actor", "workers.parallel.fsdp", "helpers.batches")
+"""Imported once, in the process that the ranks are forked from."""
+
+
+def run_ranks(
+    size: int, scenarios: Mapping[str, Callable[[], Any]], folder: Path, timeout: float = 120
+) -> dict[str, list[Any]]:
+    """What each scenario returned on each rank; the text of the exception where it raised.
+
+    Scenarios are importable functions without arguments; each of them runs on all ranks, one after the other.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(rank, size, str(folder / "store"), dict(scenarios), results), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    found: dict[str, list[Any]] = {name: [None] * size for name in scenarios}
+    try:
+        for _ in range(size * len(found)):
+            name, rank, outcome = results.get(timeout=timeout)
+            found[name][rank] = outcome
+    finally:
+        for process in ranks:
+            process.join(timeout=10)
+            process.kill()
+    return found
+
+
+def _rank(rank: int, size: int, store: str, scenarios: dict[str, Callable[[], Any]], results: Any) -> None:
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    for name, scenario in scenarios.items():
+        try:
+            outcome = scenario()
+        except BaseException:  # told to the test, so that it need not wait for the others
+            outcome = traceback.format_exc()
+        results.put((name, rank, outcome))
+    dist.destroy_process_group()

@@ -1,0 +1,62 @@
+"""Weights, gradients and optimizer state spread over the ranks of dp x sp by FSDP2 (``torch.distributed.fsdp``).
+
+Groups that are gathered together: each decoder layer, each vision block, the rest of the vision tower (patch embedding and
+mergers), and with the root what is left: embedding, final norm and head. The root stays gathered from the beginning of the
+forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a bare weight, and tied weights stand in
+one group. The tower's own group is gathered by its own forward, so text-only batches never touch it.
+
+Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the one loss of the mini-batch.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from workers.engine_config import EngineConfig, compute_dtype
+from workers.mesh import Ranks
+from workers.packed import PackedVLM
+
+
+def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+    """Shards ``module`` in place; its parameters become DTensors in float32, on the mesh's device.
+
+    Computes in bfloat16 where ``options.dtype`` says so; sums of gradients are float32 either way.
+    """
+    mesh = ranks.submesh("dp", "sp")
+    if mesh is None:
+        return
+    half = compute_dtype(options.dtype, mesh.device_type) == torch.bfloat16
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        # Inputs are cast by nobody: rotary angles of the vision tower are float32 on purpose.
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.offload else OffloadPolicy(),
+    )
+    family, model = module.family, module.model
+    blocks = [
+        block
+        for path in (family.vision_blocks, family.decoder_layers)
+        for block in model.get_submodule(path).children()
+    ]
+    for block in (*blocks, model.get_submodule(family.vision_tower)):
+        shard(block, reshard_after_forward=options.reshard_after_forward)
+    shard(module, reshard_after_forward=False)
+    for part in sharded_parts(module):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(module: nn.Module) -> None:
+    """Frees the gathered weights that a forward pass without a backward pass left behind."""
+    for part in sharded_parts(module):
+        part.reshard()
+
+
+def sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    """The modules whose weights are gathered together."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -1,0 +1,51 @@
+"""Weights of a model that may be sharded, split over ranks or adapted, as the plain tensors of its checkpoint."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from workers.lora import base_name, merged_weight
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(parameter name of the base model, full tensor), one after the other; adapters are merged into what they adapt.
+
+    Every rank of the model takes part: a sharded tensor is gathered when its turn comes, and freed when the caller lets go.
+    """
+    for name, parameter in model.named_parameters():
+        base = base_name(name)
+        if base is not None:
+            yield base, merged_weight(model, name, full_tensor) if base != name else full_tensor(parameter)
+
+
+def full_tensor(weight: Tensor) -> Tensor:
+    """All of a tensor, on the device that computes, without gradient; no copy if it is whole already."""
+    if not isinstance(weight, DTensor):
+        return weight.detach()
+    on_device: Any = weight.detach().to(weight.device_mesh.device_type)
+    whole: Tensor = on_device.full_tensor()
+    return whole
+
+
+def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies full tensors into the parameters of the same names, whatever part of them this rank holds."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            full = state[name]
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                # No rank sends: each one cuts its part out of its own copy.
+                full = distribute_tensor(full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(full)
+
+
+def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and configuration without storage, adapters or shards: what knows how a checkpoint is written."""
+    with torch.device("meta"):
+        bare = type(model)(model.config)
+    bare.generation_config = model.generation_config
+    return bare
