@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
 from dataproto.errors import InvalidConfig
 from workers.actor import ActorConfig, ActorWorker
 from workers.group import LocalGroup
+from workers.layout import Layout
 from workers.policy import PolicyConfig, ReferenceWorker
 from workers.reward import RewardFunction, RewardWorker
 from workers.rollout import RolloutConfig, RolloutWorker
@@ -24,6 +26,7 @@ class Roles:
     rollout: Any
     optional: dict[str, Any]
     close: Callable[[], None] = lambda: None
+    end_step: Callable[[], None] = lambda: None  # lets go of what was kept for one step
 
     @property
     def reference(self) -> Any:
@@ -39,6 +42,7 @@ class Roles:
     def sync_weights(self) -> None:
         """Tells the engine that the actor has changed; the next generation streams the weights, once."""
         self.rollout.mark_stale()
+        self.end_step()
 
     def _optional(self, role: str) -> Any:
         if not self.has(role):
@@ -60,32 +64,51 @@ def launch(
     reward: RewardFunction | None = None,
     rollout: str | RolloutConfig = "hf",
     on: str = "local",
+    layout: Layout | None = None,
+    **options: Any,
 ) -> Roles:
     """Starts the roles of a recipe.
 
     Args:
         rollout: an engine's name, or a `RolloutConfig` with options for it.
-        on: where: ``"local"`` is this process.
+        on: where: ``"local"`` is this process, ``"ray"`` one process for each rank of ``layout``, each with all roles.
+        layout: how actor and reference are spread over processes.
+        options: of the place; on Ray, the fields of `workers.ray_group.RayConfig`.
 
     Raises:
-        InvalidConfig: an unknown place or engine.
+        InvalidConfig: an unknown place, engine or option, or a layout that the place cannot hold.
     """
     if on not in PLACES:
         raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(PLACES)}")
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
-    return PLACES[on](actor, reference, reward, rollout)
+    module, _, name = PLACES[on].partition(":")
+    plan = Plan(actor, reference, reward, rollout, layout or Layout())
+    roles: Roles = getattr(import_module(module), name)(plan, **options)
+    return roles
 
 
-def _launch_local(
-    actor: ActorConfig, reference: PolicyConfig | None, reward: RewardFunction | None, rollout: RolloutConfig
-) -> Roles:
-    policy = ActorWorker(actor)
+@dataclass(frozen=True)
+class Plan:
+    """The roles of one run, before they stand anywhere."""
+
+    actor: ActorConfig
+    reference: PolicyConfig | None
+    reward: RewardFunction | None
+    rollout: RolloutConfig
+    layout: Layout
+
+
+PLACES = {"local": "workers.launch:launch_local", "ray": "workers.ray_launch:launch_ray"}
+
+
+def launch_local(plan: Plan) -> Roles:
+    """All roles in this process."""
+    if plan.layout.world_size > 1:
+        raise InvalidConfig(f"{plan.layout} needs {plan.layout.world_size} processes: use on='ray'")
+    policy = ActorWorker(plan.actor)
     optional = {
-        "reference": reference and LocalGroup(ReferenceWorker(reference)),
-        "reward": reward and LocalGroup(RewardWorker(reward, actor.model_path)),
+        "reference": plan.reference and LocalGroup(ReferenceWorker(plan.reference)),
+        "reward": plan.reward and LocalGroup(RewardWorker(plan.reward, plan.actor.model_path)),
     }
-    return Roles(LocalGroup(policy), LocalGroup(RolloutWorker(rollout, policy.named_weights)), optional)
-
-
-PLACES: dict[str, Callable[..., Roles]] = {"local": _launch_local}
+    return Roles(LocalGroup(policy), LocalGroup(RolloutWorker(plan.rollout, policy.named_weights)), optional)
