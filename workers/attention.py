@@ -41,14 +41,15 @@ def packed_attention(
     """Attention within the segments of one packed sequence.
 
     Args:
-        query: ``(1, H, T, D)``; key and value ``(1, H_kv, T, D)``, H a multiple of H_kv.
+        query: ``(1, H, T, D)``; key and value ``(1, H_kv, T, D)``, H a multiple of H_kv. Where attention is not causal (a
+            tower that sees images of one size as a batch), more rows without boundaries are a segment each.
         cu_seq_lens_q: ``(S + 1,)`` boundaries of the S segments among queries; cu_seq_lens_k among keys.
         key_index: ``(K,)`` which of the T keys the segments see, one segment after the other; by default their own.
             The last key of a causal segment is that of its last query.
         is_causal: ``None`` asks the module (language models say yes, vision towers no).
 
     Returns:
-        ``(1, T, H, D)`` and ``None``.
+        ``(1, T, H, D)``, or as many rows as the query has, and ``None``.
 
     Raises:
         UnsupportedAttention: a mask, dropout or sliding window is asked for, or the boundaries are missing.
@@ -57,12 +58,17 @@ def packed_attention(
         raise UnsupportedAttention(
             "packed attention takes no mask, sliding window or dropout: segments are all it knows"
         )
+    rows, _, length, _ = query.shape
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if cu_seq_lens_q is None and not causal:
+        cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
+        max_length_q = max_length_k = length
+        query, key, value = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))
     if cu_seq_lens_q is None or query.shape[0] != 1:
         raise UnsupportedAttention(
             f"packed attention needs cu_seq_lens_q and one packed row (got shape {tuple(query.shape)}); "
             "a padded batch needs a model of its own with attn_implementation='sdpa'"
         )
-    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, D)
     if key_index is not None:
         k, v = k.index_select(0, key_index), v.index_select(0, key_index)
@@ -75,7 +81,7 @@ def packed_attention(
         out = segment_attention(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
     else:
         out = attend_segments(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
-    return out.unsqueeze(0), None
+    return out.view(rows, length, *out.shape[1:]), None
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -120,26 +126,33 @@ def attend_segments(
     """Scaled-dot-product attention: queries ``(T, H, D)``, keys and values ``(K, H_kv, D)``, one call for all segments of
     the same lengths. Segments without queries are passed over.
     """
-    lengths = torch.stack([cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]], dim=1).long()
-    distinct = [(length_q, length_k) for length_q, length_k in lengths.unique(dim=0).tolist() if length_q]
-    if len(distinct) == 1 and len(q) == distinct[0][0] * len(lengths):
-        return _attend_equal(q, k, v, *distinct[0], scaling, causal)
-    at_q, at_k = [], []
-    for length_q, length_k in distinct:
-        chosen = ((lengths[:, 0] == length_q) & (lengths[:, 1] == length_k)).nonzero().squeeze(1)
-        at_q.append((cu_q[chosen].long()[:, None] + torch.arange(length_q, device=q.device)).flatten())
-        at_k.append((cu_k[chosen].long()[:, None] + torch.arange(length_k, device=q.device)).flatten())
-    if not distinct:
+    kinds = _kinds(cu_q, cu_k)
+    if len(kinds) == 1 and len(q) == kinds[0][0] * (len(cu_q) - 1):
+        return _attend_equal(q, k, v, *kinds[0][:2], scaling, causal)
+    if not kinds:
         return torch.zeros_like(q)
     # One gather for all lengths: in the backward pass each would fill a gradient of full size.
-    rows, keys = torch.cat(at_q), torch.cat(at_k)
-    queries = q.index_select(0, rows).split([len(index) for index in at_q])
-    key_parts, value_parts = (x.index_select(0, keys).split([len(index) for index in at_k]) for x in (k, v))
+    rows, keys = torch.cat([kind[2] for kind in kinds]), torch.cat([kind[3] for kind in kinds])
+    queries = q.index_select(0, rows).split([len(kind[2]) for kind in kinds])
+    key_parts, value_parts = (x.index_select(0, keys).split([len(kind[3]) for kind in kinds]) for x in (k, v))
     parts = [
         _attend_equal(*qkv, length_q, length_k, scaling, causal)
-        for qkv, (length_q, length_k) in zip(zip(queries, key_parts, value_parts), distinct, strict=True)
+        for qkv, (length_q, length_k, _, _) in zip(zip(queries, key_parts, value_parts), kinds, strict=True)
     ]
     return torch.empty_like(q).index_copy(0, rows, torch.cat(parts))
+
+
+def _kinds(cu_q: Tensor, cu_k: Tensor) -> list[tuple[int, int, Tensor, Tensor]]:
+    """Segments that have queries, by their lengths in queries and keys: both lengths, and where queries and keys stand."""
+    lengths = torch.stack([cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]], dim=1).long()
+    kinds = []
+    for length_q, length_k in lengths.unique(dim=0).tolist():
+        if length_q:
+            chosen = ((lengths[:, 0] == length_q) & (lengths[:, 1] == length_k)).nonzero().squeeze(1)
+            at_q = cu_q[chosen].long()[:, None] + torch.arange(length_q, device=cu_q.device)
+            at_k = cu_k[chosen].long()[:, None] + torch.arange(length_k, device=cu_q.device)
+            kinds.append((length_q, length_k, at_q.flatten(), at_k.flatten()))
+    return kinds
 
 
 def _attend_equal(
@@ -148,9 +161,7 @@ def _attend_equal(
     queries, keys, values = (
         x.unflatten(0, (-1, length)).transpose(1, 2) for x, length in ((q, length_q), (k, length_k), (v, length_k))
     )  # (S, H, length, D)
-    mask = None
-    if causal and length_q != length_k:
-        mask = torch.ones(length_q, length_k, dtype=torch.bool, device=q.device).tril(length_k - length_q)
+    mask = _aligned_mask(length_q, length_k, q.device) if causal and length_q != length_k else None
     grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
         queries, keys, values, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
@@ -158,11 +169,16 @@ def _attend_equal(
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def _aligned_mask(length_q: int, length_k: int, device: torch.device) -> Tensor:
+    """``(length_q, length_k)`` causal, the last query aligned with the last key."""
+    return torch.ones(length_q, length_k, dtype=torch.bool, device=device).tril(length_k - length_q)
+
+
 @torch.library.custom_op("dataproto::segment_attention", mutates_args=())
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
 ) -> Tensor:
-    """`attend_segments` as one operator: compiled layers need not know the segments' lengths. Its backward recomputes."""
+    """`attend_segments` as one operator, so that compiled layers need not know the segments' lengths."""
     return attend_segments(q, k, v, cu_q, cu_k, scaling, causal).contiguous()
 
 
@@ -175,11 +191,23 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: floa
 def _segment_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attend_segments(inputs[0], inputs[1], inputs[2], cu_q, cu_k, scaling, causal)
-    grads = torch.autograd.grad(out, inputs, grad)
-    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+    """Softmax's gradient by hand, since an operator's inside knows no autograd. H query heads are H_kv groups of G."""
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    to_q, to_k, to_v = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for length_q, length_k, at_q, at_k in _kinds(cu_q, cu_k):
+        heads = (-1, length_q, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+        queries, upstream = (x[at_q].view(heads) for x in (q, grad))
+        keys, values = (x[at_k].unflatten(0, (-1, length_k)) for x in (k, v))
+        scores = torch.einsum("sqhgd,skhd->shgqk", queries, keys).float() * scale
+        if causal:
+            scores = scores.masked_fill(~_aligned_mask(length_q, length_k, q.device), float("-inf"))
+        probs = scores.softmax(-1)
+        to_probs = torch.einsum("sqhgd,skhd->shgqk", upstream, values).float()
+        to_scores = (probs * (to_probs - (probs * to_probs).sum(-1, keepdim=True)) * scale).to(q.dtype)
+        to_q[at_q] = torch.einsum("shgqk,skhd->sqhgd", to_scores, keys).flatten(2, 3).flatten(0, 1)
+        to_k[at_k] = torch.einsum("shgqk,sqhgd->skhd", to_scores, queries).flatten(0, 1)
+        to_v[at_k] = torch.einsum("shgqk,sqhgd->skhd", probs.to(q.dtype), upstream).flatten(0, 1)
+    return to_q, to_k, to_v
 
 
 @_segment_attention_backward.register_fake

@@ -48,16 +48,19 @@ def token_log_probs(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    elements = chunk_elements or CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
-    size = max(elements // head_weight.shape[0], 1)
-    if size > 256:
-        size -= size % 256  # whole tiles of the matrix units
+    size = chunk_size(head_weight.shape[0], hidden.device, chunk_elements)
     banned = _on_device(tuple(banned_ids), hidden.device) if banned_ids else None
     with torch.autocast(device, enabled=False):
         log_probs, entropies = _TokenLogProbs.apply(
             hidden, head_weight, targets, temperature, banned, entropy, size, compiled
         )
     return log_probs, entropies if entropy else None
+
+
+def chunk_size(vocabulary: int, device: torch.device, elements: int | None = None) -> int:
+    """Tokens whose logits are held at a time."""
+    size = max((elements or CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"])) // vocabulary, 1)
+    return size - size % 256 if size > 256 else size  # whole tiles of the matrix units
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -77,7 +80,7 @@ class _TokenLogProbs(torch.autograd.Function):
         keep = len(targets) <= size and hidden.device.type == "cpu"
         w, parts, every = weight.to(hidden.dtype), [], None
         for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
-            *part, every = score(_logits(states, w), chosen, temperature, banned, entropy, keep)
+            *part, every = score(project(states, w), chosen, temperature, banned, entropy, keep)
             parts.append(part)
         log_probs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, banned, entropies, every)
@@ -97,19 +100,19 @@ class _TokenLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), size):
                 at = slice(start, start + size)
-                every = again(_logits(hidden[at], w), temperature, banned) if kept is None else kept
+                every = again(project(hidden[at], w), temperature, banned) if kept is None else kept
                 uncertain = (entropies[at], entropy_grad[at]) if entropy else None
                 part = gradient(every, targets[at], temperature, banned, grad[at], uncertain).to(hidden.dtype)
                 if to_hidden is not None:
                     torch.mm(part, w, out=to_hidden[at])
                 if ctx.needs_input_grad[1]:
-                    to_weight = _add_product(to_weight, part.t(), hidden[at])
+                    to_weight = add_product(to_weight, part.t(), hidden[at])
         if to_weight is None and ctx.needs_input_grad[1]:
             to_weight = torch.zeros_like(weight)
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
 
 
-def _logits(states: Tensor, weight: Tensor) -> Tensor:
+def project(states: Tensor, weight: Tensor) -> Tensor:
     """``(n, H)`` and ``(V, H)`` to ``(n, V)``, not rounded to half precision on the way where the device can do that."""
     if states.device.type == "cuda" and states.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(states, weight.t(), out_dtype=torch.float32)
@@ -117,7 +120,7 @@ def _logits(states: Tensor, weight: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """``total + a @ b`` in float32 (float64)."""
     if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
         if total is None:

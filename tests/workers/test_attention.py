@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dataproto.errors import UnsupportedAttention
-from workers.attention import packed_attention
+from workers.attention import attend_segments, packed_attention, segment_attention
 
 
 def by_segment(q, k, v, bounds, causal):
@@ -38,6 +38,29 @@ def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed):
     theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5), st.booleans())
+@settings(deadline=None)
+def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(lengths, causal):
+    queries, keys = torch.tensor([(q, q + more) for q, more in lengths]).T
+    cu_q, cu_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (queries, keys))
+    q = torch.randn(int(cu_q[-1]), 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(int(cu_k[-1]), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ours = segment_attention(q, k, v, cu_q, cu_k, 0.3, causal)
+    plain = attend_segments(q, k, v, cu_q, cu_k, 0.3, causal)
+    torch.testing.assert_close(ours, plain)
+    if len(q):
+        weights = torch.randn_like(q)
+        grads = [torch.autograd.grad((out * weights).sum(), (q, k, v), allow_unused=True) for out in (ours, plain)]
+        torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
+
+
+def test_the_operator_is_well_formed():
+    q = torch.randn(5, 4, 8, requires_grad=True)
+    k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(2))
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    torch.library.opcheck(segment_attention, (q, k, v, bounds, bounds, None, True))
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 10))

@@ -1,0 +1,71 @@
+"""``torch.compile`` for the repeated layers and for what is done to logits.
+
+Layers are compiled one by one: the same code for all of a kind, built once. Sizes that change from batch to batch (tokens,
+segments, keys) are dynamic from the start, so a new length compiles nothing. What surrounds the layers stays eager.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from shutil import which
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataproto.errors import InvalidConfig
+from workers.engine_config import EngineConfig
+from workers.mesh import Ranks
+from workers.packed import PackedVLM
+from workers.parallel.layers import repeated_layers
+
+# Variants of a layer that may be compiled: with gradients and without, prompts shared or not, full and windowed attention.
+VARIANTS = 32
+
+
+def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+    """Compiles ``forward`` of every repeated layer, in place; the work is done when a layer is first run.
+
+    Raises:
+        InvalidConfig: the model is on a CPU and there is no C++ compiler.
+    """
+    if not options.compile:
+        return
+    check_compiler(next(module.parameters()).device)
+    for layer in repeated_layers(module):
+        layer.forward = Compiled(layer.forward)  # type: ignore[method-assign]
+    module.score = partial(module.score, compiled=True)
+
+
+class Compiled:
+    """A layer's forward function, compiled for any number of tokens and segments."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+        self.forward = torch.compile(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, Tensor):
+                    mark_sizes(each)
+        return self.forward(*args, **kwargs)
+
+
+def mark_sizes(tensor: Tensor) -> None:
+    """Tells the compiler which sizes change: all but those of features, the last dimension of floating-point tensors."""
+    last = tensor.ndim - tensor.is_floating_point()
+    torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in range(last) if tensor.shape[dim] > 1])
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises `InvalidConfig` unless there is what ``torch.compile`` needs on the device."""
+    if device.type != "cpu":
+        return
+    import torch._inductor.config as inductor
+
+    names = inductor.cpp.cxx if isinstance(inductor.cpp.cxx, (list, tuple)) else (inductor.cpp.cxx,)
+    if not any(name and which(name) for name in names):
+        raise InvalidConfig(
+            "compile=True on a CPU needs a C++ compiler, and none was found: install g++ (or name one in CXX), or leave "
+            "compile off"
+        )
