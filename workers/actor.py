@@ -4,6 +4,7 @@ import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
 from workers.mesh import Ranks
 from workers.optimizer import Optimizer, OptimizerConfig
+from workers.planning import split_update
 from workers.policy import PolicyConfig, PolicyWorker
 from workers.step import LossFn, check_rows, forward_rows
 from workers.training_state import load_training_state, save_training_state
@@ -54,7 +56,7 @@ class ActorWorker(PolicyWorker):
         self.optimizer = Optimizer(self.module.parameters(), config.optimizer)
         self.skipped: list[SkippedStep] = []
 
-    @dispatch("dp")
+    @dispatch(split=split_update)
     def update(
         self,
         data: DataProto,
@@ -125,6 +127,8 @@ class ActorWorker(PolicyWorker):
 
     def _finish(self, data: DataProto, weights: Tensor, totals: dict[str, Tensor], finite: Tensor) -> dict[str, float]:
         """The optimizer's step, and the metrics of all ranks together."""
+        if self.ranks.size("tp") > 1:
+            import_module("workers.parallel.tensor").sum_partial_gradients(self.module, self.ranks)
         stepped = self.optimizer.step()
         sums = {name: float(value) for name, value in totals.items()}
         everybody = self.ranks.gather((float(weights.sum()), sums), "dp")

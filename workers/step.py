@@ -14,7 +14,7 @@ from dataproto import DataProto
 from dataproto.batching import PackedRows, pack_rows, prompt_sharing, split_by_tokens, split_into, unpack_cells
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn, MediaMismatch
-from dataproto.vlm import MediaSpans, media_spans
+from dataproto.vlm import MediaSpans, media_spans, row_costs
 from workers.mesh import Ranks
 from workers.packed import Outputs, PackedVLM
 
@@ -50,7 +50,7 @@ def micro_batches(
     wanted = data["response_mask"].bool().any(1)
     places = None if bool(wanted.all()) else wanted.nonzero().squeeze(1)
     chosen = data if places is None else data[places]
-    parts = _equally_many(chosen, token_budget, ranks)
+    parts = _equally_many(chosen, module, token_budget, ranks)
     rows = [chosen[part] if part.start < part.stop else inert_rows(module) for part in parts]
     indices: list[slice | Tensor] = [
         part if places is None or part.start == part.stop else places[part] for part in parts
@@ -59,18 +59,19 @@ def micro_batches(
     return [MicroBatch(*each) for each in zip(indices, rows, tower, strict=True)]
 
 
-def _equally_many(data: DataProto, token_budget: int, ranks: Ranks) -> list[slice]:
-    parts: list[slice] = []
-    lengths = saved = torch.zeros(0, dtype=torch.int64)
-    if len(data):
-        width = data["response_mask"].shape[1]
-        attended = data["attention_mask"]
-        prompts = attended[:, : attended.shape[1] - width].sum(1)
-        saved = torch.where(sharing(data), prompts, 0)
-        lengths = attended.sum(1) - saved
-        parts = split_by_tokens(lengths, token_budget, lead=saved)
+def _equally_many(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[slice]:
+    """At most ``token_budget`` tokens each; where ranks wait for each other, also of about equal work."""
+    attended, width = data["attention_mask"], data["response_mask"].shape[1]
+    saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
+    whole = attended.sum(1)
+    parts = split_by_tokens(whole - saved, token_budget, lead=saved)
     count = max(ranks.gather(len(parts), "dp"))
-    return parts if count == len(parts) else split_into(lengths, count, token_budget, lead=saved)
+    if ranks.size("dp") == 1 or not count:
+        return parts
+    costs, lead = row_costs(
+        module.family, module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1)
+    )
+    return split_into(whole - saved, count, token_budget, costs, lead=saved, lead_costs=lead)
 
 
 def inert_rows(module: PackedVLM) -> DataProto:
@@ -117,20 +118,21 @@ def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:
 def check_media(data: DataProto, module: PackedVLM) -> None:
     types = token_types(module, data) * data["attention_mask"]
     features: dict[tuple[int, ...], tuple[int, int]] = {}  # of media that many rows share, computed once
-    keys = [tuple(map(id, row.values())) for row in media_of(data)]
-    for key, row in zip(keys, media_of(data), strict=True):
+    expected = []
+    for row in media_of(data):
+        key = tuple(map(id, row.values()))
         if key not in features:
-            features[key] = module.family.feature_counts(row, module.model.config)
-    for kind, name in enumerate(("image", "video"), start=1):
-        expected = [features[key][kind - 1] for key in keys]
-        found = (types == kind).sum(1)
-        wrong = (found != torch.tensor(expected)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            raise MediaMismatch(
-                f"row {at}: {int(found[at])} {name} placeholder tokens, but its media makes {expected[at]} features; a prompt "
-                "that was cut through its media cannot be used: leave overlong prompts out, as PromptBuilder does"
-            )
+            features[key] = module.family.feature_counts(row, module.model.config) if row else (0, 0)
+        expected.append(features[key])
+    found = torch.stack([(types == kind).sum(1) for kind in (1, 2)], dim=1)
+    wrong = (found != torch.tensor(expected, dtype=torch.int64).view(-1, 2)).nonzero()
+    if len(wrong):
+        row_number, kind = wrong[0].tolist()
+        raise MediaMismatch(
+            f"row {row_number}: {int(found[row_number, kind])} {('image', 'video')[kind]} placeholder tokens, but its media "
+            f"makes {expected[row_number][kind]} features; a prompt that was cut through its media cannot be used: leave "
+            "overlong prompts out, as PromptBuilder does"
+        )
 
 
 def forward_rows(

@@ -1,11 +1,11 @@
 """Weights of a model that may be sharded, split over ranks or adapted, as the plain tensors of its checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workers.lora import base_name, merged_weight
@@ -29,18 +29,6 @@ def full_tensor(weight: Tensor) -> Tensor:
     on_device: Any = weight.detach().to(weight.device_mesh.device_type)
     whole: Tensor = on_device.full_tensor()
     return whole
-
-
-def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies full tensors into the parameters of the same names, whatever part of them this rank holds."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            full = state[name]
-            if isinstance(parameter, DTensor):
-                mesh = parameter.device_mesh
-                # No rank sends: each one cuts its part out of its own copy.
-                full = distribute_tensor(full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(full)
 
 
 def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
