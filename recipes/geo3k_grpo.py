@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from torch.utils.data import Subset
@@ -28,13 +28,15 @@ from recipes.samples import rollout_samples, save_rollouts
 from recipes.synthetic import LEVELS
 from recipes.synthetic.rows import ProblemRows
 from recipes.tiny import tiny_checkpoint
-from recipes.training import RunConfig, train
+from recipes.training import RunConfig, train, with_restarts
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
 from workers.launch import Roles, launch
+from workers.layout import Layout
 from workers.optimizer import OptimizerConfig
 from workers.policy import checkpoint_family
+from workers.ray_config import RayConfig
 from workers.rollout import RolloutConfig
 
 REPORTED_ROLLOUTS = 24  # of each evaluation
@@ -79,6 +81,10 @@ class Geo3KConfig:
     engine: str = "hf"  # what generates
     token_budget: int = 16_384  # tokens of one micro-batch
     freeze_vision: bool = False  # train the language model only
+    on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
+    layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
+    ray: RayConfig = field(default_factory=RayConfig)
+    max_restarts: int = 0  # after a worker has failed: start again from the last checkpoint, at most so often
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
@@ -87,8 +93,12 @@ class Geo3KConfig:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-        if self.token_budget < 1:
-            raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")
+        if self.token_budget < 1 or self.max_restarts < 0:
+            raise InvalidConfig(
+                f"token_budget={self.token_budget} must be above 0, max_restarts={self.max_restarts} not below"
+            )
+        if self.on == "local" and self.layout.world_size > 1:
+            raise InvalidConfig(f"{self.layout} needs {self.layout.world_size} processes: add --on ray")
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
@@ -148,16 +158,20 @@ def run(config: Geo3KConfig) -> Path:
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     loader, held_out = load_data(config, builder)
     directory = open_run_directory(config.run, config)
-    try:
+
+    def attempt(run: RunConfig) -> None:
         with start(config, model_path, reward) as roles:
             train(
-                config.run,
+                run,
                 roles,
                 loader,
                 lambda prompts: grpo_step(roles, prompts, config.algorithm, sampling(config)),
                 lambda step: evaluate(roles, held_out, config, step),
                 lambda target: save_processors(builder, target),
             )
+
+    try:
+        with_restarts(attempt, config.run, loader, config.max_restarts)
     finally:
         report = write_report(directory)
     return report
@@ -180,6 +194,9 @@ def start(config: Geo3KConfig, model_path: str, reward: RewardFunction) -> Roles
         reference=actor.frozen() if config.algorithm.kl_coef else None,
         reward=reward,
         rollout=RolloutConfig(model_path, config.engine),
+        on=config.on,
+        layout=config.layout,
+        **(vars(config.ray) if config.on == "ray" else {}),
     )
 
 

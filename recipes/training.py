@@ -1,14 +1,15 @@
 """The loop around a step function: data, evaluation, checkpoints, resume, metrics."""
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from recipes.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
 from recipes.progress import Progress
 from workers.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
@@ -85,6 +86,26 @@ def train(
             progress.update(step, metrics)
             if is_due(step, run.save_every, run.steps):
                 save(run, step, roles, loader, save_processors)
+
+
+def with_restarts(attempt: Callable[[RunConfig], None], run: RunConfig, loader: Loader, max_restarts: int) -> None:
+    """Runs ``attempt``; after a worker has failed, again from the last checkpoint, at most ``max_restarts`` times.
+
+    Raises:
+        WorkerFailed: the last attempt's.
+    """
+    start = loader.state_dict()
+    for restarts_left in range(max_restarts, -1, -1):
+        try:
+            return attempt(run)
+        except WorkerFailed as failure:
+            if not restarts_left:
+                raise
+            print(
+                f"{failure}\nstarting again from the last checkpoint ({restarts_left} restarts left)", file=sys.stderr
+            )
+            loader.load_state_dict(start)  # where there is no checkpoint yet; else `restore` sets it
+            run = replace(run, resume=True, overwrite=False)
 
 
 def train_step(loader: Loader, step_function: StepFunction) -> dict[str, float]:

@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -25,25 +24,11 @@ from dataproto.wire import Buffer, SharedBlobs, shared_blobs
 from workers.dispatch import Arguments, dispatch_of, split_rows
 from workers.host import Host
 from workers.layout import Layout
+from workers.ray_config import RayConfig
 
 LOCALHOST = "127.0.0.1"
 GRACE_S = 10.0  # that ranks have to end a call after another has failed in it
 PLACEMENT_TIMEOUT_S = 60  # that a cluster has to find room
-
-
-@dataclass(frozen=True)
-class RayConfig:
-    """Where processes run and how long they may take."""
-
-    address: str | None = None  # of a running cluster, or "auto"; by default one starts here, seen by this machine only
-    cpus: float = 1.0  # of each process
-    gpus: float | None = None  # of each process; default: 1 if the cluster has any
-    timeout_s: float = 1800.0  # of one call; a rank that takes longer counts as hanging
-    object_store_gib: float | None = None  # of a cluster started here; Ray's own default: 30 % of the memory
-
-    def __post_init__(self) -> None:
-        if self.timeout_s <= 0 or self.cpus < 0:
-            raise InvalidConfig(f"ray: timeout_s={self.timeout_s} must be above 0 and cpus={self.cpus} at least 0")
 
 
 @contextlib.contextmanager

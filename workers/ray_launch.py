@@ -9,7 +9,8 @@ from workers.actor import ActorWorker
 from workers.launch import Plan, Roles
 from workers.layout import Layout
 from workers.policy import ReferenceWorker
-from workers.ray_group import RayConfig, RayPool, StepBlobs, running_ray
+from workers.ray_config import RayConfig
+from workers.ray_group import RayPool, StepBlobs, running_ray
 from workers.reward import RewardWorker
 from workers.rollout import RolloutWorker
 

@@ -18,7 +18,8 @@ from dataproto.errors import InvalidColumn, InvalidConfig, WorkerFailed
 from workers.dispatch import dispatch
 from workers.host import Host
 from workers.layout import Layout
-from workers.ray_group import RayConfig, RayGroup, RayPool, StepBlobs, running_ray
+from workers.ray_config import RayConfig
+from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray
 
 
 class Worker:
