@@ -1,7 +1,8 @@
 """The model as training sees it: packed rows in, log-probs of response tokens out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,8 +29,34 @@ class Outputs:
         return self.entropy_or_none
 
 
+class TokenShare:
+    """Which of the packed tokens this process computes: all of them, unless ranks share one sequence.
+
+    Ranks that share a sequence (`workers.parallel.ulysses`) are given the same rows, and each returns all log-probs.
+    """
+
+    def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
+        """The rows with this process's part of ``input_ids`` and ``position_ids``, and the media in that part."""
+        return rows, spans
+
+    def attention(self, rows: PackedRows) -> dict[str, Any]:
+        """Further keywords of the language model's attention function."""
+        return {}
+
+    def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """States ``(n, H)`` that predict response tokens, out of this process's ``(S, H)``, and their targets ``(n,)``."""
+        return hidden[rows.predictors], rows.targets
+
+    def join(self, values: Tensor, rows: PackedRows) -> Tensor:
+        """``(n,)`` of this process's targets to ``(N,)`` of all."""
+        return values
+
+
 class PackedVLM(nn.Module):
-    """A Hugging Face VLM behind one packed forward; the root that parallel wrappers wrap."""
+    """A Hugging Face VLM behind one packed forward; the root that parallel wrappers wrap.
+
+    Transforms in `workers.parallel` replace ``tokens``, ``features`` and ``score``.
+    """
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
@@ -38,16 +65,21 @@ class PackedVLM(nn.Module):
         self.family = family
         self.temperature = temperature
         self.banned_ids = tuple(family.banned_ids(model.config))
+        self.tokens = TokenShare()
+        self.features: Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] = family.features
+        self.score = token_log_probs
 
     def forward(
         self, rows: PackedRows, media: Mapping[str, Tensor], spans: MediaSpans, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs ``(N,)`` of the rows' response tokens and, if asked for, entropies ``(N,)``."""
-        embeddings, extras = self.family.embed(self.model, rows.input_ids, media, spans)
+        features = self.features(self.model, media) if media else None
+        mine, spans = self.tokens.rows(rows, spans)
+        embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
         hidden = self.family.decode(
             self.model,
             embeddings,
-            rows.position_ids,
+            mine.position_ids,
             extras,
             use_cache=False,
             cu_seq_lens_q=rows.cu_seqlens,
@@ -55,12 +87,9 @@ class PackedVLM(nn.Module):
             max_length_q=rows.max_length,
             max_length_k=rows.key_max_length,
             key_index=rows.key_index,
+            **self.tokens.attention(rows),
         )
-        return token_log_probs(
-            hidden[0, rows.predictors],
-            self.family.lm_head(self.model).weight,
-            rows.targets,
-            self.temperature,
-            self.banned_ids,
-            entropy,
-        )
+        states, targets = self.tokens.states(hidden[0], rows)
+        head = self.family.lm_head(self.model).weight
+        log_probs, entropies = self.score(states, head, targets, self.temperature, self.banned_ids, entropy)
+        return self.tokens.join(log_probs, rows), None if entropies is None else self.tokens.join(entropies, rows)

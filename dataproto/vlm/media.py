@@ -32,6 +32,16 @@ class MediaSpans:
     def __len__(self) -> int:
         return len(self.positions)
 
+    def window(self, start: int, stop: int) -> "MediaSpans":
+        """The spans of the part ``start`` to ``stop`` of the sequence, counted from its beginning.
+
+        >>> spans = MediaSpans(torch.tensor([1, 2, 5]), torch.tensor([0, 1, 0]))
+        >>> spans.window(2, 6).positions.tolist(), spans.window(2, 6).features.tolist()
+        ([0, 3], [1, 0])
+        """
+        inside = (self.positions >= start) & (self.positions < stop)
+        return MediaSpans(self.positions[inside] - start, self.features[inside])
+
     def to(self, device: torch.device | str) -> "MediaSpans":
         """The same spans on another device."""
         return MediaSpans(self.positions.to(device), self.features.to(device))

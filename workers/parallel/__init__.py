@@ -15,7 +15,6 @@ TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
     ("workers.parallel.tensor", lambda ranks, options: ranks.size("tp") > 1),
     ("workers.parallel.ulysses", lambda ranks, options: ranks.size("sp") > 1),
     ("workers.parallel.vision", lambda ranks, options: ranks.size("sp", "tp") > 1),
-    ("workers.parallel.vision", lambda ranks, options: ranks.size("sp", "tp") > 1),
     ("workers.parallel.checkpointing", lambda ranks, options: options.activation_checkpointing != "none"),
     ("workers.parallel.compiling", lambda ranks, options: options.compile),
     ("workers.parallel.fsdp", lambda ranks, options: ranks.size("dp", "sp") > 1),

@@ -1,0 +1,153 @@
+"""Collectives with gradients, between ranks that hold the same rows.
+
+The rule that all of them keep: every rank of the group computes the same loss from what they join, and the gradient that
+reaches a weight on one rank is that of the part of the work that this rank did. So a weight's gradient is the sum of its
+gradients over the ranks that shared the work, and no factor of the group's size appears anywhere.
+
+A value is *shared* where every rank holds the same value and computes the same with it: its gradient is whole, and the same,
+on every rank. It is *split* where ranks hold parts of one whole, or do different work with it: gradients are then summed.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+
+class Peers(NamedTuple):
+    """A process group as plain values, which ``torch.compile`` understands."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> "Peers":
+        """This process's place in ``group``."""
+        return cls(group.group_name, distributed.get_world_size(group), distributed.get_rank(group))
+
+
+def exchange(x: Tensor, peers: Peers) -> Tensor:
+    """``(size, ...)``: part i goes to rank i, and what rank i sent stands at i (all-to-all)."""
+    return cast(Tensor, _Exchange.apply(x, peers.name))
+
+
+def gather_shared(x: Tensor, peers: Peers) -> Tensor:
+    """``(n, ...)`` of every rank joined ``(size * n, ...)``; what is computed from it is shared, so its gradient is too, and
+    each rank keeps that of its own part.
+    """
+    return cast(Tensor, _GatherShared.apply(x, peers))
+
+
+def gather_split(x: Tensor, peers: Peers) -> Tensor:
+    """``(n, ...)`` of every rank joined ``(size * n, ...)``; each rank does other work with it, so the gradients of a part
+    are summed at its owner.
+    """
+    return cast(Tensor, _GatherSplit.apply(x, peers))
+
+
+def sum_and_split(x: Tensor, peers: Peers) -> Tensor:
+    """``(size * n, ...)`` summed over ranks, of which each gets its part ``(n, ...)`` (reduce-scatter)."""
+    return cast(Tensor, _SumAndSplit.apply(x, peers))
+
+
+def sum_shared(x: Tensor, peers: Peers) -> Tensor:
+    """The sum over ranks of what each computed, which is shared from here on."""
+    return cast(Tensor, _SumShared.apply(x, peers.name))
+
+
+def split_work(x: Tensor, peers: Peers) -> Tensor:
+    """``x`` itself, which is shared up to here; each rank does other work with it, so its gradients are summed."""
+    return cast(Tensor, _SplitWork.apply(x, peers.name))
+
+
+def all_reduce(x: Tensor, name: str) -> Tensor:
+    """The sum over ranks, without gradient, out of place."""
+    return _done(_c10d.all_reduce(x.contiguous(), "sum", name))
+
+
+def all_gather(x: Tensor, peers: Peers) -> Tensor:
+    """``(size * n, ...)`` of ``(n, ...)``, without gradient."""
+    return _done(_c10d.all_gather_into_tensor(x.contiguous(), peers.size, peers.name))
+
+
+_c10d = torch.ops._c10d_functional  # what torch.distributed.tensor stands on; traced by torch.compile
+
+
+def _done(started: Tensor) -> Tensor:
+    return cast(Tensor, _c10d.wait_tensor(started))
+
+
+def _reduce_scatter(x: Tensor, peers: Peers) -> Tensor:
+    return _done(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", peers.size, peers.name))
+
+
+def _all_to_all(x: Tensor, name: str) -> Tensor:
+    equal = [1] * x.shape[0]
+    return _done(_c10d.all_to_all_single(x.contiguous(), equal, equal, name))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return _all_to_all(x, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradient, ctx.name), None
+
+
+class _GatherShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return all_gather(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.peers.size)[ctx.peers.rank], None
+
+
+class _GatherSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return all_gather(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(gradient, ctx.peers), None
+
+
+class _SumAndSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return _reduce_scatter(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient, ctx.peers), None
+
+
+class _SumShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        return all_reduce(x, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SplitWork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient, ctx.name), None

@@ -1,0 +1,228 @@
+"""Tensor parallelism (arXiv:1909.08053) by the family's plan, over the ranks of a tp group, which get the same rows.
+
+Split weights are DTensors over tp, so that FSDP2, checkpoints and weight export treat them as any other; the layers compute
+with the part that they hold. Embedding and head are split over the vocabulary. Key-value projections with fewer heads than
+ranks stay whole and compute the heads that a rank's queries use. Fused experts, which the plan names as parameters, stay
+whole, and so do norms and the vision tower, whose images are split instead (`workers.parallel.vision`).
+
+Whole weights that see a part of the work (the tower, whole key-value projections, norms of single heads) get a part of their
+gradient on each rank: `sum_partial_gradients` adds the parts, once for each optimizer step.
+"""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.functional import embedding, linear
+
+from dataproto.errors import InvalidConfig
+from workers.engine_config import EngineConfig
+from workers.mesh import Ranks
+from workers.packed import PackedVLM
+from workers.parallel.collectives import Peers, split_work, sum_shared
+from workers.parallel.heads import check_heads, key_value_share
+from workers.parallel.vocabulary import split_token_log_probs
+
+BUCKET_ELEMENTS = 2**26
+"""Gradients summed at a time."""
+
+
+def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+    """Splits the language model of ``module`` over tp, in place; what is split lies on the mesh's device afterwards.
+
+    Raises:
+        InvalidConfig: sizes of the model do not divide by the layout, or the model has adapters.
+    """
+    mesh, group = ranks.submesh("tp"), ranks.group("tp")
+    if mesh is None or group is None:
+        return
+    if options.lora is not None:
+        raise InvalidConfig(
+            f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
+        )
+    model, family, peers = module.model, module.family, Peers.of(group)
+    check_heads(model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
+    split = _Split(mesh, peers, model.config.text_config)
+    names = [name for name, _ in model.named_modules()]
+    parents: dict[int, nn.Module] = {}  # of layers split by column: whatever else they hold works on a part, too
+    for pattern, style in ((family.embedding, "vocabulary"), *family.tensor_plan):
+        for name in (name for name in names if fnmatchcase(name, pattern)):
+            parent, _, child = name.rpartition(".")
+            holder = model.get_submodule(parent)
+            setattr(holder, child, split.layer(name, getattr(holder, child), style, holder))
+            if style == "colwise" and name != family.head:
+                parents[id(holder)] = holder
+    for parent in parents.values():
+        parent.register_forward_pre_hook(partial(_split_input, peers=peers), with_kwargs=True)
+        for part in parent.modules():
+            if part is not parent and not isinstance(part, SPLIT):
+                mark_partial(part)
+    module.score = partial(split_token_log_probs, peers=peers)
+    if ranks.size("dp", "sp") == 1:  # otherwise FSDP moves what is left
+        model.to(mesh.device_type)  # type: ignore[arg-type]
+
+
+def mark_partial(part: nn.Module) -> None:
+    """Says that the weights of ``part`` are whole on every rank of tp, and see a part of the work there."""
+    part.partial_over_tp = True  # type: ignore[assignment]
+
+
+def sum_partial_gradients(module: nn.Module, ranks: Ranks) -> None:
+    """Makes every gradient whole over tp; due on every rank after the last backward pass before a step. Nothing without tp."""
+    group = ranks.group("tp")
+    if ranks.mesh is not None and group is not None:
+        sum_gradients(partial_parameters(module), group, ranks.mesh.device_type)
+
+
+def partial_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that every rank of a tp group holds whole, with a part of their gradient."""
+    parts = (part for part in module.modules() if getattr(part, "partial_over_tp", False))
+    return list({id(parameter): parameter for part in parts for parameter in part.parameters()}.values())
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], group: distributed.ProcessGroup, device_type: str) -> None:
+    """Adds up gradients over ``group``, in place; every rank holds the same shards and has gradients for the same ones."""
+    held = [p.grad for p in parameters if p.grad is not None]
+    gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
+    for bucket in _buckets([gradient for gradient in gradients if gradient.numel()]):
+        total = torch.cat([gradient.flatten() for gradient in bucket]).to(device_type)  # offloaded ones lie on the host
+        distributed.all_reduce(total, group=group)
+        for gradient, summed in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and (
+            sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS or tensor.dtype != bucket[0].dtype
+        ):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+# Layers
+
+
+class ColumnLinear(nn.Module):
+    """A part of the output features: ``weight (out, in)`` and ``bias (out,)`` split along ``out``."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class RowLinear(nn.Module):
+    """A part of the input features: ``weight (out, in)`` split along ``in``; outputs are summed, then comes the bias."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self.bias, self.peers = weight, bias, peers
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = sum_shared(linear(x, local(self.weight)), self.peers)
+        return out if self.bias is None else out + self.bias
+
+
+class HeadsLinear(nn.Module):
+    """A whole key-value projection of which this rank computes some heads: fewer heads than ranks."""
+
+    partial_over_tp = True
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, heads: Sequence[int], head_dim: int) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.heads, self.head_dim = tuple(heads), head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self._rows(self.weight), None if self.bias is None else self._rows(self.bias))
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        return torch.cat([whole.narrow(0, head * self.head_dim, self.head_dim) for head in self.heads])
+
+
+class VocabularyEmbedding(nn.Module):
+    """A part of the vocabulary: ``weight (V, H)`` split along ``V``; who does not know a token adds zero."""
+
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None, peers: Peers) -> None:
+        super().__init__()
+        self.weight, self.padding_idx, self.peers = weight, padding_idx, peers
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = local(self.weight)
+        first = self.peers.rank * len(weight)
+        inside = (ids >= first) & (ids < first + len(weight))
+        if self.padding_idx is not None:  # its embedding is not learnt
+            frozen = inside & (ids == self.padding_idx)
+        found = embedding(torch.where(inside, ids - first, 0), weight)
+        if self.padding_idx is not None:
+            found = torch.where(frozen[..., None], found.detach(), found)
+        return sum_shared(torch.where(inside[..., None], found, 0.0), self.peers)
+
+
+def local(weight: Tensor) -> Tensor:
+    """The part that this rank holds, with gradient."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+SPLIT = (ColumnLinear, RowLinear)
+
+
+def _split_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Peers
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The hidden states that a module hands to layers split by column: one sum of gradients for all of them."""
+    if args:
+        return (split_work(args[0], peers), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": split_work(kwargs["hidden_states"], peers)}
+
+
+# From whole layers to split ones
+
+
+class _Split:
+    """Splits layers over a mesh; a parameter that two layers share stays shared."""
+
+    def __init__(self, mesh: DeviceMesh, peers: Peers, text: Any) -> None:
+        self.mesh, self.peers, self.text = mesh, peers, text
+        self.done: dict[
+            int, tuple[nn.Parameter, nn.Parameter]
+        ] = {}  # the whole one is kept, so that its id stays its own
+
+    def layer(self, name: str, layer: Any, style: str, parent: Any) -> nn.Module:
+        """What takes the place of ``layer``, a child of ``parent``."""
+        if style == "vocabulary":
+            return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, self.peers)
+        if style == "rowwise":
+            return RowLinear(self._parameter(name, layer.weight, 1), layer.bias, self.peers)
+        if style != "colwise":
+            raise InvalidConfig(f"tensor plan: {name} has the unknown style {style!r}")
+        heads, key_value_heads = self.text.num_attention_heads, self.text.num_key_value_heads
+        head_dim = getattr(parent, "head_dim", None)  # of an attention module
+        if head_dim and layer.out_features == key_value_heads * head_dim and key_value_heads % self.peers.size:
+            mine = key_value_share(heads, key_value_heads, self.peers.size, self.peers.rank)
+            return HeadsLinear(layer.weight, layer.bias, mine, head_dim)
+        bias = None if layer.bias is None else self._parameter(name, layer.bias, 0)
+        return ColumnLinear(self._parameter(name, layer.weight, 0), bias)
+
+    def _parameter(self, name: str, whole: nn.Parameter, dim: int) -> nn.Parameter:
+        if whole.shape[dim] % self.peers.size:
+            raise InvalidConfig(
+                f"layout.tp={self.peers.size} does not divide dimension {dim} of the parameter {tuple(whole.shape)} of {name}"
+            )
+        if id(whole) not in self.done:
+            data = whole.detach().to(self.mesh.device_type)
+            part = distribute_tensor(data, self.mesh, [Shard(dim)], src_data_rank=None)
+            self.done[id(whole)] = whole, nn.Parameter(part, requires_grad=whole.requires_grad)
+        return self.done[id(whole)][1]

@@ -1,0 +1,107 @@
+"""The vision tower's work, split by whole images over the ranks that share their rows (sp x tp).
+
+Each rank encodes its part of the micro-batch's distinct images and videos, about the same cost each, and all get all features.
+The tower's weights see a part of the images on each rank, so their gradients are sums over sp x tp: FSDP takes that over dp x
+sp, `workers.parallel.tensor.sum_partial_gradients` over tp.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dataproto.balancing import balance
+from dataproto.vlm import VLMFamily
+from workers.engine_config import EngineConfig
+from workers.mesh import Ranks
+from workers.packed import PackedVLM
+from workers.parallel.collectives import Peers, gather_shared, gather_split
+from workers.parallel.tensor import mark_partial
+
+
+def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+    """Splits the images of ``module`` over sp x tp, in place."""
+    sp, tp = (None if group is None else Peers.of(group) for group in (ranks.group("sp"), ranks.group("tp")))
+    if sp is None and tp is None:
+        return
+    module.features = SplitFeatures(module.family, sp, tp)
+    if tp is not None:
+        for path in (module.family.vision_tower, *module.family.mergers):
+            mark_partial(module.model.get_submodule(path))
+
+
+@dataclass(frozen=True)
+class SplitFeatures:
+    """`VLMFamily.features`, computed by several ranks that are given the same media. A rank for which there is none encodes
+    the smallest image and throws it away: its weights get a gradient of zero, and sharded ones are gathered everywhere.
+    """
+
+    family: VLMFamily
+    sp: Peers | None
+    tp: Peers | None
+
+    def __call__(self, model: Any, media: Mapping[str, Tensor]) -> Tensor:
+        """Features ``(F, levels, H)`` of all media, in their order."""
+        grids = self.family.grids(media, model.config)
+        costs = self.family.vision_flops(model.config, grids).sum(1)
+        counts = grids.prod(-1) // self.family.merge_size(model.config) ** 2
+        shares = [torch.from_numpy(share) for share in balance(costs, self._size)]
+        longest = max(int(counts[share].sum()) for share in shares)
+        mine = shares[self._rank]
+        if len(mine):
+            features = self.family.features(model, self.part(media, mine, model.config))
+        else:
+            dummy = self.family.dummy_media(model.config)
+            features = self.family.features(model, {name: x.to(_device(media)) for name, x in dummy.items()})[:0]
+        features = pad(features, (0, 0, 0, 0, 0, longest - len(features)))
+        # Ranks along tp compute the same with the features, those along sp other things.
+        features = features if self.tp is None else gather_shared(features, self.tp)
+        features = features if self.sp is None else gather_split(features, self.sp)
+        return features.index_select(0, _places(shares, counts, longest).to(features.device))
+
+    def part(self, media: Mapping[str, Tensor], chosen: Tensor, config: Any) -> dict[str, Tensor]:
+        """The inputs of the chosen grids ``(n,)``, ascending, out of those of all, images first."""
+        inputs: dict[str, Tensor] = {}
+        first = 0
+        for kind in ("image", "video"):
+            grids = self.family.pictures.grids(kind, media, config).cpu()
+            here = torch.zeros(len(grids), dtype=torch.bool)
+            here[chosen[(chosen >= first) & (chosen < first + len(grids))] - first] = True
+            first += len(grids)
+            if not bool(here.any()):
+                continue
+            for name in self.family.pictures.names(kind):
+                # Rows of a tensor are the grids' own, or those of their patches.
+                rows = here if len(media[name]) == len(grids) else torch.repeat_interleave(here, grids.prod(-1))
+                inputs[name] = media[name].index_select(0, rows.nonzero().squeeze(1).to(media[name].device))
+        return inputs
+
+    @property
+    def _size(self) -> int:
+        return (1 if self.sp is None else self.sp.size) * (1 if self.tp is None else self.tp.size)
+
+    @property
+    def _rank(self) -> int:
+        return (0 if self.sp is None else self.sp.rank) * (1 if self.tp is None else self.tp.size) + (
+            0 if self.tp is None else self.tp.rank
+        )
+
+
+def _places(shares: Sequence[Tensor], counts: Tensor, longest: int) -> Tensor:
+    """Where each feature ``(F,)`` of media with ``counts (N,)`` stands when shares are joined, each filled up to ``longest``.
+
+    >>> _places([torch.tensor([1]), torch.tensor([0, 2])], torch.tensor([1, 3, 1]), longest=3).tolist()
+    [3, 0, 1, 2, 4]
+    """
+    starts = torch.zeros(len(counts), dtype=torch.int64)
+    for number, share in enumerate(shares):
+        starts[share] = number * longest + counts[share].cumsum(0) - counts[share]
+    ends = counts.cumsum(0)
+    return torch.arange(int(ends[-1])) + torch.repeat_interleave(starts - ends + counts, counts)
+
+
+def _device(media: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(media.values())).device
