@@ -30,12 +30,13 @@ _CONSUMED = ("prompt", "images", "videos", "media_root")
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """An RGB image, its patches ``(patches, dim)`` float32 and grid ``(1, 3)`` int64; ``key`` tells its content."""
+    """An RGB image and the model's inputs for it, such as patches ``(patches, dim)`` float32 and a grid ``(1, 3)`` int64;
+    ``key`` tells its content.
+    """
 
     key: bytes
     image: Image.Image
-    pixel_values: Tensor
-    image_grid_thw: Tensor
+    inputs: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,6 @@ class PromptBuilder:
         """``config`` is the model's; images are resized to between ``min_pixels`` and ``max_pixels`` (default: as the
         image processor says).
         """
-        size = image_processor.size
-        self.min_pixels = int(size["shortest_edge"] if min_pixels is None else min_pixels)
-        self.max_pixels = int(size["longest_edge"] if max_pixels is None else max_pixels)
-        if not 0 < self.min_pixels <= self.max_pixels:
-            raise InvalidConfig(
-                f"min_pixels={self.min_pixels} and max_pixels={self.max_pixels}: must be 0 < min <= max"
-            )
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
         self.tokenizer = tokenizer
@@ -104,10 +98,12 @@ class PromptBuilder:
         self.config = config
         self.max_prompt_length = max_prompt_length
         self.family = family_of(config)
-        self.image_size_limits = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
-        self._media_tokens = self.family.media_tokens(config)
-        media_ids = self.family.banned_ids(config)
-        self._media_strings = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(list(media_ids)) if token)
+        self.image_options = self.family.pictures.options(image_processor, min_pixels, max_pixels)
+        self.media_tokens = self.family.media_tokens(config)
+        around = [text for text in self.family.image_text if text]
+        media_tokens = tokenizer.convert_ids_to_tokens(list(self.family.banned_ids(config)))
+        self._media_strings = tuple(str(token) for token in [*media_tokens, *around] if token)
+        self._tokens_around = sum(len(self.encode_text(text)) for text in around)
         self._processed: WeakValueDictionary[bytes, ProcessedImage] = WeakValueDictionary()
 
     @classmethod
@@ -128,6 +124,12 @@ class PromptBuilder:
             raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
         return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels)
 
+    @property
+    def pad_token_id(self) -> int:
+        """What stands behind the end of a row."""
+        pad = self.tokenizer.pad_token_id
+        return int(self.tokenizer.eos_token_id if pad is None else pad)
+
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
         """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place in ``rows``)."""
         prompts = []
@@ -144,84 +146,116 @@ class PromptBuilder:
         """Tokens of the row's prompt with placeholders expanded, from the images' headers alone. Raises
         `InvalidPrompt`.
         """
-        conversation = _conversation(row)
-        return self._length(conversation, self._encode(conversation), row.get("media_root"))
+        conversation = conversation_of(row)
+        return self.length(conversation, self._encode(conversation), row.get("media_root"))
 
     def prepare(self, row: Mapping[str, Any]) -> Prompt:
         """One row, images decoded and processed. Raises `InvalidPrompt`, before images are decoded if it is too
         long.
         """
-        conversation = _conversation(row)
+        conversation = conversation_of(row)
         raw_ids = self._encode(conversation)
         root = row.get("media_root")
-        self._check_length(self._length(conversation, raw_ids, root))
-        images = tuple(self._process(load_image(source, root)) for source in conversation.images)
-        videos = tuple(self._process_video(source, root) for source in conversation.videos)
+        self.check_length(self.length(conversation, raw_ids, root))
+        images, videos = self.process_media(conversation, root)
         ids, types = self.family.expand(
             raw_ids,
-            _join(images, videos),
+            [image.inputs for image in images] + [video.inputs for video in videos],
             self.config,
-            encode_text=self._encode_text,
+            encode_text=self.encode_text,
             seconds=[video.seconds for video in videos],
         )
-        self._check_length(len(ids))
-        columns = {name: value for name, value in row.items() if name not in _CONSUMED}
-        return Prompt(ids, types, raw_ids, conversation, images, videos, columns)
+        self.check_length(len(ids))
+        return Prompt(ids, types, raw_ids, conversation, images, videos, self.other_columns(row))
 
     def _encode(self, conversation: Conversation) -> list[int]:
         """Token ids with one placeholder for each image and video."""
+        self.check_text(conversation)
+        ids = self.encode_text(self.render(conversation.messages, add_generation_prompt=True))
+        self.check_placeholders(ids, conversation)
+        return ids
+
+    # What a row is made of
+
+    def check_text(self, conversation: Conversation) -> None:
+        """Refuses text with tokens that stand for media."""
         for text in conversation.texts():
             for token in self._media_strings:
                 if token in text:
                     raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+        """The messages as the chat template writes them. Raises `InvalidPrompt` with the template's complaint."""
         try:
-            prompt = self.tokenizer.apply_chat_template(
-                conversation.messages, add_generation_prompt=True, tokenize=False
+            text = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except Exception as error:  # jinja's and the template's own
             raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error
-        ids = self._encode_text(prompt)
-        tokens = self._media_tokens
+        return str(text)
+
+    def check_placeholders(self, ids: Sequence[int], conversation: Conversation) -> None:
+        """Refuses ids that do not have one placeholder for each image and video."""
+        tokens = self.media_tokens
         for kind, placeholder, media in (
             ("image", tokens.image, conversation.images),
             ("video", tokens.video, conversation.videos),
         ):
+            if placeholder is None:
+                if media:
+                    raise InvalidPrompt(
+                        f"models of type {self.family.model_type} take no {kind}s; show a video's frames as images"
+                    )
+                continue
             if ids.count(placeholder) != len(media):
                 raise InvalidPrompt(
                     f"the tokenizer's chat template wrote {ids.count(placeholder)} {kind} placeholders for {len(media)} "
                     f"{kind}s: the checkpoint needs a template that writes one for each"
                 )
-        return ids
 
-    def _encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of text in which special tokens are already written."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _length(self, conversation: Conversation, raw_ids: Sequence[int], root: Any) -> int:
-        """Prompt tokens from headers. A video counts as one: its length is known when it is read."""
+    def length(self, conversation: Conversation, raw_ids: Sequence[int], root: Any) -> int:
+        """Tokens of a conversation from the headers of its images. A video counts as one: its length is known when it is read."""
         length = len(raw_ids)
         for source in conversation.images:
             height, width = image_size(source, root)
-            length += self.family.image_tokens(height, width, self.min_pixels, self.max_pixels, self.config) - 1
+            tokens = self.family.image_tokens(height, width, self.image_processor, self.image_options, self.config)
+            length += tokens + self._tokens_around - 1
         return length
 
-    def _check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         if length > self.max_prompt_length:
             raise InvalidPrompt(f"the prompt has {length} tokens, more than max_prompt_length={self.max_prompt_length}")
 
-    def _process(self, image: Image.Image) -> ProcessedImage:
+    def process_media(
+        self, conversation: Conversation, root: Any
+    ) -> tuple[tuple[ProcessedImage, ...], tuple[ProcessedVideo, ...]]:
+        """The conversation's images and videos, decoded and processed."""
+        images = tuple(self.process_image(load_image(source, root)) for source in conversation.images)
+        return images, tuple(self._process_video(source, root) for source in conversation.videos)
+
+    def process_image(self, image: Image.Image) -> ProcessedImage:
+        """An RGB image made ready; one with the same content is the same object as long as anybody holds it."""
         key = blake2b(image.tobytes(), digest_size=16, key=repr(image.size).encode()).digest()
         processed = self._processed.get(key)
         if processed is None:
             try:
-                made = self.image_processor(images=[image], size=self.image_size_limits, return_tensors="pt")
+                made = self.image_processor(images=[image], return_tensors="pt", **self.image_options)
             except ValueError as error:
                 raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
-            processed = ProcessedImage(key, image, made["pixel_values"].float(), made["image_grid_thw"].long())
+            processed = ProcessedImage(key, image, {name: made[name] for name in self.family.pictures.names("image")})
             self._processed[key] = processed
         return processed
 
+    def other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What a row holds besides its messages and media."""
+        return {name: value for name, value in row.items() if name not in _CONSUMED}
+
     def _process_video(self, source: Any, root: Any) -> ProcessedVideo:
-        return process_video(source, self.image_processor, self.image_size_limits, root)
+        return process_video(source, self.image_processor, self.image_options, root)
 
     # Many rows
 
@@ -233,12 +267,10 @@ class PromptBuilder:
         if not prompts:
             raise InvalidPrompt("a prompt batch needs at least one row")
         width = max(len(prompt.input_ids) for prompt in prompts)
-        pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
-        input_ids = _pad_left([prompt.input_ids for prompt in prompts], width, pad, np.int64)
+        input_ids = _pad_left([prompt.input_ids for prompt in prompts], width, self.pad_token_id, np.int64)
         mask = _pad_left([np.ones_like(prompt.input_ids) for prompt in prompts], width, 0, np.int64)
         types = _pad_left([prompt.token_types for prompt in prompts], width, 0, np.int8)
-        data, inputs = _share_media(prompts)
+        data, inputs = share_media(prompts)
         positions = self.family.position_ids(types, mask, **media_grids(inputs), config=self.config)
         objects: dict[str, list[Any]] = {
             "raw_prompt_ids": [prompt.raw_ids for prompt in prompts],
@@ -248,7 +280,7 @@ class PromptBuilder:
                 prompt.conversation.with_media(media.get("image", ()), media.get("video", ()))
                 for prompt, media in zip(prompts, data)
             ],
-            **_row_columns(prompts),
+            **row_columns(prompts),
         }
         tensors = {
             "input_ids": input_ids,
@@ -261,24 +293,21 @@ class PromptBuilder:
         )
 
 
-def _conversation(row: Mapping[str, Any]) -> Conversation:
+def conversation_of(row: Mapping[str, Any]) -> Conversation:
     return read_conversation(row.get("prompt"), media_list(row.get("images")), media_list(row.get("videos")))
 
 
 def _join(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
     """A row's ``multi_modal_inputs``; a single image's tensors stay the objects they are."""
     joined: dict[str, Tensor] = {}
-    for media, names in (
-        (images, ("pixel_values", "image_grid_thw")),
-        (videos, ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")),
-    ):
-        for name in names if media else ():
-            parts = [getattr(medium, name) for medium in media]
+    for media in (images, videos):
+        for name in media[0].inputs if media else ():
+            parts = [medium.inputs[name] for medium in media]
             joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined
 
 
-def _share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
+def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
     """``multi_modal_data`` and ``multi_modal_inputs`` of each row; equal media are one object."""
     images: dict[bytes, ProcessedImage] = {}
     videos: dict[bytes, ProcessedVideo] = {}
@@ -295,7 +324,7 @@ def _share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[
     return [dict(data) for data, _ in shared], [dict(inputs) for _, inputs in shared]
 
 
-def _row_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+def row_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     """The rows' other values, and what every batch has in case they do not tell."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

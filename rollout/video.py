@@ -32,22 +32,20 @@ class ProcessedVideo:
     key: bytes
     frames: np.ndarray
     metadata: dict[str, Any]
-    pixel_values_videos: Tensor  # (patches, dim) float32
-    video_grid_thw: Tensor  # (1, 3) int64
-    second_per_grid_ts: Tensor  # (1,) float32
+    inputs: dict[str, Tensor]  # pixel_values_videos (patches, dim), video_grid_thw (1, 3), second_per_grid_ts (1,)
     seconds: list[float]  # time of each temporal patch
 
 
 def process_video(
-    source: Any, image_processor: Any, size: Mapping[str, int], root: str | os.PathLike[str] | None = None
+    source: Any, image_processor: Any, options: Mapping[str, Any], root: str | os.PathLike[str] | None = None
 ) -> ProcessedVideo:
-    """Read a video and make the model's inputs. Raises `InvalidMedia`.
+    """Read a video and make the model's inputs, with ``options`` for the image processor. Raises `InvalidMedia`.
 
     ``source``: ``(frames, metadata)``, frames alone (PIL images, or whatever `load_image` takes, or an array), a path,
     or a mapping with one of them under ``video``.
     """
     frames, metadata = read_video(source, root)
-    made = image_processor(images=[Image.fromarray(frame) for frame in frames], size=dict(size), return_tensors="pt")
+    made = image_processor(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt", **options)
     step = int(image_processor.temporal_patch_size)
     height, width = made["image_grid_thw"][0, 1:].tolist()
     patches = pair_frames(made["pixel_values"].float(), len(frames), step, int(image_processor.patch_size))
@@ -55,8 +53,12 @@ def process_video(
     key = blake2b(repr((frames.shape, metadata)).encode() + frames.tobytes(), digest_size=16).digest()
     indices, fps = metadata["frames_indices"], metadata["fps"]
     sampled_fps = fps * len(indices) / max(1, metadata["total_num_frames"])
-    seconds_per_grid = torch.tensor([step / sampled_fps])
-    return ProcessedVideo(key, frames, metadata, patches, grid, seconds_per_grid, frame_seconds(indices, fps, step))
+    inputs = {
+        "pixel_values_videos": patches,
+        "video_grid_thw": grid,
+        "second_per_grid_ts": torch.tensor([step / sampled_fps]),
+    }
+    return ProcessedVideo(key, frames, metadata, inputs, frame_seconds(indices, fps, step))
 
 
 def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Tensor:

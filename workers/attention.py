@@ -58,7 +58,7 @@ def packed_attention(
         raise UnsupportedAttention(
             "packed attention takes no mask, sliding window or dropout: segments are all it knows"
         )
-    rows, _, length, _ = query.shape
+    rows, length = query.shape[0], query.shape[2]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if cu_seq_lens_q is None and not causal:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length

@@ -9,8 +9,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dataproto.vlm.family import VLMFamily
 
-_GRIDS = ("image_grid_thw", "video_grid_thw")
-
 
 def row_costs(
     family: "VLMFamily",
@@ -42,23 +40,30 @@ def row_costs(
     return whole - lead, lead
 
 
-def grid_sums(media: Sequence[Mapping[str, Any]], cost: Callable[[Tensor], Tensor]) -> Tensor:
-    """The cost ``(B,)`` of each row's media, from that of grids ``(N, 3) -> (N,)``, which sees each grid tensor once.
+def grid_sums(
+    media: Sequence[Mapping[str, Any]],
+    grids_of: Callable[[Mapping[str, Any]], Tensor],
+    cost: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The cost ``(B,)`` of each row's media, from the grids ``(N, 3)`` of a row's and the cost ``(N,)`` of grids; rows that
+    hold the same objects are looked at once.
 
     >>> one = {"image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 2]])}
-    >>> grid_sums([one, {}, one], lambda grids: grids.prod(-1)).tolist()
+    >>> none = torch.zeros(0, 3, dtype=torch.int64)
+    >>> grid_sums([one, {}, one], lambda row: row.get("image_grid_thw", none), lambda grids: grids.prod(-1)).tolist()
     [12, 0, 12]
     """
-    distinct: dict[int, Tensor] = {}
+    numbers: dict[tuple[tuple[str, int], ...], int] = {}
+    distinct: list[Tensor] = []
+    owners = []
     for row in media:
-        for name in _GRIDS:
-            if (grid := row.get(name)) is not None:
-                distinct.setdefault(id(grid), torch.as_tensor(grid).long().cpu().view(-1, 3))
-    sums = torch.zeros(len(distinct) + 1, dtype=torch.int64)  # the last stays 0, for what a row does not have
+        key = tuple((name, id(value)) for name, value in row.items())
+        if key not in numbers:
+            numbers[key] = len(distinct)
+            distinct.append(grids_of(row))
+        owners.append(numbers[key])
+    sums = torch.zeros(len(distinct), dtype=torch.int64)
     if distinct:
-        owners = torch.repeat_interleave(torch.tensor([len(grid) for grid in distinct.values()]))
-        sums.index_add_(0, owners, cost(torch.cat(list(distinct.values()))))
-    place = {key: number for number, key in enumerate(distinct)}
-    absent = len(distinct)
-    table = [[place.get(id(row.get(name)), absent) for name in _GRIDS] for row in media]
-    return sums[torch.tensor(table, dtype=torch.int64).view(-1, len(_GRIDS))].sum(1)
+        counts = torch.tensor([len(grids) for grids in distinct])
+        sums.index_add_(0, torch.repeat_interleave(counts), cost(torch.cat(distinct)))
+    return sums[torch.tensor(owners, dtype=torch.int64)]

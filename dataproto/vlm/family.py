@@ -18,14 +18,16 @@ from dataproto.vlm.costs import grid_sums
 from dataproto.vlm.flops import Flops, grids_of, language_flops, logit_flops
 from dataproto.vlm.forward import feature_levels, place, tower_output
 from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media
-from dataproto.vlm.mrope import Pieces, extend_positions, mrope_positions
-from dataproto.vlm.placeholders import Ids, MediaTokens, expand_ids, image_grid, split_videos
+from dataproto.vlm.mrope import IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
+from dataproto.vlm.pictures import PATCH_GRIDS, Pictures
+from dataproto.vlm.placeholders import Ids, MediaTokens, enclose, expand_ids, split_videos
 
 _FAMILIES = {
     "qwen2_vl": "dataproto.vlm.qwen2_vl:QWEN2_VL",
     "qwen2_5_vl": "dataproto.vlm.qwen2_5_vl:QWEN2_5_VL",
     "qwen3_vl": "dataproto.vlm.qwen3_vl:QWEN3_VL",
     "qwen3_vl_moe": "dataproto.vlm.qwen3_vl:QWEN3_VL_MOE",
+    "internvl": "dataproto.vlm.internvl:INTERNVL",
 }
 """``config.model_type`` to import path; the file is loaded when first asked for."""
 
@@ -45,10 +47,18 @@ DECODER_PLAN: TensorPlan = (
 
 RenameWeight = Callable[[str, Tensor], tuple[str, Tensor]]
 
+TowerOutput = Callable[..., Any]
+"""``(family, model, media, **vision_kwargs) -> output``, see `VLMFamily.tower_output`."""
+
 
 def same_weight(name: str, weight: Tensor) -> tuple[str, Tensor]:
     """Checkpoints hold the weight under the model's own name."""
     return name, weight
+
+
+def visual_output(family: "VLMFamily", model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Any:
+    """One module takes patches and grids, and merges."""
+    return tower_output(model.get_submodule(family.vision_tower), media, **vision_kwargs)
 
 
 def no_deep_features(output: Any) -> Sequence[Any]:
@@ -78,11 +88,21 @@ class VLMFamily:
     """Operations ``(N, 2)`` of the tower's linear layers and attention from the config and grids ``(N, 3)``."""
     layer_weights: Callable[[Any, int], int]
     """Weights that one token meets in the linear layers of decoder layer i, from the text config."""
+    pictures: Pictures = PATCH_GRIDS
+    """How images and videos lie in the model's inputs."""
+    image_text: tuple[str, str] = ("", "")
+    """Text, of special tokens, that the processor puts before and behind an image's placeholders; empty where the chat
+    template writes it.
+    """
+    mrope: bool = True
+    """Positions are ``(B, 4, L)``: text, time, height, width. Without, they are ranks ``(B, L)``."""
     videos: Callable[[Tensor, Tensor | Sequence[float] | None, Any], Pieces] = whole_videos
     """Video grids ``(M, 3)``, seconds per time step and config to the pieces that positions are given to."""
     videos_by_frame: bool = False
     """In ids, a video is a sequence of frames, each with its own start and end tokens after a text that tells its time.
     """
+    tower_output: TowerOutput = visual_output
+    """The output of vision tower and mergers for joined media: features, or an object that holds them."""
     deep_features: Callable[[Any], Sequence[Any]] = no_deep_features
     """Further levels ``(F, H)`` in the tower's output, besides the features that take the placeholders' places."""
     extras: Callable[[Tensor, torch.Size, MediaSpans], dict[str, Tensor]] = no_extras
@@ -103,35 +123,40 @@ class VLMFamily:
     # Tokens
 
     def media_tokens(self, config: Any) -> MediaTokens:
-        """Ids of the placeholder and enclosing tokens."""
+        """Ids of the placeholder and enclosing tokens that the config knows."""
         return MediaTokens(
             image=config.image_token_id,
-            video=config.video_token_id,
-            vision_start=config.vision_start_token_id,
-            vision_end=config.vision_end_token_id,
+            video=getattr(config, "video_token_id", None),
+            vision_start=getattr(config, "vision_start_token_id", None),
+            vision_end=getattr(config, "vision_end_token_id", None),
         )
 
     def banned_ids(self, config: Any) -> tuple[int, ...]:
         """Ids the policy may never sample, ascending: a sampled placeholder would stand for media that do not exist."""
         tokens = self.media_tokens(config)
-        return tuple(sorted({tokens.image, tokens.video, tokens.vision_start, tokens.vision_end}))
+        found = {tokens.image, tokens.video, tokens.vision_start, tokens.vision_end}
+        return tuple(sorted(token for token in found if token is not None))
+
+    def token_types(self, input_ids: Tensor, config: Any) -> Tensor:
+        """Types int8 of the tokens of prompts: 0 text, 1 image, 2 video."""
+        tokens = self.media_tokens(config)
+        types = (input_ids == tokens.image).to(torch.int8) * IMAGE
+        return types if tokens.video is None else types + (input_ids == tokens.video).to(torch.int8) * VIDEO
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a merged feature."""
-        return int(config.vision_config.spatial_merge_size)
+        return self.pictures.merge_size(config)
 
-    def image_tokens(self, height: int, width: int, min_pixels: int, max_pixels: int, config: Any) -> int:
-        """Placeholder tokens of an image of this size in pixels, as the image processor would make them. `InvalidMedia`
-        if absurd.
+    def image_tokens(self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any) -> int:
+        """Placeholder tokens of an image of this size in pixels, as the image processor would make them under
+        ``options`` (``pictures.options``). `InvalidMedia` if absurd.
         """
-        merge = self.merge_size(config)
-        rows, columns = image_grid(height, width, min_pixels, max_pixels, int(config.vision_config.patch_size), merge)
-        return rows * columns // merge**2
+        return self.pictures.image_features(height, width, processor, options, config)
 
     def expand(
         self,
         ids: Sequence[int] | Ids,
-        media: Mapping[str, Any],
+        media: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         config: Any,
         *,
         encode_text: Callable[[str], Sequence[int]] | None = None,
@@ -139,18 +164,27 @@ class VLMFamily:
     ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
         """Expand ids with one placeholder a medium to one a feature: ids ``(P,)`` int64, token types ``(P,)`` int8.
 
-        ``media`` is a row's ``multi_modal_inputs``. Families that tell each frame's time in text need, for video,
-        ``encode_text`` (text to ids, no special tokens) and ``seconds[video][frame]`` (see `frame_seconds`).
-        Raises `MediaMismatch` where placeholders and media disagree.
+        ``media`` is a row's ``multi_modal_inputs``, or those of each of its images and videos, which families need whose
+        joined inputs do not tell one image from the next. Families that put text around images, or tell each frame's time
+        in text, need ``encode_text`` (text to ids, no special tokens added), for video with ``seconds[video][frame]`` (see
+        `frame_seconds`). Raises `MediaMismatch` where placeholders and media disagree.
         """
-        tokens, merge = self.media_tokens(config), self.merge_size(config)
+        tokens, parts = self.media_tokens(config), [media] if isinstance(media, Mapping) else media
         expanded = np.asarray(ids, dtype=np.int64)
-        images, videos = (_grid_array(media.get(name)) for name in ("image_grid_thw", "video_grid_thw"))
+        images, videos = (self._features(kind, parts, config) for kind in ("image", "video"))
         if self.videos_by_frame and len(videos):
-            expanded = split_videos(expanded, tokens, _frame_texts(videos, encode_text, seconds))
-            videos = np.repeat(videos, videos[:, 0], axis=0)
-            videos[:, 0] = 1
-        return expand_ids(expanded, tokens, images.prod(1) // merge**2, videos.prod(1) // merge**2)
+            grids = np.concatenate([np.asarray(self.pictures.grids("video", part, config)) for part in parts])
+            expanded = split_videos(expanded, tokens, _frame_texts(grids, encode_text, seconds))
+            videos = np.repeat(videos // grids[:, 0], grids[:, 0])
+        if any(self.image_text) and len(images):
+            if encode_text is None:
+                raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
+            expanded = enclose(expanded, tokens.image, *map(encode_text, self.image_text))
+        return expand_ids(expanded, tokens, images, videos)
+
+    def _features(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:
+        counts = [self.pictures.features(kind, part, config) for part in media]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *counts])
 
     # Positions
 
@@ -163,11 +197,14 @@ class VLMFamily:
         second_per_grid_ts: Tensor | Sequence[float] | None,
         config: Any,
     ) -> Tensor:
-        """Positions ``(B, 4, L)`` int64 (text, time, height, width) of ``token_types (B, L)``; padding has 0.
+        """Positions ``(B, 4, L)`` int64 (text, time, height, width), or ``(B, L)``, of ``token_types (B, L)``; padding has
+        0.
 
         Grids ``(N, 3)`` and the seconds between a video's time steps ``(M,)`` list the media of all rows in row order
         (`media_grids`). Raises `MediaMismatch`.
         """
+        if not self.mrope:
+            return text_positions(attention_mask)
         images = videos = Pieces.none()
         if image_grid_thw is not None:
             images = Pieces.of_grids(image_grid_thw, self.merge_size(config))
@@ -176,18 +213,29 @@ class VLMFamily:
         return mrope_positions(token_types, attention_mask, images, videos)
 
     def extend_positions(self, position_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
-        """Positions ``(B, 4, R)`` of generated text after prompts ``(B, 4, P)`` with mask ``(B, P)``."""
+        """Positions ``(B, 4, R)`` or ``(B, R)`` of generated text after prompts ``(B, 4, P)`` or ``(B, P)`` with mask
+        ``(B, P)``.
+        """
         return extend_positions(position_ids, attention_mask, length)
 
     # Forward
 
     def distinct_media(self, rows: Sequence[Mapping[str, Any]], config: Any) -> DistinctMedia:
         """The rows' ``multi_modal_inputs`` joined, tensors shared by several rows once."""
-        return distinct_media(rows, self.merge_size(config))
+        return distinct_media(rows, self.pictures, config)
+
+    def feature_counts(self, row: Mapping[str, Any], config: Any) -> tuple[int, int]:
+        """Features of a row's images and of its videos, from its ``multi_modal_inputs``."""
+        images, videos = (int(self.pictures.features(kind, row, config).sum()) for kind in ("image", "video"))
+        return images, videos
+
+    def grids(self, media: Mapping[str, Any], config: Any) -> Tensor:
+        """Grids ``(N, 3)`` int64 of patches that the tower sees, of images and then videos."""
+        return torch.cat([self.pictures.grids(kind, media, config).cpu() for kind in ("image", "video")])
 
     def features(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, levels, H)`` of images and then videos, every level that `merge` needs."""
-        output = tower_output(model.get_submodule(self.vision_tower), media, **vision_kwargs)
+        output = self.tower_output(self, model, media, **vision_kwargs)
         return feature_levels(output, self.deep_features(output))
 
     def merge(
@@ -248,9 +296,7 @@ class VLMFamily:
         """The smallest image a tower takes, all zero. Embedded with empty spans it changes nothing and gives every weight of
         the tower a gradient of zero, so that a rank without media makes the same collective calls as the others.
         """
-        vision, merge = config.vision_config, self.merge_size(config)
-        dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return {"pixel_values": torch.zeros(merge**2, dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+        return self.pictures.smallest(config)
 
     # Engine and cost
 
@@ -273,7 +319,7 @@ class VLMFamily:
         """
         rows = torch.as_tensor(lengths).long()
         logits = int(rows.sum()) if logit_tokens is None else logit_tokens
-        vision = self.vision_flops(config.vision_config, grids_of(image_grid_thw, video_grid_thw)).sum(0).tolist()
+        vision = self.vision_flops(config, grids_of(image_grid_thw, video_grid_thw)).sum(0).tolist()
         language = self._language_flops(config.text_config, rows).sum(0).tolist()
         return Flops(vision[0], vision[1], language[0], language[1], logits * logit_flops(config.text_config))
 
@@ -293,7 +339,10 @@ class VLMFamily:
         language = self._language_flops(text, rows).sum(1) + logits * logit_flops(text)
         if media is None:
             return language
-        return language + grid_sums(media, lambda grids: self.vision_flops(config.vision_config, grids).sum(1))
+        vision = grid_sums(
+            media, lambda row: self.grids(row, config), lambda grids: self.vision_flops(config, grids).sum(1)
+        )
+        return language + vision
 
     def _language_flops(self, text: Any, lengths: Tensor) -> Tensor:
         weights = [self.layer_weights(text, layer) for layer in range(text.num_hidden_layers)]
@@ -320,10 +369,6 @@ def family_of(model: Any) -> VLMFamily:
 def known_families() -> tuple[str, ...]:
     """Model types that have a family."""
     return tuple(_FAMILIES)
-
-
-def _grid_array(grid: Any) -> Ids:
-    return np.zeros((0, 3), dtype=np.int64) if grid is None else np.array(grid, dtype=np.int64).reshape(-1, 3)
 
 
 def _frame_texts(

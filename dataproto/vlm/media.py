@@ -1,8 +1,8 @@
 """Rows and the media they point at: features computed once, used by every row that shares them.
 
-A row's media is its ``multi_modal_inputs``: ``{"pixel_values": (patches, dim), "image_grid_thw": (images, 3)}`` and the
-same for video; ``{}`` for text. Rows sampled from one prompt hold the same tensor objects, which is how sharing is
-seen.
+A row's media is its ``multi_modal_inputs``, such as ``{"pixel_values": (patches, dim), "image_grid_thw": (images, 3)}``
+and the same for video (its family's `Pictures` say what they are); ``{}`` for text. Rows sampled from one prompt hold the
+same tensor objects, which is how sharing is seen.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm.mrope import IMAGE, VIDEO
-
-_KINDS = (("pixel_values", "image_grid_thw", "image"), ("pixel_values_videos", "video_grid_thw", "video"))
+from dataproto.vlm.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -61,38 +60,45 @@ class DistinctMedia:
     videos: Tensor
 
 
-def distinct_media(rows: Sequence[Mapping[str, Any]], merge_size: int) -> DistinctMedia:
-    """Join the media of ``rows``, each distinct tensor object once, images first.
+def distinct_media(rows: Sequence[Mapping[str, Any]], pictures: Pictures, config: Any) -> DistinctMedia:
+    """Join the media of ``rows``, each distinct tensor object once, images first; ``config`` is the model's. Raises
+    `MediaMismatch` naming the row.
 
+    >>> from types import SimpleNamespace
+    >>> from dataproto.vlm.pictures import PatchGrids
+    >>> config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
     >>> one = {"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}
-    >>> media = distinct_media([one, {}, one], merge_size=2)
+    >>> media = distinct_media([one, {}, one], PatchGrids(), config)
     >>> media.inputs["pixel_values"].shape, media.images.tolist()
     (torch.Size([8, 3]), [[0, 2], [0, 0], [0, 2]])
     """
     inputs: dict[str, Tensor] = {}
     tables: list[Tensor] = []
     start = 0
-    for pixel_name, grid_name, kind in _KINDS:
-        distinct: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        places: dict[tuple[int, int], list[int]] = {}
+    for kind in ("image", "video"):
+        names = pictures.names(kind)
+        distinct: dict[tuple[int, ...], Mapping[str, Any]] = {}
+        places: dict[tuple[int, ...], list[int]] = {}
         table = []
         for number, row in enumerate(rows):
-            pixels, grid = row.get(pixel_name), row.get(grid_name)
-            if pixels is None and grid is None:
+            if all(row.get(name) is None for name in names):
                 table.append([0, 0])
                 continue
-            if pixels is None or grid is None:
-                missing, other = (pixel_name, grid_name) if pixels is None else (grid_name, pixel_name)
-                raise MediaMismatch(f"row {number}: {other} without {missing}")
-            key = (id(pixels), id(grid))
+            for name in names:
+                if row.get(name) is None:
+                    others = ", ".join(other for other in names if row.get(other) is not None)
+                    raise MediaMismatch(f"row {number}: {others} without {name}")
+            key = tuple(id(row[name]) for name in names)
             if key not in distinct:
-                count = _feature_count(pixels, grid, merge_size, f"row {number}: {kind}")
-                distinct[key], places[key] = (pixels, grid), [start, count]
+                try:
+                    count = int(pictures.features(kind, row, config).sum())
+                except MediaMismatch as error:
+                    raise MediaMismatch(f"row {number}: {error}") from error
+                distinct[key], places[key] = row, [start, count]
                 start += count
             table.append(places[key])
         if distinct:
-            inputs[pixel_name] = torch.cat([pixels for pixels, _ in distinct.values()])
-            inputs[grid_name] = torch.cat([grid for _, grid in distinct.values()])
+            inputs |= {name: torch.cat([row[name] for row in distinct.values()]) for name in names}
         tables.append(torch.tensor(table, dtype=torch.int64).view(-1, 2))
     return DistinctMedia(inputs, *tables)
 
@@ -104,8 +110,8 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
     whose bounds ``cu_seqlens (rows + 1,)`` then tells. Padding has type 0. Raises `MediaMismatch` naming the row and
     both numbers.
 
-    >>> one = {"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}
-    >>> spans = media_spans(torch.tensor([[0, 1, 1], [1, 1, 0]]), distinct_media([one, one], merge_size=2))
+    >>> media = DistinctMedia({}, images=torch.tensor([[0, 2], [0, 2]]), videos=torch.zeros(2, 2, dtype=torch.int64))
+    >>> spans = media_spans(torch.tensor([[0, 1, 1], [1, 1, 0]]), media)
     >>> spans.positions.tolist(), spans.features.tolist()
     ([1, 2, 3, 4], [0, 1, 0, 1])
     """
@@ -151,15 +157,3 @@ def media_grids(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor | None]:
         parts = [torch.as_tensor(row[name]) for row in rows if row.get(name) is not None]
         grids[name] = torch.cat(parts) if parts else None
     return grids
-
-
-def _feature_count(pixels: Tensor, grid: Tensor, merge_size: int, where: str) -> int:
-    """Features that one row's media makes; `MediaMismatch` unless pixels and grid belong together."""
-    if grid.ndim != 2 or grid.shape[-1] != 3 or bool((grid[:, 1:] % merge_size).any()):
-        raise MediaMismatch(
-            f"{where} grid {grid.tolist()} is not (N, 3) with height and width divisible by {merge_size}"
-        )
-    patches = int(grid.prod(-1).sum())
-    if patches != len(pixels):
-        raise MediaMismatch(f"{where} grid {grid.tolist()} counts {patches} patches, but there are {len(pixels)}")
-    return patches // merge_size**2

@@ -91,11 +91,22 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
     return positions
 
 
-def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
-    """Positions ``(B, 4, R)`` of ``length`` text tokens that follow each row's last attended token.
+def text_positions(attention_mask: Tensor) -> Tensor:
+    """Positions ``(B, L)`` int64 of models with one-dimensional ones: the rank among attended tokens; padding has 0.
 
-    ``position_ids (B, 4, P)``, ``attention_mask (B, P)``. A row without attended tokens starts at 0. Text starts behind
-    the last token's height and width; time does not count, since a video does not push what follows by its duration.
+    >>> text_positions(torch.tensor([[0, 1, 1, 1]]))
+    tensor([[0, 0, 1, 2]])
+    """
+    attended = attention_mask.long()
+    return (attended.cumsum(-1) - 1) * attended
+
+
+def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
+    """Positions ``(B, 4, R)`` or ``(B, R)`` of ``length`` text tokens that follow each row's last attended token.
+
+    ``position_ids (B, 4, P)`` or ``(B, P)``, ``attention_mask (B, P)``. A row without attended tokens starts at 0. Text
+    starts behind the last token's height and width; time does not count, since a video does not push what follows by its
+    duration.
 
     >>> prompt = torch.tensor([[[0, 0, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 2]]])
     >>> extend_positions(prompt, torch.tensor([[0, 1, 1, 1]]), 2)[0]
@@ -106,10 +117,14 @@ def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) 
     """
     places = torch.arange(1, attention_mask.shape[-1] + 1, device=attention_mask.device)
     last = (attention_mask.long() * places).amax(-1)  # (B,), one-based; 0 where nothing is attended
-    index = (last - 1).clamp(min=0)[:, None, None].expand(-1, 4, 1)
-    final = torch.where((last > 0)[:, None, None], position_ids.gather(-1, index), -1)  # (B, 4, 1)
-    behind = final[:, 2:].amax(1, keepdim=True).expand(-1, 3, -1)
-    return torch.cat([final[:, :1], behind], 1) + torch.arange(1, length + 1, device=position_ids.device)
+    rows = position_ids if position_ids.ndim == 3 else position_ids[:, None]
+    index = (last - 1).clamp(min=0)[:, None, None].expand(-1, rows.shape[1], 1)
+    final = torch.where((last > 0)[:, None, None], rows.gather(-1, index), -1)  # (B, 4 or 1, 1)
+    if position_ids.ndim == 3:
+        behind = final[:, 2:].amax(1, keepdim=True).expand(-1, 3, -1)
+        final = torch.cat([final[:, :1], behind], 1)
+    following = final + torch.arange(1, length + 1, device=position_ids.device)
+    return following if position_ids.ndim == 3 else following[:, 0]
 
 
 def _assign(types: Tensor, ranks: Tensor, kind: int, pieces: Pieces) -> tuple[Tensor, Tensor, Tensor]:

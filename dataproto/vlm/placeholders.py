@@ -22,9 +22,9 @@ class MediaTokens:
     """Token ids that stand for media or enclose them."""
 
     image: int
-    video: int
-    vision_start: int
-    vision_end: int
+    video: int | None = None
+    vision_start: int | None = None
+    vision_end: int | None = None
 
 
 def image_grid(
@@ -73,6 +73,21 @@ def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple
         types[found] = kind
         repeats[found] = counts
     return np.repeat(ids, repeats), np.repeat(types, repeats)
+
+
+def enclose(ids: Ids, placeholder: int, before: Sequence[int], behind: Sequence[int]) -> Ids:
+    """Put ids around each placeholder.
+
+    >>> enclose(np.array([1, 7, 7]), 7, before=[5], behind=[6])
+    array([1, 5, 7, 6, 5, 7, 6])
+    """
+    around = [
+        (place + past, i)
+        for place in np.flatnonzero(ids == placeholder).tolist()
+        for past, added in enumerate((before, behind))
+        for i in added
+    ]
+    return np.insert(ids, [place for place, _ in around], [i for _, i in around])
 
 
 def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequence[int]]]) -> Ids:

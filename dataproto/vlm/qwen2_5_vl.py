@@ -35,7 +35,8 @@ def _timed_videos(grids: Tensor, seconds: Tensor | Sequence[float] | None, confi
     )
 
 
-def _vision_flops(vision: Any, grids: Tensor) -> Tensor:
+def _vision_flops(config: Any, grids: Tensor) -> Tensor:
+    vision = config.vision_config
     width, merge = int(vision.hidden_size), int(vision.spatial_merge_size)
     window = int(vision.window_size) // merge // int(vision.patch_size) * merge
     full, windowed = frame_pairs(grids), window_pairs(grids, window)

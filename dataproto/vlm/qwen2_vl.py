@@ -18,7 +18,8 @@ def checkpoint_weight(name: str, weight: Tensor) -> tuple[str, Tensor]:
     return name, weight
 
 
-def _vision_flops(vision: Any, grids: Tensor) -> Tensor:
+def _vision_flops(config: Any, grids: Tensor) -> Tensor:
+    vision = config.vision_config
     width = int(vision.embed_dim)
     return vision_flops(
         grids,

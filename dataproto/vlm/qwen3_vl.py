@@ -44,7 +44,8 @@ def _deepstack(features: Tensor, shape: torch.Size, spans: MediaSpans) -> dict[s
     return {"visual_pos_masks": mask, "deepstack_visual_embeds": deep.transpose(0, 1)}
 
 
-def _vision_flops(vision: Any, grids: Tensor) -> Tensor:
+def _vision_flops(config: Any, grids: Tensor) -> Tensor:
+    vision = config.vision_config
     width = int(vision.hidden_size)
     mergers = 1 + len(vision.deepstack_visual_indexes)
     return vision_flops(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
-from helpers.tiny_models import MODEL_TYPES, tiny_model
+from helpers.tiny_models import MROPE_TYPES, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from rollout.prompts import PromptBuilder, load_image_processor
 
@@ -50,7 +50,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", MROPE_TYPES)
 def test_columns_equal_hugging_faces_way(model_type):
     """Placeholders repeated in the text before tokenizing, as HF's processors do; positions by `get_rope_index`."""
     builder, tokenizer, processor = tiny_builder(model_type), tiny_tokenizer(), tiny_image_processor()

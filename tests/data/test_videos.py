@@ -9,7 +9,7 @@ from dataproto.errors import InvalidMedia
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_tokenizer
 from rollout.video import process_video, read_video
 
-SIZE = {"shortest_edge": 64, "longest_edge": 4096}
+OPTIONS = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
 
 
 def frames(count, seed=0):
@@ -17,15 +17,15 @@ def frames(count, seed=0):
 
 
 def processed(source):
-    return process_video(source, tiny_image_processor(), SIZE)
+    return process_video(source, tiny_image_processor(), OPTIONS)
 
 
 def test_a_still_is_an_image_for_every_two_frames():
     still = frames(1)[0]
     image = tiny_image_processor()(images=[Image.fromarray(still)], return_tensors="pt")
     video = processed([Image.fromarray(still)] * 4)
-    assert video.video_grid_thw.tolist() == [[2, 4, 6]]
-    assert torch.equal(video.pixel_values_videos, image["pixel_values"].repeat(2, 1))
+    assert video.inputs["video_grid_thw"].tolist() == [[2, 4, 6]]
+    assert torch.equal(video.inputs["pixel_values_videos"], image["pixel_values"].repeat(2, 1))
 
 
 def test_both_frames_of_a_patch_are_in_it_and_the_last_frame_fills_up():
@@ -34,7 +34,7 @@ def test_both_frames_of_a_patch_are_in_it_and_the_last_frame_fills_up():
         tiny_image_processor()(images=[Image.fromarray(frame)], return_tensors="pt")["pixel_values"] for frame in given
     ]
     by_frame = [patches.view(24, 3, 2, 16)[:, :, 0] for patches in image]  # channels, 4 x 4 pixels
-    video = processed(given).pixel_values_videos.view(2, 24, 3, 2, 16)
+    video = processed(given).inputs["pixel_values_videos"].view(2, 24, 3, 2, 16)
     for time, step, frame in [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 2)]:
         assert torch.equal(video[time, :, :, step], by_frame[frame])
 
@@ -58,9 +58,9 @@ def test_frames_come_in_many_ways(shape):
 def test_time_comes_from_the_metadata():
     video = processed((frames(4), {"fps": 24.0, "frames_indices": [0, 12, 24, 36], "total_num_frames": 48}))
     assert video.seconds == [0.25, 1.25]  # the middle of each pair
-    assert video.second_per_grid_ts.tolist() == [1.0]  # 4 frames in 2 seconds, two a patch
+    assert video.inputs["second_per_grid_ts"].tolist() == [1.0]  # 4 frames in 2 seconds, two a patch
     without = processed(frames(4))
-    assert without.second_per_grid_ts.tolist() == [1.0]
+    assert without.inputs["second_per_grid_ts"].tolist() == [1.0]
     assert without.seconds == [0.25, 1.25]
 
 

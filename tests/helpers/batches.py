@@ -7,7 +7,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.vlm import family_of, media_grids
-from helpers.tiny_models import END, IMAGE, START, image_inputs
+from helpers.tiny_models import expand, image_inputs, placeholder
 
 
 def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:
@@ -23,8 +23,8 @@ def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts:
         if key not in media:
             media[key] = image_inputs(config, *grids, seed=seed + number)
         words = rng.integers(1, 240, text)
-        pictures = [token for _ in grids for token in (START, IMAGE, END)]
-        ids, types = family.expand([*words[: text // 2], *pictures, *words[text // 2 :]], media[key], config)
+        pictures = placeholder(config.model_type) * len(grids)
+        ids, types = expand(config, [*words[: text // 2], *pictures, *words[text // 2 :]], *grids)
         rows.append(media[key])
         ids_of_rows.append(ids)
         types_of_rows.append(types)
@@ -35,7 +35,6 @@ def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts:
         types[row, width - len(row_ids) :] = row_types
         mask[row, width - len(row_ids) :] = 1
     token_types, attention_mask = torch.from_numpy(types).to(torch.int8), torch.from_numpy(mask)
-    grids = media_grids(rows)
     inputs = np.empty(len(rows), dtype=object)
     inputs[:] = rows
     return DataProto.from_dict(
@@ -43,9 +42,7 @@ def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts:
             "input_ids": torch.from_numpy(ids),
             "attention_mask": attention_mask,
             "mm_token_type_ids": token_types,
-            "position_ids": family.position_ids(
-                token_types, attention_mask, grids.get("image_grid_thw"), grids.get("video_grid_thw"), None, config
-            ),
+            "position_ids": family.position_ids(token_types, attention_mask, **media_grids(rows), config=config),
         },
         non_tensors={
             "multi_modal_inputs": inputs,

@@ -12,12 +12,12 @@ from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_
 def write_checkpoint(model_type: str, path: Path, seed: int = 0) -> str:
     """Weights, tokenizer, image processor and generation settings."""
     torch.manual_seed(seed)
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(model_type)
     model = getattr(transformers, CLASSES[model_type][1])(tiny_prompt_config(model_type))
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    tiny_image_processor().save_pretrained(path)
+    tiny_image_processor(model_type).save_pretrained(path)
     return str(path)

@@ -3,12 +3,16 @@
 Put into a package folder on pytest's path: ``from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model``.
 """
 
+from math import ceil
 from typing import Any
 
 import torch
 import transformers
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+from dataproto.vlm import family_of
+
+MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+MODEL_TYPES = (*MROPE_TYPES, "internvl")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 
@@ -17,6 +21,7 @@ CLASSES = {
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
+    "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
 }
 _VISION = {
     "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
@@ -37,6 +42,7 @@ _VISION = {
     },
 }
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+TILE = 16  # pixels along each side of InternVL's tiles, 4 x 4 patches, 4 tokens
 _TEXT = {
     "qwen3_vl": {"head_dim": 32},
     "qwen3_vl_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
@@ -45,20 +51,10 @@ _TEXT = {
 
 def tiny_config(model_type: str) -> Any:
     """Hidden 64, 2 decoder layers, 2 heads of 32, 1 key-value head; vision depth 2, 4-pixel patches merged 2 x 2."""
+    if model_type == "internvl":
+        return _tiny_internvl()
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": False,
-    }
+    text = _BASE_TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
     return getattr(transformers, CLASSES[model_type][0])(
         text_config=text | _TEXT.get(model_type, {}),
         vision_config=vision | _VISION[model_type],
@@ -70,11 +66,45 @@ def tiny_config(model_type: str) -> Any:
     )
 
 
-def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """A model in float32 with sdpa attention, no parameter zero, so that nothing hides behind an initial value."""
+_BASE_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def _tiny_internvl() -> Any:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [TILE, TILE],
+        "patch_size": [4, 4],
+    }
+    return transformers.InternVLConfig(
+        text_config=_BASE_TEXT | {"model_type": "qwen2"},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+
+
+def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
+    """A model in float32 with sdpa attention, no parameter zero, so that nothing hides behind an initial value; of
+    `tiny_config` unless another is given.
+    """
     torch.manual_seed(seed)
     model = getattr(transformers, CLASSES[model_type][1])._from_config(
-        tiny_config(model_type), attn_implementation="sdpa", dtype=torch.float32
+        tiny_config(model_type) if config is None else config, attn_implementation="sdpa", dtype=torch.float32
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -83,14 +113,46 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
 
 
 def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str = "image") -> dict[str, torch.Tensor]:
-    """``multi_modal_inputs`` of random patches for images of these rows and columns of patches (videos: time first)."""
+    """``multi_modal_inputs`` of random patches for images of these rows and columns of patches (videos: time first); for
+    InternVL, of as many tiles as hold so many patches.
+    """
     vision = config.vision_config
     grid_thw = torch.tensor([(1, *grid)[-3:] for grid in grids])
     generator = torch.Generator().manual_seed(seed)
+    if config.model_type == "internvl":
+        tiles = sum(ceil(rows * columns * 16 / TILE**2) for rows, columns in grids)
+        return {"pixel_values": torch.randn(tiles, 3, TILE, TILE, generator=generator)}
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"
     return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
+
+
+def takes_video(model_type: str) -> bool:
+    """Whether videos are a kind of media of the family's own."""
+    return bool(family_of(model_type).pictures.names("video"))
+
+
+def expand(config: Any, ids: list[int], *grids: tuple[int, int], film: Any = None, **told: Any) -> Any:
+    """The family's expansion of ``ids`` with images of these grids, and a video's inputs."""
+    images = [image_inputs(config, grid) for grid in grids]
+    told = {"encode_text": encode_text} | told
+    return family_of(config).expand(ids, images if film is None else [*images, film], config, **told)
+
+
+def encode_text(text: str) -> list[int]:
+    """Ids of text that families put around media."""
+    return {"<img>": [START], "</img>": [END]}.get(text, [60 + len(text)])
+
+
+def placeholder(model_type: str, kind: int = IMAGE) -> list[int]:
+    """What a chat template writes for an image."""
+    return [kind] if any(family_of(model_type).image_text) else [START, kind, END]
+
+
+def forward_positions(positions: torch.Tensor) -> torch.Tensor:
+    """As a model takes them: ``(4, B, L)`` of ``(B, 4, L)``, ``(B, L)`` as it is."""
+    return positions.transpose(0, 1) if positions.ndim == 3 else positions
 
 
 def padded(rows: Any, side: str = "left") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,13 +1,14 @@
-"""A byte-level tokenizer with Qwen's special tokens and chat template, and a small image processor, made on the spot."""
+"""A byte-level tokenizer with a family's special tokens and chat template, and a small image processor, made on the spot."""
 
 from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from helpers.tiny_models import tiny_config
+from helpers.tiny_models import TILE, tiny_config
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
@@ -19,6 +20,7 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+INTERNVL_SPECIAL = (*SPECIAL[:3], "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -36,10 +38,20 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}"""
 
+INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n").replace(
+    "<|vision_start|><|video_pad|><|vision_end|>", "<video>\n"
+)
+
+
+def tiny_tokenizer(model_type: str = "qwen2_5_vl") -> Any:
+    """256 bytes, a few merges, and the special tokens behind them."""
+    return (
+        _tokenizer(INTERNVL_SPECIAL, INTERNVL_TEMPLATE) if model_type == "internvl" else _tokenizer(SPECIAL, TEMPLATE)
+    )
+
 
 @cache
-def tiny_tokenizer() -> Any:
-    """256 bytes, a few merges, and the special tokens behind them."""
+def _tokenizer(special: tuple[str, ...], template: str) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,29 +63,33 @@ def tiny_tokenizer() -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL),
+        additional_special_tokens=list(special),
     )
-    wrapped.chat_template = TEMPLATE
+    wrapped.chat_template = template
     return wrapped
 
 
-def tiny_image_processor() -> Any:
+def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
     """4-pixel patches merged 2 x 2: an image of 16 x 16 pixels takes 4 tokens."""
+    if model_type == "internvl":
+        return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
 
 
 def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     """The tiny model's config with this tokenizer's ids."""
-    tokenizer, config = tiny_tokenizer(), tiny_config(model_type)
+    tokenizer, config = tiny_tokenizer(model_type), tiny_config(model_type)
+    config.text_config.vocab_size = len(tokenizer)
+    if model_type == "internvl":
+        config.image_token_id = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
+        return config
     config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = (
         tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
     )
-    config.text_config.vocab_size = len(tokenizer)
     return config
 
 
 def tiny_builder(model_type: str = "qwen2_5_vl", max_prompt_length: int = 512, **options: Any) -> PromptBuilder:
     """A builder over the above."""
-    return PromptBuilder(
-        tiny_tokenizer(), tiny_image_processor(), tiny_prompt_config(model_type), max_prompt_length, **options
-    )
+    parts = tiny_tokenizer(model_type), tiny_image_processor(model_type), tiny_prompt_config(model_type)
+    return PromptBuilder(*parts, max_prompt_length, **options)

@@ -12,37 +12,51 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm import family_of, media_grids, media_spans
-from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, VIDEO, image_inputs, padded, tiny_model
+from helpers.tiny_models import (
+    END,
+    IMAGE,
+    MODEL_TYPES,
+    START,
+    VIDEO,
+    expand,
+    forward_positions,
+    image_inputs,
+    padded,
+    placeholder,
+    takes_video,
+    tiny_model,
+)
 
 model_of = cache(tiny_model)
 pytestmark = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
-PIECE = [START, IMAGE, END]
-PROMPTS = (  # and which media: two images, none, one image, the first two again, an image and a video
-    ([1, 2, *PIECE, 5, *PIECE, 7], 0),
-    ([3, 4, 5], None),
-    ([*PIECE, 9, 8], 1),
-    ([6, *PIECE, *PIECE, 11, 12, 13, 14], 0),
-    ([10, *PIECE, 20, START, VIDEO, END, 21], 2),
-)
+GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])
+"""Images of three sources of media; the last has a video too where the family has any."""
 
 
 def rows_of(family, config, video=True):
     """Expanded ids with types, and the media of each row; two rows share theirs."""
-    film = image_inputs(config, (3, 4, 4), kind="video", seed=4)
-    if config.model_type == "qwen2_5_vl":
-        film["second_per_grid_ts"] = torch.tensor([1.5])
-    sources = [
-        image_inputs(config, (4, 6), (8, 4)),
-        image_inputs(config, (2, 2), seed=2),
-        image_inputs(config, (6, 2), seed=3) | film,
+    sources = [image_inputs(config, *grids, seed=2 * number) for number, grids in enumerate(GRIDS)]
+    one, films = placeholder(config.model_type), [None] * len(GRIDS)
+    prompts = [  # and which media: two images, none, one image, the first two again, an image and perhaps a video
+        ([1, 2, *one, 5, *one, 7], 0),
+        ([3, 4, 5], None),
+        ([*one, 9, 8], 1),
+        ([6, *one, *one, 11, 12, 13, 14], 0),
+        ([10, *one, 20, 21], 2),
     ]
-    chosen = PROMPTS if video else PROMPTS[:4]
-    media = [{} if which is None else sources[which] for _, which in chosen]
-    told = (
-        {"encode_text": lambda text: [60 + len(text)], "seconds": [[0.5, 2.0, 3.5]]} if family.videos_by_frame else {}
-    )
-    return [family.expand(ids, row, config, **told) for (ids, _), row in zip(chosen, media)], media
+    if takes_video(config.model_type):
+        films[2] = image_inputs(config, (3, 4, 4), kind="video", seed=4)
+        if config.model_type == "qwen2_5_vl":
+            films[2]["second_per_grid_ts"] = torch.tensor([1.5])
+        sources[2] |= films[2]
+        prompts[4] = ([10, *one, 20, START, VIDEO, END, 21], 2)
+    rows, media = [], []
+    for ids, which in prompts if video else prompts[:4]:
+        grids, film = ([], None) if which is None else (GRIDS[which], films[which])
+        rows.append(expand(config, ids, *grids, film=film, seconds=[[0.5, 2.0, 3.5]]))
+        media.append({} if which is None else sources[which])
+    return rows, media
 
 
 def padded_logits(model, ids, types, mask, media):
@@ -53,15 +67,16 @@ def padded_logits(model, ids, types, mask, media):
 
 
 def packed_logits(model, rows, media):
-    """Our path: rows one after another, four rows of positions, no mask, features computed once."""
+    """Our path: rows one after another, no mask, features computed once."""
     family = family_of(model)
     ids, types, mask = padded(rows, "right")
     kept = mask.bool()
-    positions = family.position_ids(types, mask, **media_grids(media), config=model.config).transpose(0, 1)[:, kept]
+    positions = forward_positions(family.position_ids(types, mask, **media_grids(media), config=model.config))
     distinct = family.distinct_media(media, model.config)
     spans = media_spans(types[kept][None], distinct, pad(mask.sum(1).cumsum(0), (1, 0)))
     embeddings, extras = family.embed(model, ids[kept][None], distinct.inputs, spans)
-    return family.lm_head(model)(family.decode(model, embeddings, positions[:, None], extras))[0]
+    packed = positions[..., kept].unsqueeze(-2)
+    return family.lm_head(model)(family.decode(model, embeddings, packed, extras))[0]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -88,19 +103,23 @@ def test_packed_gradients_equal_those_of_a_padded_forward(model_type):
     for name, parameter in model.named_parameters():
         difference = (parameter.grad - expected[name]).norm()
         assert difference <= 1e-5 * expected[name].norm(), name
-    assert expected["model.visual.patch_embed.proj.weight"].norm() > 0
+    first, _ = next(iter(model.get_submodule(family_of(model).vision_tower).named_parameters()))
+    assert expected[f"{family_of(model).vision_tower}.{first}"].norm() > 0
 
 
 def test_shared_media_equal_separate_media(model_type):
     model, family = model_of(model_type), family_of(model_type)
     rows, media = rows_of(family, model.config, video=False)
     copies = [{name: value.clone() for name, value in row.items()} for row in media]
-    assert len(family.distinct_media(media, model.config).inputs["pixel_values"]) == 60
-    assert len(family.distinct_media(copies, model.config).inputs["pixel_values"]) == 60 + 56
+    size = [len(row.get("pixel_values", ())) for row in media]
+    assert size[3] == size[0] > 0
+    assert len(family.distinct_media(media, model.config).inputs["pixel_values"]) == sum(size[:3])
+    assert len(family.distinct_media(copies, model.config).inputs["pixel_values"]) == sum(size)
     grads = []
     for source in (media, copies):
         logits = packed_logits(model, rows, source).log_softmax(-1)
-        grads.append((logits, *torch.autograd.grad(logits[:, 3].sum(), list(model.model.visual.parameters()))))
+        tower = model.get_submodule(family.vision_tower)
+        grads.append((logits, *torch.autograd.grad(logits[:, 3].sum(), list(tower.parameters()))))
     for shared, separate in zip(*grads):
         assert (shared - separate).norm() <= 1e-5 * separate.norm()
 
@@ -113,7 +132,7 @@ def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
     whole = [pad(part, (0, 3), value=fill) for part, fill in ((ids, 0), (types, 0), (mask, 1))]
     whole[0][:, -3:] = answers
     positions = family.position_ids(types, mask, **media_grids(media), config=model.config)
-    following = family.extend_positions(positions, mask, 3).transpose(0, 1)
+    following = forward_positions(family.extend_positions(positions, mask, 3))
     distinct = family.distinct_media(media, model.config)
     with torch.no_grad():
         expected = padded_logits(model, *whole, media)[:, -4:].log_softmax(-1)
@@ -121,13 +140,13 @@ def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
         embeddings, extras = family.embed(model, ids, distinct.inputs, media_spans(types, distinct))
         hidden = [
             family.decode(
-                model, embeddings, positions.transpose(0, 1), extras, attention_mask=mask, past_key_values=cache_
+                model, embeddings, forward_positions(positions), extras, attention_mask=mask, past_key_values=cache_
             )
         ]
         for step in range(3):
             embeddings, extras = family.embed(model, answers[:, step : step + 1], {})
             mask = pad(mask, (0, 1), value=1)
-            now = following[:, :, step : step + 1]
+            now = following[..., step : step + 1]
             hidden.append(family.decode(model, embeddings, now, extras, attention_mask=mask, past_key_values=cache_))
         ours = family.lm_head(model)(torch.cat([part[:, -1:] for part in hidden], 1)).log_softmax(-1)
     assert (ours - expected).abs().max() < 1e-5
@@ -146,7 +165,8 @@ def test_text_alone_needs_no_tower(model_type):
 
 def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
     model, family = model_of(model_type), family_of(model_type)
-    ids, positions = torch.tensor([[1, 2, 3]]), torch.arange(3).expand(4, 1, 3)
+    ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1, 3)
+    positions = forward_positions(family.position_ids(0 * ids, mask, None, None, None, model.config))
     nothing = media_spans(torch.zeros(1, 3), family.distinct_media([{}], model.config))
     dummy = family.dummy_media(model.config)
     hidden = [
@@ -154,24 +174,26 @@ def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
         for embeddings, extras in (family.embed(model, ids, {}), family.embed(model, ids, dummy, nothing))
     ]
     assert torch.equal(*hidden)
-    tower = model.get_submodule(family.vision_tower)
-    gradients = torch.autograd.grad(hidden[1].sum(), list(tower.parameters()))
+    parts = [model.get_submodule(path) for path in (family.vision_tower, *family.mergers)]
+    gradients = torch.autograd.grad(hidden[1].sum(), [p for part in parts for p in part.parameters()])
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
     levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-    assert family.features(model, dummy).shape == (1, levels, model.config.text_config.hidden_size)
-    assert family.distinct_media([dummy], model.config).images.tolist() == [[0, 1]]
+    count = 4 if model_type == "internvl" else 1
+    assert family.features(model, dummy).shape == (count, levels, model.config.text_config.hidden_size)
+    assert family.distinct_media([dummy], model.config).images.tolist() == [[0, count]]
 
 
 def test_vision_keywords_reach_the_tower(model_type):
     model, family = model_of(model_type), family_of(model_type)
     seen = {}
-    hook = model.model.visual.blocks[0].register_forward_pre_hook(
+    hook = model.get_submodule(family.vision_tower).register_forward_pre_hook(
         lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
     )
     row = image_inputs(model.config, (2, 2))
     media = family.distinct_media([row], model.config)
-    spans = media_spans(torch.tensor([[1]]), media)
-    family.embed(model, torch.tensor([[IMAGE]]), media.inputs, spans, vision_kwargs={"a_keyword": 3})
+    types = torch.ones(1, int(media.images[0, 1]))
+    spans = media_spans(types, media)
+    family.embed(model, torch.full(types.shape, IMAGE), media.inputs, spans, vision_kwargs={"a_keyword": 3})
     hook.remove()
     assert seen["a_keyword"] == 3
 
@@ -180,15 +202,17 @@ def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
     model, family = model_of(model_type), family_of(model_type)
     text, vision = model.config.text_config, model.config.vision_config
     assert len(model.get_submodule(family.decoder_layers)) == text.num_hidden_layers
-    assert len(model.get_submodule(family.vision_blocks)) == vision.depth
+    assert len(model.get_submodule(family.vision_blocks)) == vision.num_hidden_layers
     assert model.get_submodule(family.embedding) is model.get_input_embeddings()
     assert family.lm_head(model) is model.get_output_embeddings()
     assert model.get_submodule(family.final_norm).weight.shape == (text.hidden_size,)
     tower = {id(p) for p in model.get_submodule(family.vision_tower).parameters()}
-    assert {id(p) for path in family.mergers for p in model.get_submodule(path).parameters()} < tower
+    mergers = {id(p) for path in family.mergers for p in model.get_submodule(path).parameters()}
+    assert mergers
+    assert not tower <= mergers
     language = {id(p) for p in model.get_submodule(family.language_model).parameters()}
     head = {id(p) for p in family.lm_head(model).parameters()}
-    assert tower | language | head == {id(p) for p in model.parameters()}
+    assert tower | mergers | language | head == {id(p) for p in model.parameters()}
 
     theirs = dict(text.base_model_tp_plan or {})  # Qwen3-VL has none for its dense decoder
     theirs.pop("layers.*.mlp.experts", None)  # a hook of theirs, not a layout

@@ -8,7 +8,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dataproto.batching import split_by_budget
 from dataproto.vlm import family_of, media_grids, media_spans, row_costs
-from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, image_inputs, tiny_config, tiny_model
+from helpers.tiny_models import (
+    MODEL_TYPES,
+    expand,
+    forward_positions,
+    image_inputs,
+    placeholder,
+    takes_video,
+    tiny_config,
+    tiny_model,
+)
 
 GRIDS = ((4, 6), (8, 4))
 
@@ -58,17 +67,18 @@ def test_counts_equal_those_of_the_counter(model_type):
     model.set_experts_implementation("eager")
     family, config = family_of(model), model.config
     row = image_inputs(config, *GRIDS)
-    ids, types = family.expand([1, START, IMAGE, END, 2, START, IMAGE, END, 3], row, config)
+    one = placeholder(model_type)
+    ids, types = expand(config, [1, *one, 2, *one, 3], *GRIDS)
     ids, types = torch.tensor(ids)[None], torch.tensor(types)[None]
     mask = torch.ones_like(ids)
-    positions = family.position_ids(types, mask, row["image_grid_thw"], None, None, config)
+    positions = family.position_ids(types, mask, **media_grids([row]), config=config)
     media = family.distinct_media([row], config)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         embeddings, extras = family.embed(model, ids, media.inputs, media_spans(types, media))
         vision = dict(counter.get_flop_counts()["Global"])
-        family.lm_head(model)(family.decode(model, embeddings, positions.transpose(0, 1), extras))
+        family.lm_head(model)(family.decode(model, embeddings, forward_positions(positions), extras))
     everything = dict(counter.get_flop_counts()["Global"])
-    ours = family.flops(config, [ids.shape[1]], row["image_grid_thw"])
+    ours = family.flops(config, [ids.shape[1]], family.grids(row, config))
 
     def linear(counts):
         return sum(
@@ -88,8 +98,9 @@ def test_counts_equal_those_of_the_counter(model_type):
 
 
 def media_rows(config):
-    """Rows of two images, none, the first row's own again, a video, an image and a video."""
-    pictures, video = image_inputs(config, *GRIDS), image_inputs(config, (2, 4, 6), kind="video")
+    """Rows of two images, none, the first row's own again, a video, an image and a video, as far as the family has any."""
+    pictures, takes = image_inputs(config, *GRIDS), takes_video(config.model_type)
+    video = image_inputs(config, (2, 4, 6), kind="video") if takes else {}
     return [pictures, {}, pictures, video, image_inputs(config, (6, 6), seed=1) | video]
 
 
@@ -99,10 +110,9 @@ def test_costs_by_row_add_up_to_those_of_the_batch(model_type):
     family, lengths, media = family_of(model_type), [40, 7, 30, 25, 0], media_rows(config)
     costs = family.row_flops(config, lengths, media)
     for row, length in enumerate(lengths):
-        grids = (media[row].get("image_grid_thw"), media[row].get("video_grid_thw"))
-        assert costs[row] == family.flops(config, [length], *grids).total
-    grids = media_grids(media)
-    assert costs.sum() == family.flops(config, lengths, grids["image_grid_thw"], grids["video_grid_thw"]).total
+        assert costs[row] == family.flops(config, [length], family.grids(media[row], config)).total
+    grids = torch.cat([family.grids(row, config) for row in media])
+    assert costs.sum() == family.flops(config, lengths, grids).total
     some = family.row_flops(config, lengths, logit_tokens=[1, 2, 3, 4, 0])
     assert some.sum() == family.flops(config, lengths, logit_tokens=10).total
     assert family.row_flops(config, [], []).tolist() == []
@@ -119,7 +129,7 @@ def test_a_part_costs_its_first_row_whole_and_of_others_what_they_do_not_share(m
     def language(length, logit_tokens):
         return family.flops(config, [length], logit_tokens=logit_tokens).total
 
-    vision = family.flops(config, [0], pictures["image_grid_thw"]).total
+    vision = family.flops(config, [0], family.grids(pictures, config)).total
     assert lead.tolist() == [0, vision + language(20, 0), vision + language(20, 0), 0]
     assert costs.tolist() == [
         vision + language(30, 10),

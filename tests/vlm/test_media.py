@@ -8,11 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import MediaMismatch
-from dataproto.vlm import MediaSpans, distinct_media, media_grids, media_spans
+from dataproto.vlm import MediaSpans, family_of, media_grids, media_spans
 from dataproto.vlm.forward import place, pooled
 from helpers.tiny_models import image_inputs, tiny_config
 
 CONFIG = tiny_config("qwen2_5_vl")
+
+
+def distinct_media(rows):
+    return family_of(CONFIG).distinct_media(rows, CONFIG)
 
 
 def media(*grids, kind="image", seed=0):
@@ -22,7 +26,7 @@ def media(*grids, kind="image", seed=0):
 def test_shared_tensors_are_joined_once_and_copies_are_not():
     one, two = media((2, 4)), media((2, 2), (4, 2), seed=1)
     copy = {name: value.clone() for name, value in one.items()}
-    joined = distinct_media([one, two, {}, one, copy], merge_size=2)
+    joined = distinct_media([one, two, {}, one, copy])
     assert torch.equal(joined.inputs["pixel_values"], torch.cat([m["pixel_values"] for m in (one, two, copy)]))
     assert joined.inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2], [1, 4, 2], [1, 2, 4]]
     assert joined.images.tolist() == [[0, 2], [2, 3], [0, 0], [0, 2], [5, 2]]
@@ -31,7 +35,7 @@ def test_shared_tensors_are_joined_once_and_copies_are_not():
 
 def test_video_features_come_behind_all_image_features():
     pictures, film = media((2, 2)), media((2, 2, 4), kind="video")
-    joined = distinct_media([film | pictures, media((2, 4), seed=1), film], merge_size=2)
+    joined = distinct_media([film | pictures, media((2, 4), seed=1), film])
     assert joined.images.tolist() == [[0, 1], [1, 2], [0, 0]]
     assert joined.videos.tolist() == [[3, 4], [0, 0], [3, 4]]
     types = torch.tensor([[2, 2, 2, 2, 1], [1, 0, 0, 0, 1], [0, 2, 2, 2, 2]])
@@ -41,10 +45,10 @@ def test_video_features_come_behind_all_image_features():
 
 
 def test_no_media_makes_no_inputs_and_no_spans():
-    joined = distinct_media([{}, {}], merge_size=2)
+    joined = distinct_media([{}, {}])
     assert joined.inputs == {}
     assert len(media_spans(torch.zeros(2, 3), joined)) == 0
-    assert distinct_media([], merge_size=2).images.shape == (0, 2)
+    assert distinct_media([]).images.shape == (0, 2)
 
 
 @given(
@@ -58,13 +62,13 @@ def test_sharing_changes_no_feature_and_packing_none_either(choice, gaps):
     types = [[0] * gap + kinds[i] + [0] for i, gap in zip(choice, gaps)]
     flat = torch.tensor([list(chain(*types))])
     length, bounds = max(map(len, types)), torch.tensor([0, *map(len, types)]).cumsum(0)
-    shared = distinct_media(rows, merge_size=2)
+    shared = distinct_media(rows)
     packed = media_spans(flat, shared, bounds)
     padded = media_spans(torch.tensor([[0] * (length - len(row)) + row for row in types]), shared)
     assert torch.equal(packed.features, padded.features)
     assert (packed.positions.diff() > 0).all()
 
-    copies = distinct_media([{name: value.clone() for name, value in row.items()} for row in rows], merge_size=2)
+    copies = distinct_media([{name: value.clone() for name, value in row.items()} for row in rows])
     separate = media_spans(flat, copies, bounds)
     assert torch.equal(packed.positions, separate.positions)
     assert torch.equal(stand_ins(shared)[packed.features], stand_ins(copies)[separate.features])
@@ -88,12 +92,12 @@ def stand_ins(joined):
 def test_placeholders_that_do_not_fit_a_rows_media_are_named(types, message):
     one = media((2, 4))
     with pytest.raises(MediaMismatch, match=message):
-        media_spans(torch.tensor(types), distinct_media([one, one], merge_size=2))
+        media_spans(torch.tensor(types), distinct_media([one, one]))
 
 
 def test_the_row_is_named_in_a_packed_sequence_too():
     one = media((2, 4))
-    joined = distinct_media([one, {}, one], merge_size=2)
+    joined = distinct_media([one, {}, one])
     with pytest.raises(MediaMismatch, match="row 2: 1 image placeholder tokens, but its media makes 2 features"):
         media_spans(torch.tensor([[1, 1, 0, 0, 0, 1]]), joined, torch.tensor([0, 2, 4, 6]))
     with pytest.raises(MediaMismatch, match="end at 5 of 6"):
@@ -114,7 +118,7 @@ def test_the_row_is_named_in_a_packed_sequence_too():
 )
 def test_pixels_and_grids_must_belong_together(row, message):
     with pytest.raises(MediaMismatch, match=message):
-        distinct_media([{}, row], merge_size=2)
+        distinct_media([{}, row])
 
 
 def test_grids_of_rows_keep_repetitions():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm import extend_positions, family_of
-from helpers.tiny_models import MODEL_TYPES, padded, tiny_model
+from helpers.tiny_models import MROPE_TYPES, padded, tiny_model
 
 model_of = cache(tiny_model)
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -55,7 +55,7 @@ def hugging_face(model, ids, types, mask, images, videos, seconds):
     return positions.transpose(0, 1)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", MROPE_TYPES)
 @given(layout=layouts, side=st.sampled_from(["left", "right"]), as_tensor=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_positions_equal_those_of_hugging_face(model_type, layout, side, as_tensor):
@@ -71,7 +71,7 @@ def test_positions_equal_those_of_hugging_face(model_type, layout, side, as_tens
     assert torch.equal(ours[:, 0], (mask.cumsum(1) - 1) * mask)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", MROPE_TYPES)
 @given(layout=layouts, response=st.integers(1, 6))
 @settings(max_examples=30, deadline=None)
 def test_positions_of_a_response_equal_those_of_the_whole_sequence(model_type, layout, response):

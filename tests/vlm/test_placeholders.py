@@ -14,7 +14,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm import MediaTokens, family_of, frame_seconds, image_grid
-from helpers.tiny_models import END, IMAGE, MODEL_TYPES, START, VIDEO, tiny_config
+from helpers.tiny_models import END, IMAGE, MROPE_TYPES, START, VIDEO, tiny_config
 
 TOKENS = {"<|vision_start|>": START, "<|vision_end|>": END, "<|video_pad|>": VIDEO}
 
@@ -38,13 +38,14 @@ def test_token_counts_equal_the_processors_arithmetic(height, width, patch, leas
     processor = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, min_pixels=smallest, max_pixels=largest)
     config = SimpleNamespace(vision_config=SimpleNamespace(patch_size=patch, spatial_merge_size=2))
     family = family_of("qwen2_5_vl")
+    options = family.pictures.options(processor, None, None)
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(ValueError, match="aspect ratio"):
             processor.get_number_of_image_patches(height, width)
         with pytest.raises(InvalidMedia, match=f"height {height} and width {width}"):
-            family.image_tokens(height, width, smallest, largest, config)
+            family.image_tokens(height, width, processor, options, config)
     else:
-        ours = family.image_tokens(height, width, smallest, largest, config)
+        ours = family.image_tokens(height, width, processor, options, config)
         assert ours * 4 == processor.get_number_of_image_patches(height, width)
 
 
@@ -62,7 +63,7 @@ def test_images_of_absurd_shape_are_refused(height, width):
         image_grid(height, width, 1, 10**6, 14, 2)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", MROPE_TYPES)
 def test_images_expand_to_one_placeholder_a_feature(model_type):
     family, config = family_of(model_type), tiny_config(model_type)
     media = {"image_grid_thw": torch.tensor([[1, 2, 4], [1, 4, 6]])}

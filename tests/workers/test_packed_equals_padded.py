@@ -60,7 +60,8 @@ def test_a_prompt_with_several_samples_is_computed_once(model):
     prompts, responses = data["attention_mask"][:, :-6].sum(1), data["attention_mask"][:, -6:].sum(1)
     shared = [3, 6]  # rows 2 and 3 are samples of one prompt, and so are rows 5 and 6
     assert packed.input_ids.shape[1] == int(prompts.sum() + responses.sum() - prompts[shared].sum())
-    assert len(media["image_grid_thw"]) == 3
+    grids = family_of(model.config).grids(media, model.config)
+    assert len(grids) == (7 if model.config.model_type == "internvl" else 3)  # tiles, or images
 
 
 def test_entropy_is_that_of_the_policy(model):
