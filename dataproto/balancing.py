@@ -268,7 +268,7 @@ def first_fit_decreasing(lengths: Numbers, capacity: int, align: int = 1) -> lis
     """Row indices, ascending, of bins of at most ``capacity`` tokens: the longest row first, each into the first bin with room.
 
     At most 11/9 of the fewest bins possible, and 6/9 of one more (Dósa 2007). Rows take up their length rounded up to a multiple
-    of ``align``. All rows of one length are placed at once.
+    of ``align``.
 
     Raises:
         InvalidConfig: ``capacity`` or ``align`` below 1.
@@ -288,23 +288,34 @@ def first_fit_decreasing(lengths: Numbers, capacity: int, align: int = 1) -> lis
         raise InvalidRow(
             row, f"{exact[row]} tokens{aligned} do not fit into a bin of {capacity}: cut the row or leave it out"
         )
-    bin_of = np.zeros(len(sizes), dtype=np.int64)  # where rows of length 0 stay
-    room, used = np.full(len(sizes), capacity, dtype=np.int64), int(len(sizes) > 0)
+    if len(sizes) == 0:
+        return []
     order = np.argsort(-sizes, kind="stable")
-    starts = np.flatnonzero(np.diff(sizes[order], prepend=-1))
-    for rows in np.split(order, starts[1:]):
-        if len(rows) == 0 or (size := int(sizes[rows[0]])) == 0:
-            continue
-        reach = room[
-            : used + -(-len(rows) // (capacity // size))
-        ]  # the bins in use, and as many new ones as may be needed
-        taken = np.diff(np.minimum(np.cumsum(reach // size), len(rows)), prepend=0)
-        bin_of[rows] = np.repeat(np.arange(len(reach)), taken)
-        reach -= taken * size
-        used = max(used, int(bin_of[rows[-1]]) + 1)
-    return (
-        np.split(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of, minlength=used))[:-1]) if used else []
-    )
+    bin_of = np.empty(len(sizes), dtype=np.int64)
+    bin_of[order] = _first_fits(sizes[order].tolist(), capacity)
+    return np.split(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of))[:-1])
+
+
+def _first_fits(sizes: list[int], capacity: int) -> list[int]:
+    """The first bin with room for each size in turn, found by going down a tree of the largest rooms: O(n log n)."""
+    leaves = 1 << (len(sizes) - 1).bit_length()
+    room = [capacity] * (2 * leaves)  # of node n: the larger of nodes 2n and 2n + 1; the leaves are the bins
+    chosen = []
+    for size in sizes:
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < size:
+                node += 1
+        chosen.append(node - leaves)
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            larger = max(room[2 * node], room[2 * node + 1])
+            if room[node] == larger:
+                break
+            room[node] = larger
+    return chosen
 
 
 def cut_minibatches(groups: Groups, prompts: int) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """Batches in other forms: rows packed, parts planned, tokens collated.
 
-One name for three modules: ``packing`` (padded rows to one sequence and back), ``balancing`` (which rows go into which
-micro-batch, rank or bin) and ``collation`` (token lists to columns).
+One name for four modules: ``packing`` (padded rows to one sequence and back), ``balancing`` (which rows go into which
+micro-batch, rank or bin), ``collation`` (token lists to padded columns) and ``bins`` (supervised rows side by side).
 """
 
 from dataproto.balancing import (
@@ -12,15 +12,22 @@ from dataproto.balancing import (
     split_by_tokens,
     split_into,
 )
+from dataproto.bins import BinLayout, pack_supervised
+from dataproto.collation import collate_supervised, pad_rows, ragged_rows
 from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
 
 __all__ = [
+    "BinLayout",
     "PackedRows",
     "balance",
+    "collate_supervised",
     "cut_minibatches",
     "first_fit_decreasing",
     "pack_rows",
+    "pack_supervised",
+    "pad_rows",
     "prompt_sharing",
+    "ragged_rows",
     "split_by_budget",
     "split_by_tokens",
     "split_into",

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.batching import pad_rows, ragged_rows
 from dataproto.columns import require
-from dataproto.errors import RowCountMismatch
+from dataproto.errors import InvalidRow, RowCountMismatch
 from dataproto.vlm import VLMFamily
 from rollout.engine import Completion, Request, SamplingParams
 from rollout.randomness import derive_seed
@@ -89,15 +89,17 @@ def collate_responses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Token lists to right-padded ``responses``, ``response_mask`` int64 and ``rollout_log_probs`` float32, all ``(B, R)``.
 
+    Raises:
+        InvalidRow: a completion is longer than ``width``, or its tokens and log-probs are not numbers, one each.
+
     >>> done = [Completion(0, [5, 2], [-0.5, -0.1], "stop"), Completion(1, [7], [-1.0], "stop")]
     >>> [column.tolist() for column in collate_responses(done, width=3, pad_token_id=0)[:2]]
     [[[5, 2, 0], [7, 0, 0]], [[1, 1, 0], [1, 0, 0]]]
     """
-    lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int64)
-    mask = np.arange(width) < lengths[:, None]
-    ids = np.full(mask.shape, pad_token_id, dtype=np.int64)
-    log_probs = np.zeros(mask.shape, dtype=np.float32)
-    if lengths.sum():
-        ids[mask] = np.concatenate([completion.token_ids for completion in completions])
-        log_probs[mask] = np.concatenate([completion.log_probs for completion in completions])
-    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64)), torch.from_numpy(log_probs)
+    tokens = ragged_rows([completion.token_ids for completion in completions], name="tokens")
+    log_probs = ragged_rows([completion.log_probs for completion in completions], "f", "log-probs")
+    if (wrong := (tokens.lengths != log_probs.lengths).nonzero()).numel():
+        row = int(wrong[0])
+        raise InvalidRow(row, f"{int(tokens.lengths[row])} tokens, but {int(log_probs.lengths[row])} log-probs")
+    responses, filled = pad_rows(tokens, width, pad_token_id)
+    return responses, filled.to(torch.int64), pad_rows(log_probs, width, 0)[0]
