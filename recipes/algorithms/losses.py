@@ -1,4 +1,8 @@
-"""Policy losses per token. The worker masks, aggregates and averages. Dimension letters: B rows, R response tokens."""
+"""Losses per token. The worker masks, aggregates and averages. Dimension letters: B rows, R response tokens.
+
+All policy losses give the metrics ``actor/pg_clipfrac`` (1 where the clip is active) and ``actor/ppo_kl`` (k1 estimate of
+KL(old || new)), (B, R) without gradient, to be averaged over the mask.
+"""
 
 import torch
 from torch import Tensor
@@ -49,9 +53,7 @@ def clipped_policy_loss(
     >>> metrics["actor/pg_clipfrac"], metrics["actor/pg_clipfrac_lower"]
     (tensor([[0., 1., 0.]]), tensor([[0., 0., 1.]]))
     """
-    low, high = clip
-    if low < 0 or high < 0:
-        raise InvalidConfig(f"clip must not be negative, got {clip}")
+    low, high = _checked(clip)
     if dual_clip is not None and dual_clip <= 1:
         raise InvalidConfig(f"dual_clip must be above 1, got {dual_clip}")
 
@@ -71,3 +73,132 @@ def clipped_policy_loss(
         "actor/ppo_kl": -log_ratio.detach(),
     }
     return loss, metrics
+
+
+def sequence_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip: tuple[float, float] = (3e-4, 4e-4),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO: PPO's clipped objective with one ratio for the whole response (arXiv:2507.18071, eq. 5 to 7).
+
+    With d_t = log_probs - old_log_probs and sg the stop of the gradient, over a row's sampled tokens t,
+
+        s   = exp(mean(d_t))                                   the geometric mean of the tokens' ratios
+        s_t = sg(s) * exp(log_probs_t - sg(log_probs_t))       GSPO-token, eq. 13 and 14: s in value
+        L_t = max(-A_t s_t, -A_t clamp(s_t, 1 - low, 1 + high))
+
+    With equal advantages within a row, the mean of L_t over its tokens has GSPO's value and gradient; so aggregate by
+    ``seq-mean-token-mean``. The paper's clip, the default here, is far narrower than a token's, as s hardly moves.
+
+    Deviation: log s is clamped to [-20, 20] (verl: at most 10), beyond which no gradient flows.
+
+    Args:
+        log_probs: (B, R) float, with gradient.
+        old_log_probs: (B, R) float, of the policy before this update.
+        advantages: (B, R) float, finite everywhere.
+        response_mask: (B, R) of any dtype, not zero where the policy sampled the token.
+        clip: how far below and above 1 the ratio may pay.
+
+    Returns:
+        The loss (B, R), and metrics by name, (B, R) each.
+
+    Raises:
+        InvalidConfig: a negative clip.
+
+    >>> log_probs, advantages = torch.tensor([[0.5, 4.5, 7.0]]).log(), torch.ones(1, 3)
+    >>> mask = torch.tensor([[1, 1, 0]])
+    >>> sequence_policy_loss(log_probs, torch.zeros(1, 3), advantages, mask, clip=(0.2, 0.28))[0][:, :2]
+    tensor([[-1.2800, -1.2800]])
+    """
+    low, high = _checked(clip)
+    sampled = response_mask != 0
+    new, log_ratio = (torch.where(sampled, each, 0.0) for each in (log_probs, log_probs - old_log_probs))
+    mean = log_ratio.detach().sum(-1, keepdim=True) / sampled.sum(-1, keepdim=True).clamp(min=1)
+    ratio = torch.clamp(mean + new - new.detach(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    metrics = {"actor/pg_clipfrac": (clipped > unclipped).float(), "actor/ppo_kl": -log_ratio.detach()}
+    return torch.maximum(unclipped, clipped), metrics
+
+
+def clipped_weight_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip: tuple[float, float] = (1.0, 4.0),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CISPO: REINFORCE with a clipped importance weight (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5).
+
+    With the ratio w = exp(log_probs - old_log_probs), A = advantages, sg the stop of the gradient,
+
+        L = -sg(clamp(w, 1 - low, 1 + high)) A log_probs
+
+    so that every token keeps its gradient, also those that PPO's clip would drop. The paper sets no lower bound, which is
+    ``low = 1``; the default upper bound, a weight of 5, is ScaleRL's (arXiv:2510.13786).
+
+    Deviation: log_probs - old_log_probs is clamped to [-20, 20], as in verl.
+
+    Args, returns, raises: as `sequence_policy_loss`.
+
+    >>> log_probs = torch.tensor([[0.5, 8.0]]).log()
+    >>> loss, metrics = clipped_weight_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2))
+    >>> loss / log_probs
+    tensor([[-0.5000, -5.0000]])
+    >>> metrics["actor/pg_clipfrac"]
+    tensor([[0., 1.]])
+    """
+    low, high = _checked(clip)
+    sampled = response_mask != 0
+    new, log_ratio = (torch.where(sampled, each, 0.0) for each in (log_probs, log_probs - old_log_probs))
+    log_ratio = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    weight = ratio.clamp(1 - low, 1 + high)
+    metrics = {"actor/pg_clipfrac": (weight != ratio).float(), "actor/ppo_kl": -log_ratio}
+    return -weight * advantages * new, metrics
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's squared error, with values kept near those that the advantages were made with.
+
+        L = max((V - returns)^2, (clamp(V, V_old - clip, V_old + clip) - returns)^2) / 2
+
+    the value function's counterpart of PPO's clip, from OpenAI's baselines (see arXiv:2005.12729, section 3); as in verl,
+    whose default clip this is. Without ``clip`` the plain half squared error.
+
+    Args:
+        values: (B, R) float, with gradient.
+        old_values: (B, R) float, of the critic before this update.
+        returns: (B, R) float, what is learned.
+        clip: how far the value may move in one update and still gain by it.
+
+    Returns:
+        The loss (B, R), and metrics by name, each (B, R) without gradient and to be averaged over the mask:
+        ``critic/vf_loss``, ``critic/vf_clipfrac`` (1 where the clip is active), ``critic/vpred_mean``.
+
+    Raises:
+        InvalidConfig: a clip that is not above 0.
+
+    >>> loss, metrics = value_loss(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 2.0]]))
+    >>> loss
+    tensor([[1.1250, 0.5000]])
+    """
+    if clip is not None and clip <= 0:
+        raise InvalidConfig(f"clip of the value must be above 0, got {clip}")
+    loss = unclipped = (values - returns).square() / 2
+    active = torch.zeros_like(unclipped)
+    if clip is not None:
+        clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square() / 2
+        loss, active = torch.maximum(unclipped, clipped), (clipped > unclipped).float()
+    return loss, {"critic/vf_loss": loss.detach(), "critic/vf_clipfrac": active, "critic/vpred_mean": values.detach()}
+
+
+def _checked(clip: tuple[float, float]) -> tuple[float, float]:
+    if min(clip) < 0:
+        raise InvalidConfig(f"clip must not be negative, got {clip}")
+    return clip

@@ -1,0 +1,95 @@
+"""DAPO's filter and length punishment, and KL penalties in rewards."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataproto.errors import InvalidConfig, RowCountMismatch
+from recipes.algorithms.kl import KLController, penalised_rewards
+from recipes.algorithms.sampling import informative_rows, overlong_penalty
+
+
+def test_groups_of_equal_scores_are_told_apart_from_others():
+    scores = [0.1, 0.1, 0.1, 1.0, 0.0, 0.5, 0.5]
+    assert informative_rows(scores, ["a", "a", "b", "b", "c", "c", "c"]).tolist() == [False, False, *[True] * 5]
+    assert informative_rows([1.0], ["alone"]).tolist() == [False]
+    assert informative_rows([], []).tolist() == []
+    assert informative_rows([1, True, 1.0], ["a"] * 3).tolist() == [False] * 3
+
+
+def test_as_many_scores_as_uids():
+    with pytest.raises(RowCountMismatch, match="2 scores, 1 uids"):
+        informative_rows([1.0, 2.0], ["a"])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 1.0])), max_size=20))
+def test_informative_means_that_some_advantage_is_not_zero(rows):
+    from recipes.algorithms.advantages import group_advantage
+
+    uid, scores = [u for u, _ in rows], [s for _, s in rows]
+    advantage = group_advantage(torch.tensor(scores)[:, None], uid, torch.ones(len(rows), 1))[:, 0]
+    teaches = {u for u, a in zip(uid, advantage.tolist(), strict=True) if a != 0}
+    assert informative_rows(scores, uid).tolist() == [u in teaches for u in uid]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0)]
+)
+def test_overlong_by_hand(length, expected):
+    """The paper's numbers in small: at most 100 tokens, of which the last 20 are punished."""
+    mask = (torch.arange(101) < length).long()[None]
+    assert overlong_penalty(mask, max_length=100, buffer=20).item() == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 12), st.integers(1, 10), st.integers(1, 10))
+def test_overlong_equals_the_paper_case_by_case(length, longest, buffer):
+    if buffer > longest:
+        with pytest.raises(InvalidConfig, match="overlong buffer"):
+            overlong_penalty(torch.ones(1, 12), longest, buffer)
+        return
+    if length <= longest - buffer:
+        expected = 0.0
+    elif length <= longest:
+        expected = ((longest - buffer) - length) / buffer
+    else:
+        expected = -1.0
+    mask = (torch.arange(12) < length).long()[None]
+    assert overlong_penalty(mask, longest, buffer).item() == pytest.approx(expected)
+
+
+def test_penalised_rewards_by_hand():
+    scores, kl = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0]]), torch.tensor([[0.4, 0.2, math.nan], [0.1, 0.3, 0.5]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    rewards, mean = penalised_rewards(scores, kl, mask, coef=0.5)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.2, 0.9, 0.0], [-0.05, -0.15, 1.75]]))
+    assert mean == pytest.approx((0.3 + 0.3) / 2)
+    with_inert = penalised_rewards(torch.cat([scores, scores]), torch.cat([kl, kl]), torch.cat([mask, 0 * mask]), 0.5)
+    assert with_inert[1] == mean
+    assert penalised_rewards(scores, kl, 0 * mask, 0.5)[1] == 0
+
+
+def test_a_fixed_weight_stays():
+    controller = KLController(0.3)
+    controller.update(kl=100.0, rows=1000)
+    assert controller.coef == 0.3
+
+
+def test_an_adaptive_weight_follows_its_target():
+    controller = KLController(0.1, target=6.0, horizon=1000)
+    controller.update(kl=6.6, rows=100)  # 10 % too much: up by 0.1 * 100 / 1000
+    assert controller.coef == pytest.approx(0.101)
+    controller.update(kl=1e9, rows=100)  # an error counts up to 20 %
+    assert controller.coef == pytest.approx(0.101 * 1.02)
+    controller.update(kl=0.0, rows=100)
+    assert controller.coef == pytest.approx(0.101 * 1.02 * 0.98)
+
+
+@pytest.mark.parametrize("wrong", [{"coef": -0.1}, {"coef": 0.1, "target": 0.0}, {"coef": 0.1, "horizon": 0}])
+def test_impossible_controllers(wrong):
+    with pytest.raises(InvalidConfig, match="KL controller"):
+        KLController(**wrong)
