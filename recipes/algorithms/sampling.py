@@ -54,6 +54,7 @@ def overlong_penalty(response_mask: Tensor, max_length: int, buffer: int) -> Ten
     Raises:
         InvalidConfig: a buffer that is not between 1 and ``max_length``.
 
+    >>> import torch
     >>> overlong_penalty(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]), max_length=4, buffer=2)
     tensor([ 0.0000, -0.5000, -1.0000])
     """
