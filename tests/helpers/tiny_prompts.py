@@ -38,8 +38,8 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}"""
 
-INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n").replace(
-    "<|vision_start|><|video_pad|><|vision_end|>", "<video>\n"
+INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "{{ '<IMG_CONTEXT>\\n' }}").replace(
+    "<|vision_start|><|video_pad|><|vision_end|>", "{{ '<video>\\n' }}"
 )
 
 
