@@ -54,6 +54,10 @@ class InvalidMedia(InvalidPrompt):
     """An image or video is broken, missing or of absurd size."""
 
 
+class InvalidChunk(InvalidPrompt):
+    """A chunk of an input is of an unknown kind, broken, or not of the size it claims; the message names its number."""
+
+
 class InvalidRow(DataProtoError, ValueError):
     """A row of a data set cannot be used; the message names its index and the reason."""
 

@@ -1,0 +1,248 @@
+"""Chunks to what engines and training take: the one place where an image chunk becomes pixels and tokens.
+
+Where an image stands is told by its chunk's position, never by looking for token ids. Letters: B rows, L tokens of the longest
+row, R = L - 1.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dataproto import DataProto
+from dataproto.chunks import (
+    Datum,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    read_datum,
+    read_model_input,
+)
+from dataproto.collation import pad_rows, ragged_rows
+from dataproto.errors import DataProtoError, InvalidChunk, InvalidMedia, InvalidPrompt, InvalidRow
+from rollout.media import load_image
+from rollout.messages import Conversation
+from rollout.prompts import ProcessedImage, Prompt, PromptBuilder
+from rollout.supervised import collate_rows
+
+Resolver = Callable[[str], bytes]
+"""The ``location`` of an `ImageAssetPointerChunk` to the bytes of its file."""
+
+Ids = npt.NDArray[np.int64]
+Part = tuple[Ids, npt.NDArray[np.int8], Sequence[int]]  # ids and token types with a placeholder a feature; ids with one
+
+COLUMN_OF = {"weights": "loss_weights", "logprobs": "rollout_log_probs", "advantages": "advantages"}
+"""Where loss inputs go; ``target_tokens`` are the tokens themselves, ``mask`` is ``response_mask``."""
+
+
+class ChunkRenderer:
+    """Model inputs and data, of `dataproto.chunks` or of the ``tinker`` package, to batches.
+
+    An image chunk takes the tokens that its model's processor puts in a placeholder's stead. Images with the same bytes are
+    decoded and processed once a batch.
+    """
+
+    def __init__(self, builder: PromptBuilder, resolve: Resolver | None = None) -> None:
+        """``builder`` has tokens, image processor and limits; ``resolve`` fetches assets (nothing is fetched without it)."""
+        self.builder = builder
+        self.resolve = resolve
+        self._banned = np.array(builder.family.banned_ids(builder.config))
+        self._vocabulary = int(builder.config.text_config.vocab_size)
+
+    def length(self, model_input: Any) -> int:
+        """Tokens that a model input takes, images included. Raises `InvalidChunk`."""
+        return len(self._render(model_input, {}).input_ids)
+
+    # For engines
+
+    def prompts(self, inputs: Sequence[Any]) -> DataProto:
+        """The prompt batch of model inputs, as `PromptBuilder.collate` makes it: ``raw_prompt_ids`` with one placeholder an
+        image, PIL images, and the same expanded, left-padded.
+
+        Raises:
+            InvalidRow: an input cannot be rendered, is too long, or is empty; names its number, and the chunk.
+        """
+        seen: dict[Any, ProcessedImage] = {}
+        prompts = [self._numbered(number, self._prompt, value, seen) for number, value in enumerate(inputs)]
+        return self.builder.collate(prompts)
+
+    def _prompt(self, model_input: Any, seen: dict[Any, ProcessedImage]) -> Prompt:
+        prompt = self._render(model_input, seen)
+        image = self.builder.media_tokens.image
+        if prompt.raw_ids.count(image) != len(prompt.images):
+            raise InvalidPrompt(
+                f"its text chunks contain token {image}, the placeholder of an image: engines would look for one more image"
+            )
+        if not len(prompt.input_ids):
+            raise InvalidPrompt("it is empty: there is nothing to continue")
+        self.builder.check_length(len(prompt.input_ids))
+        return prompt
+
+    # For training
+
+    def rows(self, data: Sequence[Any], every_token: bool = False) -> DataProto:
+        """The training batch of data: a row is its input and, behind it, its last target.
+
+        Besides the columns of `collate_rows`: ``loss_weights``, ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32, for
+        ``weights``, ``logprobs`` and ``advantages``. ``response_mask`` is ``mask`` or, without it, 1 where one of the others is
+        not 0. Position i of a loss input stands in column i. A text token may have any id: types tell text from images.
+
+        Args:
+            every_token: ``response_mask`` is 1 on all tokens that have a log-prob, and what it would have been is the
+                column ``loss_mask``.
+
+        Raises:
+            InvalidRow: a datum cannot be rendered, its loss inputs are not one number a token, or it wants the log-prob of a
+                token that the policy never gives; names its number.
+        """
+        seen: dict[Any, ProcessedImage] = {}
+        rows, inputs, masks = zip(
+            *(self._numbered(number, self._row, value, seen) for number, value in enumerate(data))
+        )
+        names = set(inputs[0])
+        for number, found in enumerate(inputs):
+            if set(found) != names:
+                raise InvalidRow(number, f"its loss inputs are {sorted(found)}, those of row 0 {sorted(names)}")
+        scored = [self._scored(row) for row in rows] if every_token else masks
+        behind = [np.append(np.zeros(1, np.uint8), mask) for mask in scored]
+        batch = collate_rows(self.builder, rows, behind, {"uid": [str(number) for number in range(len(rows))]})
+        width = batch["response_mask"].shape[1]
+        columns = {COLUMN_OF[name]: [found[name] for found in inputs] for name in COLUMN_OF if name in names}
+        if every_token:
+            columns["loss_mask"] = [mask.astype(np.float32) for mask in masks]
+        for column, values in columns.items():
+            batch[column] = pad_rows(ragged_rows(values, "f", column), width, 0.0)[0]
+        return batch
+
+    def _row(
+        self, value: Any, seen: dict[Any, ProcessedImage]
+    ) -> tuple[Prompt, dict[str, npt.NDArray[Any]], npt.NDArray[np.uint8]]:
+        """The sequence, the loss inputs, and the mask of targets to be learnt."""
+        datum = read_datum(value)
+        prompt = self._render(datum.model_input, seen)
+        inputs = dict(datum.loss_fn_inputs)
+        targets = _check_lengths(inputs, len(prompt.input_ids))
+        row = Prompt(
+            np.append(prompt.input_ids, targets[-1:]),
+            np.append(prompt.token_types, np.zeros(1, np.int8)),
+            [],
+            prompt.conversation,
+            prompt.images,
+            (),
+            {},
+        )
+        wanted = [inputs["mask"]] if "mask" in inputs else [inputs[name] for name in COLUMN_OF if name in inputs]
+        mask = np.any([column != 0 for column in wanted], axis=0) if wanted else np.zeros(len(targets), dtype=bool)
+        self._check_targets(row, targets, mask)
+        return row, {name: inputs[name] for name in COLUMN_OF if name in inputs}, mask.astype(np.uint8)
+
+    def _scored(self, row: Prompt) -> npt.NDArray[np.uint8]:
+        """1 on the targets that have a log-prob under the policy."""
+        text = (row.token_types[1:] == 0) & ~np.isin(row.input_ids[1:], self._banned)
+        return text.astype(np.uint8)
+
+    def _check_targets(self, row: Prompt, targets: Ids, mask: npt.NDArray[np.bool_]) -> None:
+        wrong = np.flatnonzero(mask & ~self._scored(row).astype(bool))
+        if wrong.size:
+            raise InvalidPrompt(
+                f"target_tokens[{wrong[0]}] = {targets[wrong[0]]} stands for media or encloses them: the policy gives it no "
+                "log-prob, so its mask (weight, advantage, logprob) must be 0"
+            )
+        other = np.flatnonzero(mask & (row.input_ids[1:] != targets))
+        if other.size:
+            raise InvalidPrompt(
+                f"target_tokens[{other[0]}] = {targets[other[0]]}, but the sequence goes on with {row.input_ids[other[0] + 1]}: "
+                "what is learnt must be the next token"
+            )
+
+    # One input
+
+    def _render(self, value: Any, seen: dict[Any, ProcessedImage]) -> Prompt:
+        images: list[ProcessedImage] = []
+        parts: list[Part] = []
+        for number, chunk in enumerate(read_model_input(value).chunks):
+            try:
+                if isinstance(chunk, EncodedTextChunk):
+                    parts.append(self._text(chunk))
+                else:
+                    image = self._image(chunk, seen)
+                    parts.append(self._image_tokens(image, chunk.expected_tokens))
+                    images.append(image)
+            except DataProtoError as error:
+                raise InvalidChunk(f"chunk {number} ({chunk.type}): {error}") from error
+        if len(parts) == 1:
+            ids, types, raw = parts[0]
+        else:
+            ids = np.concatenate([np.zeros(0, np.int64), *(part[0] for part in parts)])
+            types = np.concatenate([np.zeros(0, np.int8), *(part[1] for part in parts)])
+            raw = [token for part in parts for token in part[2]]
+        return Prompt(ids, types, list(raw), Conversation([], [], []), tuple(images), (), {})
+
+    def _text(self, chunk: EncodedTextChunk) -> Part:
+        ids = chunk.ids()
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+            place = int(np.argmax((ids < 0) | (ids >= self._vocabulary)))
+            raise InvalidChunk(f"token {place} is {ids[place]}, but the model knows 0 to {self._vocabulary - 1}")
+        return ids, np.zeros(len(ids), dtype=np.int8), chunk.tokens
+
+    def _image(self, chunk: ImageChunk | ImageAssetPointerChunk, seen: dict[Any, ProcessedImage]) -> ProcessedImage:
+        key = bytes(chunk.data) if isinstance(chunk, ImageChunk) else chunk.location
+        if key not in seen:
+            data = chunk.data if isinstance(chunk, ImageChunk) else self._fetch(chunk)
+            seen[key] = self.builder.process_image(load_image(bytes(data)))
+        return seen[key]
+
+    def _fetch(self, chunk: ImageAssetPointerChunk) -> bytes:
+        if self.resolve is None:
+            raise InvalidMedia(f"asset {chunk.location!r} cannot be fetched: give the renderer a resolver")
+        try:
+            data = self.resolve(chunk.location)
+        except DataProtoError:
+            raise
+        except Exception as error:  # the user's function may raise anything
+            raise InvalidMedia(f"asset {chunk.location!r} cannot be fetched: {error}") from error
+        return bytes(ImageChunk(data, chunk.format).data)
+
+    def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
+        placeholder = [self.builder.media_tokens.image]
+        ids, types = self.builder.family.expand(
+            placeholder, [image.inputs], self.builder.config, encode_text=self.builder.encode_text
+        )
+        if expected is not None and expected != len(ids):
+            width, height = image.image.size
+            raise InvalidChunk(f"expected_tokens={expected}, but its {width} x {height} pixels make {len(ids)} tokens")
+        return ids, types, placeholder
+
+    def _numbered(self, number: int, render: Callable[..., Any], value: Any, seen: dict[Any, ProcessedImage]) -> Any:
+        try:
+            return render(value, seen)
+        except DataProtoError as error:
+            raise InvalidRow(number, str(error)) from error
+
+
+def _check_lengths(inputs: dict[str, npt.NDArray[Any]], tokens: int) -> Ids:
+    """The targets; every loss input has ``tokens`` numbers."""
+    if "target_tokens" not in inputs:
+        raise InvalidPrompt("its loss_fn_inputs lack 'target_tokens'")
+    for name, values in inputs.items():
+        if len(values) != tokens:
+            raise InvalidPrompt(f"loss_fn_inputs[{name!r}] has {len(values)} numbers for {tokens} input tokens")
+    if not tokens:
+        raise InvalidPrompt("its model input is empty")
+    targets: Ids = inputs["target_tokens"]
+    return targets
+
+
+def token_values(column: Tensor, data: Iterable[Datum | Any]) -> list[Tensor]:
+    """What stands in a ``(B, R)`` column for each datum, ``(its input tokens,)``: the way back from `ChunkRenderer.rows`.
+
+    >>> import torch
+    >>> from dataproto.chunks import ModelInput
+    >>> one, two = ({"target_tokens": targets} for targets in ([6, 7], [9]))
+    >>> token_values(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), [Datum(ModelInput([]), one), Datum(ModelInput([]), two)])
+    [tensor([1., 2.]), tensor([3.])]
+    """
+    lengths = [len(read_datum(datum).loss_fn_inputs["target_tokens"]) for datum in data]
+    return [row[:length] for row, length in zip(column, lengths, strict=True)]
