@@ -3,15 +3,17 @@
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
+from dataproto.errors import InvalidConfig
 from workers.layout import Layout
 from workers.mesh import Ranks, join
+from workers.weight_channel import WeightChannel
 
 
 class Host:
@@ -22,6 +24,7 @@ class Host:
         self.rank = rank
         self.roles: dict[str, Any] = {}
         self.ranks = Ranks()
+        self.channel: WeightChannel | None = None
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.report = report
 
@@ -56,6 +59,26 @@ class Host:
                 timeout=timedelta(seconds=timeout_s),
             )
         self.ranks = join(layout, self.device)
+
+    def open_channel(self, address: str, rank: int, size: int, timeout_s: float) -> None:
+        """Takes a place among the processes that hand weights over."""
+        self.channel = WeightChannel(address, rank, size, self.device, timeout_s)
+
+    def send_weights(self, role: str) -> None:
+        """Hands a role's weights over to the other end of the channel. Every rank gathers; the first one sends."""
+        self.report(f"{role}: sending weights")
+        weights = self.roles[role].named_weights()
+        if self.channel is not None:
+            self.channel.send(weights)
+        else:
+            for _ in weights:  # take part in gathering
+                pass
+
+    def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What the other end of the channel sends."""
+        if self.channel is None:
+            raise InvalidConfig("this process has no channel that weights come through")
+        return self.channel.receive()
 
     def build(self, role: str, make: Callable[["Host"], Any]) -> type:
         """Makes the worker of a role; returns its class."""

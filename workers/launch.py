@@ -26,7 +26,7 @@ class Roles:
     rollout: Any
     optional: dict[str, Any]
     close: Callable[[], None] = lambda: None
-    end_step: Callable[[], None] = lambda: None  # lets go of what was kept for one step
+    after_sync: Callable[[], None] = lambda: None  # what the place does at the end of a step
 
     @property
     def reference(self) -> Any:
@@ -42,7 +42,7 @@ class Roles:
     def sync_weights(self) -> None:
         """Tells the engine that the actor has changed; the next generation streams the weights, once."""
         self.rollout.mark_stale()
-        self.end_step()
+        self.after_sync()
 
     def _optional(self, role: str) -> Any:
         if not self.has(role):

@@ -148,6 +148,22 @@ class RayPool:
         classes = self.wait([host.build.remote(role, make) for host in self.hosts], f"build {role}")
         return RayGroup(self, role, classes[0])
 
+    def open_channel(self, receivers: "RayPool") -> None:
+        """Lets weights go from the first process of this pool to all of another."""
+        size, timeout = 1 + len(receivers.hosts), self.config.timeout_s
+        address = self.wait([self.hosts[0].place.remote()], "meet")[0][0]
+        ends = [self.hosts[0].open_channel.remote(address, 0, size, timeout)]
+        for number, host in enumerate(receivers.hosts, start=1):
+            ends.append(host.open_channel.remote(address, number, size, timeout))
+        self.wait(ends[:1], "meet")
+        receivers.wait(ends[1:], "meet")
+
+    def hand_over(self, role: str, receivers: "RayGroup") -> None:
+        """Sends a role's weights through the channel; the other group takes them at the same time."""
+        taken = receivers.submit("refresh")
+        self.wait([host.send_weights.remote(role) for host in self.hosts], f"{role}: sending weights")
+        taken.result()
+
     def wait(self, refs: Sequence[ray.ObjectRef], what: str, rows: Sequence[str] = ()) -> list[Any]:
         """The values of one reference a rank. The first failure ends the wait, and the pool if ranks do not come back.
 

@@ -1,7 +1,8 @@
 """Roles in Ray processes: which worker stands where."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from dataproto.errors import InvalidConfig
@@ -10,14 +11,14 @@ from workers.launch import Plan, Roles
 from workers.layout import Layout
 from workers.policy import ReferenceWorker
 from workers.ray_config import RayConfig
-from workers.ray_group import RayPool, StepBlobs, running_ray
-from workers.reward import RewardWorker
+from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray
+from workers.reward import RewardFunction, RewardWorker
 from workers.rollout import RolloutWorker
 
 
 def launch_ray(plan: Plan, **options: Any) -> Roles:
-    """One process for each rank of the layout, each holding that rank of actor, reference and rollout; the reward has processes
-    without a device.
+    """One process for each rank of the layout, each holding that rank of actor, reference and, unless it has processes of its
+    own, rollout; the reward has a process without a device.
 
     Raises:
         InvalidConfig: an unknown option, or the cluster is too small.
@@ -27,7 +28,7 @@ def launch_ray(plan: Plan, **options: Any) -> Roles:
         raise InvalidConfig(f"on='ray' has no options {unknown}: it has {[field.name for field in fields(RayConfig)]}")
     config, blobs = RayConfig(**options), StepBlobs()
     with ExitStack() as stack:
-        stack.enter_context(running_ray(config, plan.layout.world_size + 1))
+        stack.enter_context(running_ray(config, plan.layout.world_size + config.rollout_processes + 1))
         pool = RayPool(plan.layout, config, blobs)
         stack.callback(pool.close)
         actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
@@ -37,10 +38,35 @@ def launch_ray(plan: Plan, **options: Any) -> Roles:
             optional["reference"] = pool.build(
                 "reference", lambda host: ReferenceWorker(policy, host.device, host.ranks)
             )
-        rollout = pool.build("rollout", lambda host: RolloutWorker(plan.rollout, host.roles["actor"].named_weights))
         if plan.reward is not None:
-            score_rows = plan.reward
-            scorers = RayPool(Layout(), RayConfig(cpus=config.cpus, gpus=0, timeout_s=config.timeout_s), blobs)
-            stack.callback(scorers.close)
-            optional["reward"] = scorers.build("reward", lambda host: RewardWorker(score_rows, plan.actor.model_path))
-        return Roles(actor, rollout, optional, stack.pop_all().close, blobs.renew)
+            optional["reward"] = build_reward(plan, plan.reward, config, blobs, stack)
+        rollout, hand_over = build_rollout(plan, pool, config, blobs, stack)
+
+        def after_sync() -> None:
+            blobs.renew()
+            hand_over()
+
+        return Roles(actor, rollout, optional, stack.pop_all().close, after_sync)
+
+
+def build_rollout(
+    plan: Plan, pool: RayPool, config: RayConfig, blobs: StepBlobs, stack: ExitStack
+) -> tuple[RayGroup, Callable[[], None]]:
+    """The engines, beside the actor or on devices of their own, and what brings them new weights at the end of a step."""
+    if not config.rollout_processes:
+        beside = pool.build("rollout", lambda host: RolloutWorker(plan.rollout, host.roles["actor"].named_weights))
+        return beside, lambda: None  # they stream from the actor before they next generate
+    engines = RayPool(Layout(dp=config.rollout_processes), config, blobs)
+    stack.callback(engines.close)
+    rollout = engines.build("rollout", lambda host: RolloutWorker(plan.rollout, host.receive_weights))
+    pool.open_channel(engines)
+    pool.hand_over("actor", rollout)
+    return rollout, lambda: pool.hand_over("actor", rollout)
+
+
+def build_reward(plan: Plan, reward: RewardFunction, config: RayConfig, blobs: StepBlobs, stack: ExitStack) -> RayGroup:
+    """A process without a device, so that scoring overlaps with the models' work."""
+    model_path = plan.actor.model_path
+    scorers = RayPool(Layout(), replace(config, gpus=0.0), blobs)
+    stack.callback(scorers.close)
+    return scorers.build("reward", lambda host: RewardWorker(reward, model_path))

@@ -50,3 +50,9 @@ class RolloutWorker:
     def mark_stale(self) -> None:
         """The actor has changed: its weights are streamed before the next generation."""
         self.sharding.mark_stale()
+
+    @dispatch("all")
+    def refresh(self) -> None:
+        """Streams the actor's weights now if they are stale; where they come from elsewhere, the actor sends meanwhile."""
+        with self.sharding:
+            pass
