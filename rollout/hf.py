@@ -15,8 +15,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache, GenerationCo
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
 from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda
-from rollout.policy import draw, policy_log_probs, restrict
-from rollout.randomness import uniforms
+from rollout.policy import sample
 
 # Finished rows leave a wave once fewer than this share of its rows still runs: moving the cache has its price.
 KEPT_SHARE = 0.75
@@ -91,7 +90,8 @@ class HFEngine:
         done: list[Completion] = []
         running = np.ones(len(requests), dtype=bool)  # rows of the wave that have not finished
         for step in range(sampling.max_tokens):
-            chosen, chosen_log_probs = self._sample(wave, step, sampling)
+            logits = self.family.lm_head(self.model)(wave.hidden)
+            chosen, chosen_log_probs = sample(logits, sampling, wave.seeds, step, self.banned_ids)
             ids = chosen.cpu().numpy()
             tokens[wave.requests, step] = ids
             log_probs[wave.requests, step] = chosen_log_probs.float().cpu().numpy()
@@ -160,17 +160,6 @@ class HFEngine:
         return self.family.decode(
             self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
         )
-
-    def _sample(self, wave: _Wave, step: int, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Next tokens ``(W,)`` and their log-probs ``(W,)`` under the policy."""
-        logits = self.family.lm_head(self.model)(wave.hidden)
-        log_probs = policy_log_probs(logits, sampling.temperature or 1.0, self.banned_ids)
-        if sampling.temperature == 0:
-            chosen = log_probs.argmax(-1)
-        else:
-            numbers = torch.from_numpy(uniforms(wave.seeds, step)).to(self.device)
-            chosen = draw(restrict(log_probs, sampling.top_p, sampling.top_k), numbers)
-        return chosen, log_probs.gather(1, chosen[:, None]).squeeze(1)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies parameter by parameter, in place.

@@ -1,9 +1,13 @@
-"""The policy, defined once for actor, reference and engines."""
+"""The policy, defined once for actor, reference and engines. Letters: B rows, V vocabulary."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from rollout.engine import SamplingParams
+from rollout.randomness import uniforms
 
 # Finite, so that p * log p of a banned token is 0 and not NaN.
 BANNED_LOGIT = -1e30
@@ -41,15 +45,49 @@ def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
     return probs
 
 
-def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+def draw(probs: Tensor, numbers: Tensor) -> Tensor:
     """One token a row by inverting the distribution function at a uniform number; ``(B, V)``, ``(B,)`` -> ``(B,)``.
 
-    A token of probability zero is never drawn.
+    A token of probability zero is never drawn. First the block of the vocabulary is found in which the number falls, then the
+    token in it: cumulative sums in double precision are short, whatever V is.
 
     >>> draw(torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([0.6, 0.999])).tolist()
     [2, 0]
     """
-    cumulative = probs.double().cumsum(-1)
+    blocks = probs.unflatten(-1, (-1, _block_size(probs.shape[-1])))  # (B, blocks, size)
+    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = numbers.double().unsqueeze(-1) * cumulative[..., -1:]
+    block = _first_above(cumulative, target)
+    before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_min(0)), 0.0)
+    within = blocks.gather(-2, block.unsqueeze(-1).expand(-1, -1, blocks.shape[-1])).squeeze(-2)
+    token = _first_above(within.double().cumsum(-1), target - before)
+    return (block * blocks.shape[-1] + token).squeeze(-1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Place ``(B, 1)`` of the first entry of ``(B, N)`` above the target, that is, of a summand that is not zero."""
     total = cumulative[..., -1:]
-    target = (uniforms.double().unsqueeze(-1) * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return torch.searchsorted(cumulative, target.minimum(torch.nextafter(total, torch.zeros_like(total))), right=True)
+
+
+def _block_size(vocabulary: int) -> int:
+    """The largest power of two that divides it, up to 1024."""
+    return min(vocabulary & -vocabulary, 1024)
+
+
+def sample(
+    logits: Tensor, sampling: SamplingParams, seeds: np.ndarray, steps: np.ndarray | int, banned_ids: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p and top-k.
+
+    Args:
+        seeds: ``(B,)`` uint64, each row's own stream.
+        steps: number of the token within its response, one for all rows or ``(B,)``.
+    """
+    log_probs = policy_log_probs(logits, sampling.temperature or 1.0, banned_ids)
+    if sampling.temperature == 0:
+        chosen = log_probs.argmax(-1)
+    else:
+        numbers = torch.from_numpy(uniforms(seeds, steps)).to(logits.device, non_blocking=True)
+        chosen = draw(restrict(log_probs, sampling.top_p, sampling.top_k), numbers)
+    return chosen, log_probs.gather(1, chosen[:, None]).squeeze(1)

@@ -19,15 +19,17 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def uniforms(seeds: np.ndarray, step: int) -> np.ndarray:
-    """Number ``step`` of each stream: ``(B,)`` float64 in [0, 1), by SplitMix64 (Steele et al. 2014) in counter mode.
+def uniforms(seeds: np.ndarray, step: int | np.ndarray) -> np.ndarray:
+    """Number ``step`` (one for all, or ``(B,)``) of each stream: ``(B,)`` float64 in [0, 1).
+
+    SplitMix64 (Steele et al. 2014) in counter mode.
 
     >>> draws = uniforms(np.array([1, 2], dtype=np.uint64), step=0)
     >>> bool(((draws >= 0) & (draws < 1)).all()), bool(draws[0] != draws[1])
     (True, True)
     """
     with np.errstate(over="ignore"):
-        z = _mix(seeds.astype(np.uint64)) + np.uint64(step + 1) * _GOLDEN
+        z = _mix(seeds.astype(np.uint64)) + (np.asarray(step, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
         return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
