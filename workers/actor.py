@@ -14,6 +14,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.batching import cut_minibatches
 from dataproto.errors import InvalidColumn, InvalidConfig
+from workers.accounting import Accounting, required_work
 from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
 from workers.mesh import Ranks
@@ -22,6 +23,7 @@ from workers.planning import split_update
 from workers.policy import PolicyConfig, PolicyWorker
 from workers.step import LossFn, check_rows, forward_rows
 from workers.training_state import load_training_state, save_training_state
+from workers.transfer import move, rows_to_device
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class ActorWorker(PolicyWorker):
         super().__init__(config, device, ranks)
         self.optimizer = Optimizer(self.module.parameters(), config.optimizer)
         self.skipped: list[SkippedStep] = []
+        self.accounting = Accounting(self.device, self.ranks.size("pp", "sp", "tp"))
 
     @dispatch(split=split_update)
     def update(
@@ -89,32 +92,42 @@ class ActorWorker(PolicyWorker):
         with self.ranks.all_or_none():
             check_rows(data, self.module)
         parts = minibatches(data, minibatch, self.ranks)
+        self.accounting.start()
         steps = [
             self._step(data if part is None else data[part], loss_fn, aggregation, entropy)
             for _ in range(epochs)
             for part in parts
         ]
-        return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]} if steps else {}
+        if not steps:
+            return {}
+        averages = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        return averages | self.accounting.metrics("actor")
 
     def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
         weights = self._token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
+        self.accounting.add(required_work(self.module, data))
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         finite = torch.ones(len(data), dtype=torch.bool, device=self.device)
         self.module.train()
-        for part in self.micro_batches(data):
-            with self.autocast():
-                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower)
-                if part.inert:
-                    total = outputs.log_probs.sum()  # of no token: the backward pass that other ranks need, and zero
-                else:
-                    share = weights[part.index].to(self.device)
-                    loss, metrics = loss_fn(outputs, part.rows.to(self.device))
-                    total = weighted_sum(loss, share)
-                    totals["actor/loss"] += total.detach()
-                    for name, values in metrics.items():
-                        totals[name] += weighted_sum(values.detach(), share)
-                    finite[part.index] = all_finite(loss, outputs.log_probs, share)
-            total.backward()
+        phase = self.accounting.phase
+        with self.compute():
+            for part in self.micro_batches(data):
+                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
+                with phase("forward"):
+                    if part.inert:
+                        total = (
+                            outputs.log_probs.sum()
+                        )  # of no token: the backward pass that other ranks need, and zero
+                    else:
+                        share = move(weights[part.index], self.device)
+                        loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
+                        total = weighted_sum(loss, share)
+                        totals["actor/loss"] += total.detach()
+                        for name, values in metrics.items():
+                            totals[name] += weighted_sum(values.detach(), share)
+                        finite[part.index] = all_finite(loss, outputs.log_probs, share)
+                with phase("backward"):
+                    total.backward()
         return self._finish(data, weights, totals, finite)
 
     def _token_weights(self, mask: Tensor, aggregation: str) -> Tensor:
@@ -129,7 +142,8 @@ class ActorWorker(PolicyWorker):
         """The optimizer's step, and the metrics of all ranks together."""
         if self.ranks.size("tp") > 1:
             import_module("workers.parallel.tensor").sum_partial_gradients(self.module, self.ranks)
-        stepped = self.optimizer.step()
+        with self.accounting.phase("optimizer"):
+            stepped = self.optimizer.step()
         sums = {name: float(value) for name, value in totals.items()}
         everybody = self.ranks.gather((float(weights.sum()), sums), "dp")
         weight = max(sum(weight for weight, _ in everybody), 1e-12)
@@ -157,7 +171,7 @@ class ActorWorker(PolicyWorker):
     @dispatch("all")
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, to the last bit."""
-        load_training_state(directory, self.module, self.optimizer, self.ranks)
+        load_training_state(directory, self.module, self.optimizer)
 
 
 def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from workers.lora import add_adapters
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
 from workers.parallel import parallelize
+from workers.precision import HalfWeights
 from workers.step import MicroBatch, check_rows, forward_rows, micro_batches
 from workers.weights import named_weights
 
@@ -55,6 +55,7 @@ class PolicyWorker:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.ranks = ranks or Ranks()
         self.module = load_packed(config, self.device, self.ranks, self.trains)
+        self.half_weights = HalfWeights(self.module)
 
     @dispatch("dp")
     def log_probs(self, data: DataProto, into: str = "old_log_probs", entropy: bool = False) -> DataProto:
@@ -69,7 +70,7 @@ class PolicyWorker:
         shape = tuple(data["response_mask"].shape)
         columns = {name: torch.zeros(shape) for name in (into, "entropys")[: 1 + entropy]}
         self.module.eval()
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self.compute():
             for part in self.micro_batches(data):
                 outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower)
                 if part.inert:
@@ -89,11 +90,20 @@ class PolicyWorker:
     def micro_batches(self, data: DataProto) -> list[MicroBatch]:
         return micro_batches(data, self.module, self.config.token_budget, self.ranks)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Products in bfloat16 where the configuration says so; sharded weights are cast as they are gathered."""
+    @contextlib.contextmanager
+    def compute(self) -> Iterator[None]:
+        """Forward and backward passes in here are in bfloat16 where the configuration says so.
+
+        Sharded weights are cast as they are gathered; those split over tp alone by autocast, the others by `HalfWeights`.
+        """
         if compute_dtype(self.config.dtype, self.device.type) == torch.float32 or self.sharded:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+            yield
+        elif self.ranks.size("tp") > 1:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                yield
+        else:
+            with self.half_weights.replaced():
+                yield
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part."""

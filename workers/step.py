@@ -5,7 +5,9 @@ micro-batches, and in each the vision tower if one of them has media there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from dataproto.errors import InvalidColumn, MediaMismatch
 from dataproto.vlm import MediaSpans, media_spans, row_costs
 from workers.mesh import Ranks
 from workers.packed import Outputs, PackedVLM
+from workers.transfer import to_device
 
 # (outputs, rows) -> per-token loss (B, R) and per-token metrics {name: (B, R)}; masking and averaging are the worker's.
 LossFn = Callable[[Outputs, DataProto], tuple[Tensor, dict[str, Tensor]]]
@@ -136,23 +139,31 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
 
 
 def forward_rows(
-    module: PackedVLM, rows: DataProto, device: torch.device, entropy: bool = False, tower: bool = False
+    module: PackedVLM,
+    rows: DataProto,
+    device: torch.device,
+    entropy: bool = False,
+    tower: bool = False,
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Outputs:
     """Packs the rows, encodes each distinct image once, and returns per-token outputs ``(B, R)`` on ``device``.
 
     Args:
         tower: run the vision tower even if the rows have no media, on a dummy that changes nothing.
+        phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
     """
-    packed, media, spans = prepare_rows(module, rows)
-    if tower and not media:
-        media = module.family.dummy_media(module.model.config)
-    log_probs, entropies = module(
-        packed.to(device), {name: value.to(device) for name, value in media.items()}, spans.to(device), entropy
-    )
-    cells, shape = packed.response_cells.to(device), tuple(rows["response_mask"].shape)
+    with phase("prepare"):
+        packed, media, spans = prepare_rows(module, rows)
+        if tower and not media:
+            media = module.family.dummy_media(module.model.config)
+        moved = replace(packed, **to_device(vars(packed), device))
+        media, places = to_device(media, device), MediaSpans(**to_device(vars(spans), device))
+    with phase("forward"):
+        log_probs, entropies = module(moved, media, places, entropy)
+    shape = tuple(rows["response_mask"].shape)
     return Outputs(
-        log_probs=unpack_cells(log_probs, cells, shape),
-        entropy_or_none=None if entropies is None else unpack_cells(entropies, cells, shape),
+        log_probs=unpack_cells(log_probs, moved.response_cells, shape),
+        entropy_or_none=None if entropies is None else unpack_cells(entropies, moved.response_cells, shape),
     )
 
 

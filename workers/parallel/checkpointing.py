@@ -9,7 +9,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -47,7 +46,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
         return
     for layer in repeated_layers(module):
         # instance attribute: FSDP's hooks stay outside, torch.compile sees the checkpoint inside
-        layer.forward = Checkpointed(layer.forward, options.activation_checkpointing == "selective")  # type: ignore[method-assign]
+        layer.forward = Checkpointed(layer.forward, options.activation_checkpointing == "selective")
 
 
 class Checkpointed:

@@ -10,7 +10,7 @@ from shutil import which
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataproto.errors import InvalidConfig
 from workers.engine_config import EngineConfig
@@ -32,7 +32,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
         return
     check_compiler(next(module.parameters()).device)
     for layer in repeated_layers(module):
-        layer.forward = Compiled(layer.forward)  # type: ignore[method-assign]
+        layer.forward = Compiled(layer.forward)
     module.score = partial(module.score, compiled=True)
 
 
