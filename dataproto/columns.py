@@ -1,6 +1,6 @@
 """The well-known columns: what each holds, in which shape, who writes it and who reads it.
 
-Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens, V = 4 position axes (text, time, height, width).
+Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens. Batches of prompts have R = 0.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Column:
     """One line of the table.
 
-    ``inert`` is the object that stands in rows that must change nothing (``None``: no particular one).
+    ``shape`` in dimension letters, alternatives apart by ``|``; ``inert`` is the object that stands in rows that must change
+    nothing (``None``: no particular one); ``allowed`` are the only numbers that may stand there.
     """
 
     name: str
@@ -26,6 +27,21 @@ class Column:
     read_by: str
     meaning: str
     inert: Any = None
+    allowed: tuple[int, ...] = ()
+
+    @property
+    def shapes(self) -> list[list[str]]:
+        """Each alternative's letters."""
+        return [shape.split() for shape in self.shape.split(" | ")]
+
+    @property
+    def shape_text(self) -> str:
+        """The shape as it is written elsewhere.
+
+        >>> COLUMNS["position_ids"].shape_text, COLUMNS["uid"].shape_text
+        ('(B, 4, L) or (B, L)', '(B,)')
+        """
+        return " or ".join(f"({', '.join(letters)}{',' * (len(letters) == 1)})" for letters in self.shapes)
 
     def inert_row(self, row: int) -> Any:
         """A fresh inert object for the ``row``-th inert row; strings are numbered, so that no two rows share one."""
@@ -51,9 +67,15 @@ COLUMNS: dict[str, Column] = {
             f"{_DATA} (B P), {_ENGINE}",
             "engine, all models",
             "1 on tokens, 0 on padding",
+            allowed=(0, 1),
         ),
         Column(
-            "position_ids", "int64", "B 4 L", f"{_DATA}, {_ENGINE}", "engine, all models", "m-RoPE positions, or (B, L)"
+            "position_ids",
+            "int64",
+            "B 4 L | B L",
+            f"{_DATA}, {_ENGINE}",
+            "engine, all models",
+            "m-RoPE positions (text, time, height, width), or one-dimensional ones",
         ),
         Column(
             "mm_token_type_ids",
@@ -62,8 +84,17 @@ COLUMNS: dict[str, Column] = {
             f"{_DATA}, {_ENGINE}",
             "all models",
             "0 text, 1 image, 2 video placeholder",
+            allowed=(0, 1, 2),
         ),
-        Column("response_mask", "int64", "B R", _ENGINE, "actor, critic, algorithms", "1 on tokens the policy sampled"),
+        Column(
+            "response_mask",
+            "int64",
+            "B R",
+            _ENGINE,
+            "actor, critic, algorithms",
+            "1 on tokens the policy sampled",
+            allowed=(0, 1),
+        ),
         Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
         Column("old_log_probs", "float32", "B R", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
         Column("ref_log_prob", "float32", "B R", "ReferenceWorker.log_probs", "KL terms", "log-probs of the reference"),
@@ -131,3 +162,12 @@ def missing_message(absent: list[str], present: list[str]) -> str:
     lines = [f"{name!r} (written by {COLUMNS[name].written_by})" if name in COLUMNS else repr(name) for name in absent]
     found = ", ".join(map(repr, present)) if present else "no columns"
     return f"missing column{'s' * (len(absent) > 1)}: {', '.join(lines)}; present: {found}"
+
+
+def columns_table() -> str:
+    """The table in Markdown."""
+    lines = ["| column | dtype | shape | written by | read by | what |", "|---|---|---|---|---|---|"]
+    for each in COLUMNS.values():
+        cells = (f"`{each.name}`", each.dtype, each.shape_text, each.written_by, each.read_by, each.meaning)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -17,6 +17,7 @@ from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCo
 from dataproto.indexing import Index, as_positions, as_row, as_slice
 from dataproto.ragged import RaggedTensor
 from dataproto.rows import Column
+from dataproto.validation import validate
 from dataproto.wire import copied, plain_batch, reduce_batch
 
 
@@ -95,6 +96,23 @@ class Table:
                 raise RowCountMismatch(f"column {name!r} has {len(array)} rows, the batch has {rows}")
             if name in tensors:
                 raise ColumnConflict(f"column {name!r} stands in batch and in non_tensor_batch")
+
+    def validate(self) -> None:
+        """Checks every well-known column against the table in ``columns.py``; others pass. Nothing calls it unasked.
+
+        Dtypes; shapes, so that letters (B rows, P + R = L tokens) mean the same in all columns; masks of 0 and 1; prompts padded
+        on the left and responses on the right; ``response_mask`` on attended tokens only; ``input_ids`` made of ``prompts`` and
+        ``responses``; media that agree with ``mm_token_type_ids``.
+
+        Raises:
+            InvalidColumn: names column, row, what is expected and what was found.
+
+        >>> from dataproto import DataProto
+        >>> DataProto.from_dict({"attention_mask": torch.tensor([[0, 1], [2, 1]])}).validate()
+        Traceback (most recent call last):
+        dataproto.errors.InvalidColumn: column 'attention_mask', row 1: expected only 0, 1, found 2
+        """
+        validate(self)
 
     # One column
 

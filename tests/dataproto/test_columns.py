@@ -1,18 +1,22 @@
 """The table of well-known columns."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from dataproto import COLUMNS, DataProto, require
+from dataproto.columns import columns_table
 from dataproto.errors import MissingColumn
 
 
 def test_the_table_is_well_formed() -> None:
     for name, column in COLUMNS.items():
         assert name == column.name
-        assert set(column.shape.split()) <= {"B", "P", "R", "L", "4"}
-        assert column.shape.startswith("B")
+        for letters in column.shapes:
+            assert set(letters) <= {"B", "P", "R", "L", "4"}
+            assert letters[0] == "B"
         assert column.dtype == "object" or getattr(torch, column.dtype)
         assert column.written_by
         assert column.read_by
@@ -35,3 +39,14 @@ def test_require_lists_what_is_absent_present_and_who_writes_it() -> None:
         )
     with pytest.raises(MissingColumn, match="missing column: 'x'; present: no columns"):
         require(DataProto(), "x")
+
+
+def test_the_document_shows_the_table() -> None:
+    document = Path(__file__).parents[2] / "docs" / "columns.md"
+    lines = [line for line in document.read_text().splitlines() if line.startswith("|")]
+    assert lines == columns_table().splitlines(), f"{document.name} is behind: run `python scripts/columns.py`"
+    assert (
+        lines[2]
+        == "| `prompts` | int64 | (B, P) | RolloutWorker.generate | rewards, reports | prompt tokens, left-padded |"
+    )
+    assert len(lines) == len(COLUMNS) + 2

@@ -1,0 +1,11 @@
+"""Writes the table of well-known columns into docs/columns.md: what stands before and behind it stays."""
+
+from pathlib import Path
+
+from dataproto.columns import columns_table
+
+document = Path(__file__).parents[1] / "docs" / "columns.md"
+lines = document.read_text().splitlines()
+table = [number for number, line in enumerate(lines) if line.startswith("|")]
+before, behind = lines[: table[0]], lines[table[-1] + 1 :]
+document.write_text("\n".join([*before, columns_table(), *behind]) + "\n")
