@@ -1,0 +1,108 @@
+"""Losses by name, as the Tinker API publishes them: sums over tokens of what these functions give for each.
+
+Source of the formulas: https://tinker-docs.thinkingmachines.ai/losses. With p the policy's log-probs of the targets, q those of
+the sampler, A advantages and r = exp(p - q). Dimension letters: B rows, R tokens.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto import DataProto
+from dataproto.columns import require
+from dataproto.errors import InvalidConfig
+from workers.packed import Outputs
+from workers.step import LossFn
+
+
+def cross_entropy(log_probs: Tensor, weights: Tensor) -> Tensor:
+    """-p w. All ``(B, R)``.
+
+    >>> cross_entropy(torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.0, 0.5]])).sum()
+    tensor(1.)
+    """
+    return -log_probs * weights
+
+
+def importance_sampling(log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """-r A. All ``(B, R)``; arguments alike below."""
+    return -(log_probs - sampling_log_probs).exp() * advantages
+
+
+def ppo(
+    log_probs: Tensor,
+    sampling_log_probs: Tensor,
+    advantages: Tensor,
+    clip_low_threshold: float = 0.8,
+    clip_high_threshold: float = 1.2,
+) -> Tensor:
+    """-min(r A, clamp(r, low, high) A): PPO (arXiv:1707.06347), without a dual clip. Thresholds are those of the ratio itself."""
+    _check_thresholds(clip_low_threshold, clip_high_threshold)
+    ratio = (log_probs - sampling_log_probs).exp()
+    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def cispo(
+    log_probs: Tensor,
+    sampling_log_probs: Tensor,
+    advantages: Tensor,
+    clip_low_threshold: float = 0.8,
+    clip_high_threshold: float = 1.2,
+) -> Tensor:
+    """-stop_gradient(clamp(r, low, high)) p A: CISPO (arXiv:2506.13585). Every token keeps a gradient."""
+    _check_thresholds(clip_low_threshold, clip_high_threshold)
+    ratio = (log_probs - sampling_log_probs).exp().clamp(clip_low_threshold, clip_high_threshold)
+    return -ratio.detach() * log_probs * advantages
+
+
+def dro(log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor, beta: float = 0.05) -> Tensor:
+    """-(p A - beta / 2 (p - q)^2): DRO (arXiv:2405.19107)."""
+    if beta < 0:
+        raise InvalidConfig(f"beta={beta}: must be at least 0")
+    return -(log_probs * advantages - 0.5 * beta * (log_probs - sampling_log_probs) ** 2)
+
+
+_COLUMNS = ("rollout_log_probs", "advantages")
+DATUM_LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "cross_entropy": (cross_entropy, ("loss_weights",)),
+    "importance_sampling": (importance_sampling, _COLUMNS),
+    "ppo": (ppo, _COLUMNS),
+    "cispo": (cispo, _COLUMNS),
+    "dro": (dro, _COLUMNS),
+}
+"""Each loss and the columns that it reads, in the order of its arguments."""
+
+
+def datum_loss(name: str, **config: Any) -> LossFn:
+    """The loss of that name for a worker, with the options that it has.
+
+    Raises:
+        InvalidConfig: there is no such loss, or it has no such option; at a call, an option is impossible.
+        MissingColumn: at a call, the rows lack a column that it reads.
+
+    >>> datum_loss("ppo", beta=0.1)
+    Traceback (most recent call last):
+    dataproto.errors.InvalidConfig: loss 'ppo' has no option 'beta': it has clip_low_threshold, clip_high_threshold
+    """
+    if name not in DATUM_LOSSES:
+        raise InvalidConfig(f"loss {name!r} is unknown: choose one of {', '.join(DATUM_LOSSES)}")
+    formula, columns = DATUM_LOSSES[name]
+    options = list(inspect.signature(formula).parameters)[1 + len(columns) :]
+    for option in config:
+        if option not in options:
+            raise InvalidConfig(f"loss {name!r} has no option {option!r}: it has {', '.join(options) or 'none'}")
+
+    def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        require(data, *columns)
+        return formula(outputs.log_probs, *(data[column] for column in columns), **config), {}
+
+    return loss_fn
+
+
+def _check_thresholds(low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise InvalidConfig(f"clip_low_threshold={low} and clip_high_threshold={high}: must be 0 <= low <= high")

@@ -1,0 +1,113 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
+from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from rollout.supervised import SupervisedBuilder
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TALK = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "first?"}]},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "image"}, {"type": "image"}]},
+    {"role": "assistant", "content": "two and more"},
+]
+
+
+def builder(model_type="qwen2_5_vl", length=512, turns="all"):
+    made = SupervisedBuilder(tiny_tokenizer(), tiny_image_processor(), tiny_prompt_config(model_type), length)
+    return made.learning(turns)
+
+
+def images():
+    return [Image.new("RGB", size, (9 * size[0] % 256, 90, 10)) for size in ((16, 16), (24, 16), (40, 32))]
+
+
+def learnt_text(batch, row=0):
+    ids = batch["input_ids"][row, 1:][batch["response_mask"][row].bool()]
+    return tiny_tokenizer().decode(ids)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_conversation_has_the_tokens_of_its_prompts_and_answers(model_type):
+    batch = builder(model_type)([{"prompt": TALK, "images": images()}])
+    prompts = tiny_builder(model_type)([{"prompt": TALK[:3], "images": images()}])
+    width = prompts["input_ids"].shape[1]
+    answer = tiny_tokenizer()("two and more<|im_end|>")["input_ids"]
+    assert batch["input_ids"][0].tolist() == [*prompts["input_ids"][0].tolist(), *answer]
+    assert batch["mm_token_type_ids"][0].tolist() == [*prompts["mm_token_type_ids"][0].tolist(), *[0] * len(answer)]
+    assert torch.equal(batch["position_ids"][..., :width], prompts["position_ids"])
+    assert batch["position_ids"][0, 0].tolist() == list(range(width + len(answer)))
+    for name, value in prompts["multi_modal_inputs"][0].items():
+        assert torch.equal(batch["multi_modal_inputs"][0][name], value)
+
+
+@pytest.mark.parametrize(
+    ("turns", "learnt"), [("all", "one<|im_end|>two and more<|im_end|>"), ("last", "two and more<|im_end|>")]
+)
+def test_the_assistants_turns_are_learnt_up_to_the_token_that_ends_them(turns, learnt):
+    assert learnt_text(builder(turns=turns)([{"prompt": TALK, "images": images()}])) == learnt
+
+
+def test_rows_with_and_without_images_stand_in_one_batch():
+    text = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    batch = builder()([{"prompt": text}, {"prompt": TALK, "images": images()}, {"prompt": text}])
+    assert [len(row) for row in batch["multi_modal_inputs"]] == [0, 2, 0]
+    assert learnt_text(batch, 0) == learnt_text(batch, 2) == "ho<|im_end|>"
+    alone = builder()([{"prompt": text}])
+    length = alone["input_ids"].shape[1]
+    for name in ("input_ids", "position_ids", "attention_mask", "mm_token_type_ids"):
+        assert torch.equal(batch[name][:1, ..., :length], alone[name]), name
+    assert batch["attention_mask"][0].sum() == length
+    assert batch["response_mask"].shape[1] == batch["input_ids"].shape[1] - 1
+
+
+def test_the_template_may_write_what_it_likes_around_turns():
+    whole = tiny_tokenizer().apply_chat_template(TALK, tokenize=False)
+    row = builder().prepare({"prompt": TALK, "images": images()})
+    assert tiny_tokenizer().decode(row.raw_ids) == whole[: whole.rindex("<|im_end|>") + len("<|im_end|>")]
+
+
+def test_length_is_counted_from_headers_and_limited():
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 32)).save(buffer, format="PNG")
+    row = {"prompt": [TALK[0], TALK[1]], "images": [buffer.getvalue()]}
+    made = builder()
+    assert made.prompt_length(row) == len(made.prepare(row).input_ids)
+    with pytest.raises(InvalidPrompt, match="max_prompt_length=20"):
+        builder(length=20).prepare(row)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("only a question", "has an answer by the assistant"),
+        ([{"role": "assistant", "content": "hello"}], "begins with a prompt"),
+        ([*TALK[:2], {"role": "user", "content": "<|image_pad|>"}, TALK[3]], "which only the chat template may write"),
+    ],
+)
+def test_conversations_that_teach_nothing_are_refused(messages, reason):
+    with pytest.raises(InvalidRow, match=reason):
+        builder()([{"prompt": messages, "images": images()[:1] if len(messages) == 4 else []}])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_all_turns_only():
+    made = builder()
+    made.tokenizer = type(made.tokenizer)(tokenizer_object=made.tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    made.tokenizer.chat_template = (
+        "{%- for m in messages -%}[{{ m['content'] if loop.last or m['role'] == 'user' else '...' }}]{%- endfor -%}"
+    )
+    text = [{"role": ("user", "assistant")[i % 2], "content": str(i)} for i in range(4)]
+    with pytest.raises(InvalidPrompt, match="learn the last turn only"):
+        made.prepare({"prompt": text})
+    row = made.learning("last").prepare({"prompt": text})
+    assert made.tokenizer.decode(row.raw_ids[: int(np.argmax(row.loss_mask))]) == "[0][...][2]"
+
+
+def test_unknown_turns_are_refused():
+    with pytest.raises(InvalidConfig, match="'first'"):
+        builder(turns="first")
