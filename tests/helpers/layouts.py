@@ -1,0 +1,100 @@
+"""One packed forward and backward pass of a tiny model, by one process or spread over the ranks of a layout."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataproto import DataProto
+from dataproto.vlm import family_of
+from helpers.batches import prompt_batch, with_responses
+from helpers.tiny_models import tiny_config, tiny_model
+from workers.engine_config import EngineConfig
+from workers.layout import Layout
+from workers.mesh import Ranks, join
+from workers.packed import PackedVLM
+from workers.parallel import parallelize
+from workers.parallel.tensor import sum_partial_gradients
+from workers.step import forward_rows
+from workers.weights import full_tensor
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.8
+
+Result = dict[str, Any]
+"""``log_probs`` and ``entropy`` ``(B, R)``, ``gradients`` by name."""
+
+
+def config_with_heads(model_type: str, heads: int, key_value_heads: int, tied: bool = False) -> Any:
+    """`tiny_config` with other heads; where the config has no head size of its own, they are smaller."""
+    config = tiny_config(model_type)
+    text = config.text_config
+    if getattr(text, "head_dim", None) is None and "mrope_section" in (text.rope_parameters or {}):
+        half = text.hidden_size // heads // 2
+        text.rope_parameters["mrope_section"] = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+    text.num_attention_heads, text.num_key_value_heads = heads, key_value_heads
+    config.tie_word_embeddings = text.tie_word_embeddings = tied
+    return config
+
+
+def mixed_rows(config: Any) -> DataProto:
+    """Two images of unequal size, one, none, an image that two prompts share, samples of one prompt, no response."""
+    grids = [[(4, 6), (8, 4)], [(6, 6)], [], [(6, 6)]]
+    prompts = prompt_batch(config, grids, texts=[4, 7, 5, 3])[[0, 0, 1, 2, 2, 3, 0]]
+    return with_responses(config, prompts, lengths=[5, 4, 1, 6, 2, 3, 0], width=6)
+
+
+def text_rows(config: Any) -> DataProto:
+    """No image anywhere; fewer response tokens than ranks."""
+    return with_responses(config, prompt_batch(config, [[], []], texts=[3, 2]), lengths=[1, 1], width=1)
+
+
+def one_image(config: Any) -> DataProto:
+    """One image, for however many ranks."""
+    return with_responses(config, prompt_batch(config, [[(4, 4)]], texts=[5]), lengths=[3], width=4)
+
+
+def run_pass(config: Any, data: DataProto, ranks: Ranks | None = None, **options: Any) -> Result:
+    """Log-probs, entropies and the whole gradients of a weighted sum of both; with dp > 1 each rank has every dp-th row.
+
+    ``options`` are those of `EngineConfig`.
+    """
+    ranks = ranks or Ranks()
+    model = tiny_model(config.model_type, config=config)
+    module = PackedVLM(model, family_of(config), TEMPERATURE)
+    if options.get("freeze_vision"):
+        model.get_submodule(module.family.vision_tower).requires_grad_(False)
+    parallelize(module, ranks, EngineConfig(**options))
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(2, *data["response_mask"].shape, generator=generator) * data["response_mask"]
+    mine = np.arange(ranks.rank("dp"), len(data), ranks.size("dp"))
+    outputs = forward_rows(module, data[mine], CPU, entropy=True, tower=ranks.size("dp") > 1)
+    (outputs.log_probs * weights[0, mine] + 0.1 * outputs.entropy * weights[1, mine]).sum().backward()
+    sum_partial_gradients(module, ranks)
+    gradients = {n: full_tensor(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    every = [np.arange(rank, len(data), ranks.size("dp")) for rank in range(ranks.size("dp"))]
+    order = torch.from_numpy(np.concatenate(every)).argsort()
+    log_probs, entropy = (
+        torch.cat(ranks.gather(values.detach(), "dp"))[order] for values in (outputs.log_probs, outputs.entropy)
+    )
+    return {"log_probs": log_probs, "entropy": entropy, "gradients": gradients}
+
+
+def differences(found: Result, expected: Result) -> list[str]:
+    """Where a result is off: log-probs and entropies by 1e-5, a gradient by 1e-4 of its norm, or missing."""
+    wrong = []
+    for name in ("log_probs", "entropy"):
+        error = float((found[name] - expected[name]).abs().max())
+        if not error <= 1e-5:
+            wrong.append(f"{name} off by {error:.1e}")
+    for name in sorted(found["gradients"].keys() | expected["gradients"].keys()):
+        ours, theirs = (result["gradients"].get(name, torch.zeros(())) for result in (found, expected))
+        error, norm = float((ours - theirs).norm()), float(theirs.norm())
+        if not error <= 1e-4 * norm + 1e-9:
+            wrong.append(f"{name} off by {error:.1e} of {norm:.1e}")
+    return wrong
+
+
+def joined(layout: Layout) -> Ranks:
+    """The calling rank's place in ``layout``."""
+    return join(layout, CPU)

@@ -1,0 +1,186 @@
+"""Ulysses sequence parallelism over two processes against one process in float32: log-probs and entropies within 1e-5 absolute,
+each parameter's gradient within 1e-4 of its norm. All cases run in one start of the processes.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+from torch.distributed.nn.functional import all_reduce
+
+from dataproto.errors import InvalidConfig
+from dataproto.packing import pack_rows
+from dataproto.vlm import MediaSpans, family_of
+from helpers.layouts import config_with_heads, differences, joined, mixed_rows, one_image, run_pass, text_rows
+from helpers.processes import run_ranks
+from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_config, tiny_model
+from workers.attention import packed_attention
+from workers.layout import Layout
+from workers.parallel.collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
+from workers.parallel.heads import check_heads, key_value_repeats, key_value_share
+from workers.parallel.ulysses import TokenSlice, ulysses_attention
+from workers.parallel.vision import SplitFeatures
+
+TWO = Layout(sp=2)
+
+
+def peers():
+    return Peers.of(joined(TWO).group("sp"))
+
+
+# What both ranks run
+
+
+def equals_one_process(model_type, rows, heads=2, key_value_heads=1):
+    config = config_with_heads(model_type, heads, key_value_heads)
+    data = rows(config)
+    found = run_pass(config, data, joined(TWO))
+    return differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []
+
+
+def attention_of_the_whole_sequence():
+    """11 tokens in segments of 6 and 5, the second of which sees keys of the first; the 12th place is padding."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 11, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2))
+    weights = torch.randn(1, 11, 4, 8, generator=generator)
+    bounds = {
+        "cu_seq_lens_q": torch.tensor([0, 6, 11]),
+        "cu_seq_lens_k": torch.tensor([0, 6, 14]),
+        "key_index": torch.tensor([*range(6), 0, 1, 2, *range(6, 11)]),
+    }
+    module = torch.nn.Module()
+    expected, _ = packed_attention(module, q, k, v, None, **bounds)
+    (expected * weights).sum().backward()
+    whole = [x.grad.clone() for x in (q, k, v)]
+    me = peers()
+    mine = slice(6 * me.rank, 6 * me.rank + 6)
+    parts = [torch.nn.functional.pad(x.detach(), (0, 0, 0, 1))[:, :, mine].requires_grad_() for x in (q, k, v)]
+    out, _ = ulysses_attention(module, *parts, None, peers=me, tokens=11, **bounds)
+    (out * torch.nn.functional.pad(weights, (0, 0, 0, 0, 0, 1))[:, mine]).sum().backward()
+    length = 6 - me.rank
+    assert out.shape == (1, 6, 4, 8)
+    torch.testing.assert_close(out[:, :length], expected[:, mine])
+    for part, gradient in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part.grad[:, :, :length], gradient[:, :, mine])
+
+
+def collectives_by_hand():
+    me = peers()
+    one, two = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])  # what rank 0 and rank 1 hold
+    x = (one, two)[me.rank].clone().requires_grad_()
+    weights = torch.tensor([10.0, 20.0, 30.0, 40.0])
+
+    joined_up = gather_shared(x, me)
+    assert joined_up.tolist() == [1, 2, 3, 4]
+    (joined_up * weights).sum().backward()  # the same on both ranks, so nobody adds up
+    assert x.grad.tolist() == ([10, 20], [30, 40])[me.rank]
+
+    x.grad = None
+    (gather_split(x, me) * weights * (me.rank + 1)).sum().backward()  # once on rank 0 and twice on rank 1
+    assert x.grad.tolist() == ([30, 60], [90, 120])[me.rank]
+
+    x.grad = None
+    part = sum_and_split(x, me)
+    assert part.tolist() == ([4], [6])[me.rank]
+    (part * (5.0, 7.0)[me.rank]).sum().backward()
+    assert x.grad.tolist() == [5, 7]
+
+    x.grad = None
+    swapped = exchange(x, me)
+    assert swapped.tolist() == ([1, 3], [2, 4])[me.rank]
+    (swapped * weights[2 * me.rank : 2 * me.rank + 2]).sum().backward()
+    assert x.grad.tolist() == ([10, 30], [20, 40])[me.rank]
+
+
+def features_of_images_and_videos(model_type, counts):
+    """Gradients of features that each rank weighs differently are summed at the rank that computed them."""
+    config = tiny_config(model_type)
+    media = image_inputs(config, *[(4, 6), (8, 4), (2, 2)][: counts[0]]) if counts[0] else {}
+    if counts[1]:
+        media |= image_inputs(config, *[(3, 4, 4), (2, 6, 2)][: counts[1]], kind="video", seed=1)
+    family, me = family_of(config), peers()
+    results = []
+    for split in (False, True):
+        model = tiny_model(model_type)
+        features = (SplitFeatures(family, me, None) if split else family.features)(model, media)
+        weights = torch.randn(2, *features.shape, generator=torch.Generator().manual_seed(2))
+        (features * (weights[me.rank] if split else weights.sum(0))).sum().backward()
+        tower = [model.get_submodule(path) for path in (family.vision_tower, *family.mergers)]
+        gradients = [p.grad for part in tower for p in part.parameters()]
+        results.append((features.detach(), [all_reduce(g) if split else g for g in gradients]))
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(results[1][1], results[0][1], strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+CASES = {
+    **{f"mixed rows, {kind}": partial(equals_one_process, kind, mixed_rows) for kind in MODEL_TYPES},
+    "key-value heads for all": partial(equals_one_process, "qwen2_5_vl", mixed_rows, heads=4, key_value_heads=2),
+    "uneven key-value heads": partial(equals_one_process, "qwen3_vl", mixed_rows, heads=6, key_value_heads=3),
+    "no image": partial(equals_one_process, "qwen3_vl", text_rows),
+    "one image": partial(equals_one_process, "qwen3_vl", one_image),
+}
+CHECKS = {
+    "attention": attention_of_the_whole_sequence,
+    "collectives": collectives_by_hand,
+    "images and videos": partial(features_of_images_and_videos, "qwen3_vl", (3, 2)),
+    "images and a video": partial(features_of_images_and_videos, "qwen2_5_vl", (2, 1)),
+    "videos": partial(features_of_images_and_videos, "qwen2_vl", (0, 2)),
+    "tiles": partial(features_of_images_and_videos, "internvl", (2, 0)),
+    "an image": partial(features_of_images_and_videos, "qwen3_vl_moe", (1, 0)),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_ranks(2, CASES | CHECKS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_slices_equal_one_process(outcomes, case):
+    assert outcomes[case] == [[], []]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_between_two_ranks(outcomes, check):
+    assert outcomes[check] == [None, None]
+
+
+# Without other processes
+
+
+def test_a_slice_has_its_own_tokens_positions_and_media():
+    ids = torch.arange(1, 8)[None]
+    rows = pack_rows(ids, torch.ones_like(ids), torch.stack([ids, 10 * ids, ids, ids], 1), torch.ones(1, 2))
+    spans = MediaSpans(torch.tensor([1, 2, 5]), torch.tensor([0, 1, 0]))
+    found = [TokenSlice(Peers("", 3, rank)).rows(rows, spans) for rank in range(3)]
+    assert [mine.input_ids.tolist() for mine, _ in found] == [[[1, 2, 3]], [[4, 5, 6]], [[7, 0, 0]]]
+    assert [mine.position_ids[1].tolist() for mine, _ in found] == [[[10, 20, 30]], [[40, 50, 60]], [[70, 0, 0]]]
+    assert [part.positions.tolist() for _, part in found] == [[1, 2], [2], []]
+    assert [part.features.tolist() for _, part in found] == [[0, 1], [0], []]
+    assert all(mine.cu_seqlens is rows.cu_seqlens and mine.predictors is rows.predictors for mine, _ in found)
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_every_query_head_meets_its_own_key_value_head(key_value_heads, group):
+    heads = key_value_heads * group
+    for ranks in (ranks for ranks in range(1, heads + 1) if heads % ranks == 0):
+        shares = [key_value_share(heads, key_value_heads, ranks, rank) for rank in range(ranks)]
+        mine = heads // ranks
+        assert len({len(share) for share in shares}) == 1
+        assert mine % len(shares[0]) == 0
+        for head in range(heads):  # as grouped attention finds it among a rank's own
+            rank, local = divmod(head, mine)
+            assert shares[rank][local // (mine // len(shares[0]))] == head // group
+        assert (key_value_repeats(heads, key_value_heads, ranks) == 1) == (key_value_heads % ranks == 0)
+
+
+def test_heads_that_do_not_divide_are_named():
+    check_heads(28, sp=2, tp=7)
+    with pytest.raises(
+        InvalidConfig, match=r"layout.sp=4 x layout.tp=2 = 8 must divide the 28 query heads.*4, 7, 14, 28"
+    ):
+        check_heads(28, sp=4, tp=2)
