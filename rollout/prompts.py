@@ -54,7 +54,7 @@ class Prompt:
 
 def load_image_processor(path: str | os.PathLike[str]) -> Any:
     """The checkpoint's image processor on `IMAGE_BACKEND`, whatever else is installed. Raises `InvalidConfig`."""
-    from transformers import AutoImageProcessor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # older top levels want torchvision
 
     try:
         processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)

@@ -48,7 +48,7 @@ def rows_of(family, config, video=True):
     if takes_video(config.model_type):
         films[2] = image_inputs(config, (3, 4, 4), kind="video", seed=4)
         if config.model_type == "qwen2_5_vl":
-            films[2]["second_per_grid_ts"] = torch.tensor([1.5])
+            films[2]["second_per_grid_ts"] = torch.tensor([2.0])
         sources[2] |= films[2]
         prompts[4] = ([10, *one, 20, START, VIDEO, END, 21], 2)
     rows, media = [], []
@@ -200,9 +200,9 @@ def test_vision_keywords_reach_the_tower(model_type):
 
 def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
     model, family = model_of(model_type), family_of(model_type)
-    text, vision = model.config.text_config, model.config.vision_config
+    text = model.config.text_config
     assert len(model.get_submodule(family.decoder_layers)) == text.num_hidden_layers
-    assert len(model.get_submodule(family.vision_blocks)) == vision.num_hidden_layers
+    assert len(model.get_submodule(family.vision_blocks)) == 2
     assert model.get_submodule(family.embedding) is model.get_input_embeddings()
     assert family.lm_head(model) is model.get_output_embeddings()
     assert model.get_submodule(family.final_norm).weight.shape == (text.hidden_size,)
@@ -218,7 +218,10 @@ def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
     theirs.pop("layers.*.mlp.experts", None)  # a hook of theirs, not a layout
     plan = dict(family.tensor_plan)
     assert plan.pop(family.head) == "colwise"
-    assert theirs in ({}, {path.removeprefix(f"{family.language_model}."): style for path, style in plan.items()})
+    ours = {path.removeprefix(f"{family.language_model}."): style for path, style in plan.items()}
+    assert theirs.items() <= ours.items()
+    # Older releases split experts over ranks whole, by another plan.
+    assert not theirs or all(".experts." in path for path in ours.keys() - theirs.keys())
     names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     unused = [path for path, _ in family.tensor_plan if not any(fnmatchcase(name, path) for name in names)]
     dense = model_type != "qwen3_vl_moe"

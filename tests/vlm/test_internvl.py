@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoImageProcessor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidRow, MediaMismatch
@@ -18,7 +17,7 @@ from helpers.tiny_models import IMAGE, TILE, encode_text, image_inputs, tiny_con
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
-from rollout.prompts import PromptBuilder
+from rollout.prompts import PromptBuilder, load_image_processor
 from rollout.responses import attach_responses, build_requests
 
 FAMILY, CONFIG = family_of("internvl"), tiny_config("internvl")
@@ -49,7 +48,7 @@ def test_prompts_are_hugging_faces(checkpoint):
     """Its processor repeats placeholders in the text, between its start and end tokens, before the text is tokenized."""
     builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=512)
     batch = builder(rows_of(checkpoint))
-    images = AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
+    images = load_image_processor(checkpoint)
     processor = SimpleNamespace(
         image_seq_length=4, start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>"
     )
