@@ -22,6 +22,7 @@ from recipes.geo3k import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
 from recipes.metrics import timed, validation_metrics
+from recipes.phases import Progression
 from recipes.report import write_report
 from recipes.run_directory import open_run_directory
 from recipes.samples import rollout_samples, save_rollouts
@@ -102,6 +103,9 @@ class Geo3KConfig:
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
+        buffer, longest = self.algorithm.overlong_buffer, self.data.max_response_length
+        if buffer > longest:
+            raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
 
 
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.
@@ -160,14 +164,16 @@ def run(config: Geo3KConfig) -> Path:
     directory = open_run_directory(config.run, config)
 
     def attempt(run: RunConfig) -> None:
+        progression = Progression(config.algorithm.kl_controller())
         with start(config, model_path, reward) as roles:
             train(
                 run,
                 roles,
                 loader,
-                lambda prompts: grpo_step(roles, prompts, config.algorithm, sampling(config)),
+                lambda prompts, more: grpo_step(roles, prompts, config.algorithm, sampling(config), progression, more),
                 lambda step: evaluate(roles, held_out, config, step),
                 lambda target: save_processors(builder, target),
+                progression,
             )
 
     try:

@@ -73,6 +73,14 @@ class Progress:
             self._printed = now
             self._line(" · ".join([f"step {step}/{self.total}", *parts]))
 
+    def doing(self, text: str) -> None:
+        """What the step that runs is at, until its end: beside the bar, or elsewhere a line as often as steps are."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text)
+        elif self._printed is None or self.clock() - self._printed >= self.interval:
+            self._printed = self.clock()
+            self._line(text)
+
     def note(self, text: str) -> None:
         """A line that stays, above the bar if there is one."""
         self._line(text)

@@ -10,6 +10,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
+from recipes.dynamic_sampling import More
 from recipes.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
 from recipes.progress import Progress
 from workers.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
@@ -17,20 +18,25 @@ from workers.launch import Roles
 
 STATE_FILE = "trainer.pt"
 
-StepFunction = Callable[[DataProto], tuple[DataProto, dict[str, float]]]  # prompts -> scored rollouts, metrics
+# prompts, and what gives more of them -> scored rollouts, metrics
+StepFunction = Callable[[DataProto, More], tuple[DataProto, dict[str, float]]]
 Evaluate = Callable[[int], dict[str, float]]  # step -> metrics
 
 
-class Loader(Protocol):
-    """An endless source of prompt batches whose position can be saved."""
-
-    skipped: dict[int, str]  # rows that could not be used: index to reason
-
-    def __next__(self) -> DataProto: ...
+class Stateful(Protocol):
+    """Something whose position can be saved, as values that `torch.load` reads without running code."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Loader(Stateful, Protocol):
+    """An endless source of prompt batches."""
+
+    skipped: dict[int, str]  # rows that could not be used: index to reason
+
+    def __next__(self) -> DataProto: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ def train(
     step_function: StepFunction,
     evaluate: Evaluate,
     save_processors: Callable[[Path], None],
+    progression: Stateful,
 ) -> None:
     """Runs the steps from wherever the run stands, and writes one metrics row for each.
 
@@ -70,8 +77,9 @@ def train(
 
     Args:
         save_processors: writes tokenizer and image processor beside the exported weights.
+        progression: what the algorithm carries from step to step.
     """
-    done = restore(run, roles, loader) if run.resume else None
+    done = restore(run, roles, loader, progression) if run.resume else None
     first = 1 if done is None else done + 1
     keep = done if done is not None or not run.resume else -1
     with MetricsLog(run.output_dir, resume_after=keep) as log, Progress(run.steps, first - 1) as progress:
@@ -79,13 +87,13 @@ def train(
             progress.note("evaluating before the first step")
             log.write(0, evaluate(0))
         for step in range(first, run.steps + 1):
-            metrics = train_step(loader, step_function)
+            metrics = train_step(loader, step_function, progress)
             if is_due(step, run.eval_every, run.steps):
                 metrics |= evaluate(step)
             log.write(step, metrics)
             progress.update(step, metrics)
             if is_due(step, run.save_every, run.steps):
-                save(run, step, roles, loader, save_processors)
+                save(run, step, roles, loader, save_processors, progression)
 
 
 def with_restarts(attempt: Callable[[RunConfig], None], run: RunConfig, loader: Loader, max_restarts: int) -> None:
@@ -108,12 +116,17 @@ def with_restarts(attempt: Callable[[RunConfig], None], run: RunConfig, loader: 
             run = replace(run, resume=True, overwrite=False)
 
 
-def train_step(loader: Loader, step_function: StepFunction) -> dict[str, float]:
+def train_step(loader: Loader, step_function: StepFunction, progress: Progress) -> dict[str, float]:
     metrics: dict[str, float] = {}
+
+    def more(reason: str) -> DataProto:
+        progress.doing(reason)
+        return next(loader)
+
     with timed(metrics, "step"):
         with timed(metrics, "data"):
             prompts = next(loader)
-        data, step_metrics = step_function(prompts)
+        data, step_metrics = step_function(prompts, more)
     metrics |= step_metrics | {"data/skipped_rows": len(loader.skipped)}
     return metrics | rollout_metrics(data) | speed_metrics(data, metrics)
 
@@ -127,15 +140,27 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def save(run: RunConfig, step: int, roles: Roles, loader: Loader, save_processors: Callable[[Path], None]) -> None:
+def save(
+    run: RunConfig,
+    step: int,
+    roles: Roles,
+    loader: Loader,
+    save_processors: Callable[[Path], None],
+    progression: Stateful,
+) -> None:
     with writing_checkpoint(run.output_dir, step, keep=run.keep_checkpoints) as directory:
         roles.actor.save(directory / "actor")
         save_processors(directory / "actor" / "huggingface")
-        state = {"step": step, "loader": loader.state_dict(), "random": random_states()}
+        state = {
+            "step": step,
+            "loader": loader.state_dict(),
+            "progression": progression.state_dict(),
+            "random": random_states(),
+        }
         torch.save(state, directory / STATE_FILE)
 
 
-def restore(run: RunConfig, roles: Roles, loader: Loader) -> int | None:
+def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful) -> int | None:
     """Sets everything to where the newest checkpoint was; returns its step, or ``None`` if there is no checkpoint.
 
     Raises:
@@ -151,5 +176,6 @@ def restore(run: RunConfig, roles: Roles, loader: Loader) -> int | None:
     roles.actor.load(directory / "actor")
     roles.sync_weights()
     loader.load_state_dict(state["loader"])
+    progression.load_state_dict(state["progression"])
     set_random_states(state["random"])
     return step

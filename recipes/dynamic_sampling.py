@@ -1,0 +1,74 @@
+"""DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): generate until a batch is full of groups that teach something."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from dataproto import DataProto
+from recipes.algorithms.sampling import informative_rows
+
+PROMPT_COLUMNS = ("prompts", "input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
+
+More = Callable[[str], DataProto]  # why more prompts are wanted, for whoever watches -> the next ones
+
+
+def sample_informative_groups(
+    sample: Callable[[DataProto], DataProto], prompts: DataProto, more: More, generations: int
+) -> tuple[DataProto, dict[str, float]]:
+    """Rows of as many groups as there are ``prompts``, the first ones whose scores differ.
+
+    Groups of equal scores are dropped and others are sampled in their place, whole batches of prompts at a time; what is
+    left over when the batch is full is dropped too, so that where a run stands is where its loader stands. After
+    ``generations`` the first dropped groups fill the batch up (deviation: verl stops the run with an error).
+
+    Args:
+        sample: prompts to scored rollout rows, those of a prompt next to each other.
+
+    Returns:
+        The rows, and verl's ``train/num_gen_batches`` beside ``train/filtered_groups``, how many had equal scores, and
+        ``train/sampled_score/mean`` over all rows that were sampled.
+    """
+    wanted = len(prompts)
+    kept: list[DataProto] = []
+    dropped: list[DataProto] = []
+    scores: list[float] = []
+    for generation in range(1, generations + 1):
+        data = sample(prompts)
+        informative = informative_rows(data["score"], data["uid"])
+        kept.append(data[informative])
+        dropped.append(data[~informative])
+        scores += [float(score) for score in data["score"]]
+        found = sum(map(count_groups, kept))
+        if found >= wanted or generation == generations:
+            break
+        prompts = more(
+            f"{found} of {wanted} groups teach something: generation {generation + 1} of at most {generations}"
+        )
+    rows = concat_rollouts([part for part in (*kept, *dropped) if len(part)])
+    chosen = set(list(dict.fromkeys(rows["uid"]))[:wanted])
+    return rows[np.array([uid in chosen for uid in rows["uid"]], dtype=bool)], {
+        "train/num_gen_batches": generation,
+        "train/filtered_groups": sum(map(count_groups, dropped)),
+        "train/sampled_score/mean": sum(scores) / len(scores),
+    }
+
+
+def count_groups(data: DataProto) -> int:
+    return len(set(data["uid"]))
+
+
+def concat_rollouts(parts: list[DataProto]) -> DataProto:
+    """Rollouts one after the other, prompts left-padded to the longest of all; responses are equally wide already."""
+    width = max(part["prompts"].shape[1] for part in parts)
+    return DataProto.concat([widen_prompts(part, width - part["prompts"].shape[1]) for part in parts])
+
+
+def widen_prompts(data: DataProto, columns: int) -> DataProto:
+    """The rows with so many more columns of padding before their prompts, in a batch of its own."""
+    wider = data[:]
+    for name in PROMPT_COLUMNS:
+        if columns and name in wider:
+            wider[name] = pad(torch.as_tensor(wider[name]), (columns, 0))
+    return wider

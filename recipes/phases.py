@@ -1,0 +1,120 @@
+"""The phases of a step that policy-gradient recipes share; each adds to the step's metrics."""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.kl import KLController, penalised_rewards
+from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, policy_loss
+from recipes.algorithms.sampling import overlong_penalty
+from recipes.dynamic_sampling import More, sample_informative_groups
+from recipes.metrics import timed
+from rollout.engine import SamplingParams
+from workers.launch import Roles
+from workers.reward import place_on_last_token
+
+Metrics = MutableMapping[str, float]
+
+
+@dataclass
+class Progression:
+    """What an algorithm carries from step to step, besides the models; saved with checkpoints."""
+
+    kl: KLController
+    steps: int = 0  # done
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "kl_coef": self.kl.coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.kl.coef = int(state["steps"]), float(state["kl_coef"])
+
+
+def roll_out(
+    roles: Roles,
+    prompts: DataProto,
+    config: AlgorithmConfig,
+    sampling: SamplingParams,
+    more: More | None,
+    metrics: Metrics,
+) -> DataProto:
+    """Samples and scores, ``config.n`` rows for each prompt; with dynamic sampling until all groups teach something."""
+
+    def sample(prompts: DataProto) -> DataProto:
+        with timed(metrics, "gen"):
+            data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=config.n))
+        with timed(metrics, "reward"):
+            data |= roles.reward.score(data)
+        return data
+
+    if not config.dynamic_sampling:
+        return sample(prompts)
+    if more is None:
+        raise InvalidConfig("dynamic sampling needs further prompts: pass the step what gives them")
+    data, found = sample_informative_groups(sample, prompts, more, config.dynamic_sampling)
+    metrics.update(found)
+    return data
+
+
+def add_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, updates: int, metrics: Metrics) -> None:
+    """Columns ``old_log_probs`` and ``ref_log_prob``, each where it is needed.
+
+    With one update for each batch the old log-probs are those that the update computes itself.
+    """
+    if updates > 1 or config.kl_in_reward:
+        with timed(metrics, "old_log_prob"):
+            data["old_log_probs"] = roles.actor.log_probs(data, into="old_log_probs")["old_log_probs"]
+    if config.kl_coef:
+        with timed(metrics, "ref"):
+            data["ref_log_prob"] = roles.reference.log_probs(data, into="ref_log_prob")["ref_log_prob"]
+
+
+def shape_rewards(
+    data: DataProto, config: AlgorithmConfig, controller: KLController, max_tokens: int, metrics: Metrics
+) -> None:
+    """``token_level_rewards`` less what length and distance from the reference cost; what they were stays as
+    ``token_level_scores``.
+    """
+    mask, rewards = data["response_mask"], data["token_level_rewards"]
+    if config.overlong_buffer or config.kl_in_reward:
+        data["token_level_scores"] = rewards
+    if config.overlong_buffer:
+        penalty = config.overlong_penalty * overlong_penalty(mask, max_tokens, config.overlong_buffer)
+        rewards = rewards + place_on_last_token(penalty, mask)
+        metrics["reward/overlong_penalty"] = float(penalty.mean())
+    if config.kl_in_reward:
+        kl = KL_ESTIMATORS[config.kl_estimator](data["old_log_probs"], data["ref_log_prob"])
+        metrics["actor/reward_kl_penalty_coeff"] = controller.coef
+        rewards, mean = penalised_rewards(rewards, kl, mask, controller.coef)
+        metrics["actor/reward_kl_penalty"] = mean
+        controller.update(mean, rows=len(data))
+    data["token_level_rewards"] = rewards
+
+
+def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics) -> None:
+    """The policy's update; the engine takes the new weights before it next generates."""
+    entropy_coef = config.entropy_coef
+    if config.entropy_anneal:
+        entropy_coef *= 1 - accuracy(data)
+    with timed(metrics, "update_actor"):
+        metrics.update(
+            roles.actor.update(
+                data,
+                policy_loss(config, entropy_coef),
+                minibatch=config.minibatch,
+                epochs=config.epochs,
+                aggregation=config.aggregation,
+                entropy=True,
+            )
+        )
+    roles.sync_weights()
+    metrics["actor/entropy_coeff"] = entropy_coef
+
+
+def accuracy(data: DataProto) -> float:
+    """Share of right answers, between 0 and 1: the mean of ``acc`` where the reward function gives one, else of the score."""
+    column = data["acc"] if "acc" in data else data["score"]
+    values = [float(value) for value in column if value is not None]
+    return min(max(sum(values) / len(values), 0.0), 1.0) if values else 0.0

@@ -1,0 +1,112 @@
+"""Which options go together, and that each selects what it names."""
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from recipes.algorithms import advantages, losses
+from recipes.algorithms.kl import k1_kl, k2_kl
+from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
+from recipes.grpo import GRPOConfig
+from workers.packed import Outputs
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"advantage": "rloo", "n": 1}, "at least 2"),
+        ({"advantage": "dr_grpo", "n": 1}, "at least 2"),
+        ({"advantage": "reinforce_plus_plus", "n": 1, "dynamic_sampling": 3}, "groups"),
+        ({"dynamic_sampling": 1}, "at least 2 generations"),
+        ({"dynamic_sampling": -1}, "at least 2 generations"),
+        ({"gamma": 0.9}, "same advantage"),
+        ({"advantage": "reinforce_plus_plus", "gamma": 1.1}, "from 0 to 1"),
+        ({"loss": "gspo", "dual_clip": 2.0}, "part of ppo"),
+        ({"loss": "cispo", "dual_clip": 2.0}, "part of ppo"),
+        ({"loss": "gspo", "clip": (-0.1, 0.1)}, "negative"),
+        ({"kl_coef": 0.1, "kl": "k1"}, "no gradient"),
+        ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_in=reward"),
+        ({"kl_in": "reward", "kl_target": 0.1}, "kl_coef"),
+        ({"kl_in": "reward", "kl_coef": 0.1, "kl_target": -1.0}, "target"),
+        ({"kl_in": "reward", "kl_coef": 0.1, "kl_horizon": 0}, "horizon"),
+        ({"overlong_buffer": -1}, "overlong_buffer"),
+        ({"overlong_penalty": -1.0}, "overlong_penalty"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_and_says_why(wrong, reason):
+    with pytest.raises(InvalidConfig, match=reason):
+        AlgorithmConfig(**wrong)
+
+
+def test_grpo_has_no_critic():
+    with pytest.raises(InvalidConfig, match="geo3k_ppo"):
+        GRPOConfig(advantage="gae")
+    with pytest.raises(InvalidConfig, match="critic"):
+        outcome_advantage(AlgorithmConfig(advantage="gae"), rollouts())
+
+
+def rollouts():
+    rewards = torch.tensor([[0.0, 1.0], [0.25, 0.0], [0.5, 0.5], [0.0, 0.0]])
+    data = DataProto.from_dict({"token_level_rewards": rewards, "response_mask": torch.tensor([[1, 1]] * 4)})
+    data["uid"] = ["a", "a", "b", "b"]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", lambda rewards, uid, mask: advantages.group_advantage(rewards, uid, mask)),
+        ("dr_grpo", lambda rewards, uid, mask: advantages.group_advantage(rewards, uid, mask, normalise_std=False)),
+        ("rloo", advantages.leave_one_out_advantage),
+        ("reinforce_plus_plus", lambda rewards, uid, mask: advantages.reinforce_plus_plus(rewards, mask, 0.5)),
+        ("reinforce_plus_plus_baseline", advantages.reinforce_plus_plus_baseline),
+    ],
+)
+def test_every_advantage_is_the_function_of_its_name(name, expected):
+    data = rollouts()
+    config = AlgorithmConfig(advantage=name, gamma=0.5 if name == "reinforce_plus_plus" else 1.0)
+    got = outcome_advantage(config, data)
+    assert torch.equal(got, expected(data["token_level_rewards"], data["uid"], data["response_mask"]))
+    assert got.any()
+
+
+def loss_of(config, log_probs, old, advantage):
+    data = DataProto.from_dict(
+        {"old_log_probs": old, "advantages": advantage, "response_mask": torch.ones_like(old), "ref_log_prob": old - 1}
+    )
+    return policy_loss(config, 0.0)(Outputs(log_probs, torch.zeros_like(old)), data)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (AlgorithmConfig(), lambda *a: losses.clipped_policy_loss(*a[:3], (0.2, 0.2), 3.0)),
+        (
+            AlgorithmConfig(clip=(0.2, 0.28), dual_clip=None),
+            lambda *a: losses.clipped_policy_loss(*a[:3], (0.2, 0.28), None),
+        ),
+        (AlgorithmConfig(loss="gspo"), lambda *a: losses.sequence_policy_loss(*a, (3e-4, 4e-4))),
+        (AlgorithmConfig(loss="gspo", clip=(0.1, 0.2)), lambda *a: losses.sequence_policy_loss(*a, (0.1, 0.2))),
+        (AlgorithmConfig(loss="cispo"), lambda *a: losses.clipped_weight_loss(*a, (1.0, 4.0))),
+        (AlgorithmConfig(loss="cispo", clip=(0.1, 0.2)), lambda *a: losses.clipped_weight_loss(*a, (0.1, 0.2))),
+    ],
+)
+def test_every_loss_is_the_function_of_its_name(config, expected):
+    draw = torch.Generator().manual_seed(0)
+    log_probs, old, advantage = (torch.randn(3, 4, generator=draw) for _ in range(3))
+    got, metrics = loss_of(config, log_probs, old, advantage)
+    assert torch.equal(got, expected(log_probs, old, advantage, torch.ones(3, 4))[0])
+    assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy"} <= metrics.keys()
+
+
+def test_the_kl_term_stands_in_the_loss_or_in_the_reward():
+    log_probs, old, advantage = (torch.full((1, 2), value) for value in (-1.0, -1.5, 1.0))
+    plain, _ = loss_of(AlgorithmConfig(), log_probs, old, advantage)
+    in_loss, metrics = loss_of(AlgorithmConfig(kl_coef=0.1, kl="k2"), log_probs, old, advantage)
+    torch.testing.assert_close(in_loss - plain, 0.1 * k2_kl(log_probs, old - 1))
+    assert "actor/kl_loss" in metrics
+    in_reward = AlgorithmConfig(kl_coef=0.1, kl_in="reward")
+    assert torch.equal(loss_of(in_reward, log_probs, old, advantage)[0], plain)
+    assert in_reward.kl_estimator == "k1"
+    assert (AlgorithmConfig(kl_coef=0.1).kl_estimator, k1_kl(torch.ones(1), torch.zeros(1)).item()) == ("k3", 1.0)

@@ -1,0 +1,145 @@
+"""Dynamic sampling and reward shaping on hand-made rollouts; no model takes part."""
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.kl import KLController
+from recipes.algorithms.options import AlgorithmConfig
+from recipes.dynamic_sampling import concat_rollouts, sample_informative_groups
+from recipes.phases import Progression, accuracy, roll_out, shape_rewards
+from rollout.engine import SamplingParams
+
+
+def prompts(*names, width=2):
+    data = DataProto.from_dict({"input_ids": torch.ones(len(names), width, dtype=torch.int64)})
+    data["uid"] = list(names)
+    return data
+
+
+def sampler(scores, samples=2):
+    """Rollouts of prompts whose name says which scores they get."""
+
+    def sample(batch):
+        data = batch.repeat(samples, interleave=True)
+        rows, width = data["input_ids"].shape
+        data["prompts"] = data["input_ids"]
+        data["input_ids"] = torch.cat([data["prompts"], torch.full((rows, 3), 7)], dim=1)
+        data["attention_mask"] = torch.ones(rows, width + 3, dtype=torch.int64)
+        data["position_ids"] = torch.arange(width + 3).expand(rows, 4, -1).contiguous()
+        data["score"] = np.array([score for name in batch["uid"] for score in scores[name]], dtype=object)
+        return data
+
+    return sample
+
+
+SCORES = {"a": (0, 1), "b": (1, 1), "c": (0, 0), "d": (0.5, 0), "e": (0, 1), "f": (1, 0), "g": (0, 0), "h": (1, 1)}
+
+
+def test_the_batch_is_filled_with_groups_that_differ():
+    asked = []
+
+    def more(reason):
+        asked.append(reason)
+        return prompts("d", "e", "f", width=4)
+
+    data, metrics = sample_informative_groups(sampler(SCORES), prompts("a", "b", "c"), more, generations=5)
+    assert data["uid"].tolist() == ["a", "a", "d", "d", "e", "e"]  # f is left over
+    assert asked == ["1 of 3 groups teach something: generation 2 of at most 5"]
+    assert metrics == {
+        "train/num_gen_batches": 2,
+        "train/filtered_groups": 2,
+        "train/sampled_score/mean": pytest.approx((1 + 2 + 0 + 0.5 + 1 + 1) / 12),
+    }
+    # prompts of two widths, one batch: padding in front, which nothing attends to
+    assert data["prompts"].shape == (6, 4)
+    assert data["input_ids"].shape == data["attention_mask"].shape == (6, 7)
+    assert data["position_ids"].shape == (6, 4, 7)
+    assert data["attention_mask"].sum(1).tolist() == [5, 5, 7, 7, 7, 7]
+    assert data["attention_mask"][0].tolist() == [0, 0, 1, 1, 1, 1, 1]
+    assert data["position_ids"][0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4]
+
+
+def test_a_full_batch_asks_for_nothing():
+    data, metrics = sample_informative_groups(sampler(SCORES), prompts("a", "d"), None, generations=5)
+    assert data["uid"].tolist() == ["a", "a", "d", "d"]
+    assert metrics["train/num_gen_batches"] == 1
+    assert metrics["train/filtered_groups"] == 0
+
+
+def test_after_the_last_generation_dropped_groups_fill_the_batch_up():
+    asked = []
+
+    def more(reason):
+        asked.append(reason)
+        return prompts("g", "h")
+
+    data, metrics = sample_informative_groups(sampler(SCORES), prompts("b", "a"), more, generations=2)
+    assert data["uid"].tolist() == ["a", "a", "b", "b"]
+    assert len(asked) == 1
+    assert metrics["train/filtered_groups"] == 3
+    only_equal, _ = sample_informative_groups(sampler(SCORES), prompts("b", "c"), more, generations=3)
+    assert only_equal["uid"].tolist() == ["b", "b", "c", "c"]
+
+
+def test_rollouts_of_equal_widths_are_joined_as_they_are():
+    sample = sampler(SCORES)
+    joined = concat_rollouts([sample(prompts("a")), sample(prompts("b"))])
+    assert joined["input_ids"].shape == (4, 5)
+
+
+def test_dynamic_sampling_without_a_source_of_prompts_says_so():
+    with pytest.raises(InvalidConfig, match="further prompts"):
+        roll_out(None, prompts("a"), AlgorithmConfig(n=2, dynamic_sampling=2), SamplingParams(), None, {})
+
+
+def scored(**columns):
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.5]])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    return DataProto.from_dict({"token_level_rewards": rewards, "response_mask": mask, **columns})
+
+
+def test_length_costs_reward_near_the_limit():
+    data, metrics = scored(), {}
+    config = AlgorithmConfig(overlong_buffer=2, overlong_penalty=0.5)
+    shape_rewards(data, config, config.kl_controller(), 4, metrics)
+    assert data["token_level_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0.0]]
+    assert data["token_level_scores"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0.5]]
+    assert metrics == {"reward/overlong_penalty": -0.25}
+
+
+def test_distance_from_the_reference_costs_reward_and_moves_the_weight():
+    log_probs = torch.full((2, 4), -1.0)
+    data, metrics = scored(old_log_probs=log_probs, ref_log_prob=log_probs - 0.5), {}
+    config = AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_target=0.25, kl_horizon=10)
+    controller = config.kl_controller()
+    shape_rewards(data, config, controller, 4, metrics)
+    expected = torch.tensor([[-0.05, 0.95, 0.0, 0.0], [-0.05, -0.05, -0.05, 0.45]])
+    torch.testing.assert_close(data["token_level_rewards"], expected)
+    assert metrics == {"actor/reward_kl_penalty_coeff": 0.1, "actor/reward_kl_penalty": pytest.approx(0.5)}
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+
+
+def test_without_shaping_nothing_changes():
+    data, metrics = scored(), {}
+    before = data["token_level_rewards"].clone()
+    shape_rewards(data, AlgorithmConfig(), KLController(0.0), 4, metrics)
+    assert torch.equal(data["token_level_rewards"], before)
+    assert "token_level_scores" not in data
+    assert metrics == {}
+
+
+def test_what_goes_on_from_step_to_step_survives_a_checkpoint():
+    config = AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_target=0.1)
+    progression = Progression(config.kl_controller(), steps=7)
+    progression.kl.update(kl=1.0, rows=100)
+    again = Progression(config.kl_controller())
+    again.load_state_dict(progression.state_dict())
+    assert again == progression
+
+
+def test_accuracy_is_a_share():
+    data = DataProto.from_dict(non_tensors={"acc": np.array([1.0, None, 0.0], dtype=object)})
+    assert accuracy(data) == 0.5
