@@ -45,35 +45,33 @@ class SplitFeatures:
 
     def __call__(self, model: Any, media: Mapping[str, Tensor]) -> Tensor:
         """Features ``(F, levels, H)`` of all media, in their order."""
-        grids = self.family.grids(media, model.config)
-        costs = self.family.vision_flops(model.config, grids).sum(1)
-        counts = grids.prod(-1) // self.family.merge_size(model.config) ** 2
+        family, config = self.family, model.config
+        kinds = {kind: family.pictures.grids(kind, media, config).cpu() for kind in ("image", "video")}
+        grids = torch.cat(list(kinds.values()))
+        counts = grids.prod(-1) // family.merge_size(config) ** 2
+        costs = family.vision_flops(config, grids).sum(1)
         shares = [torch.from_numpy(share) for share in balance(costs, self._size)]
         longest = max(int(counts[share].sum()) for share in shares)
         mine = shares[self._rank]
         if len(mine):
-            features = self.family.features(model, self.part(media, mine, model.config))
+            features = family.features(model, self._part(media, mine, kinds))
         else:
-            dummy = self.family.dummy_media(model.config)
-            features = self.family.features(model, {name: x.to(_device(media)) for name, x in dummy.items()})[:0]
+            dummy = {name: x.to(_device_of(media, x.dtype)) for name, x in family.dummy_media(config).items()}
+            features = family.features(model, dummy)[:0]
         features = pad(features, (0, 0, 0, 0, 0, longest - len(features)))
         # Ranks along tp compute the same with the features, those along sp other things.
         features = features if self.tp is None else gather_shared(features, self.tp)
         features = features if self.sp is None else gather_split(features, self.sp)
         return features.index_select(0, _places(shares, counts, longest).to(features.device))
 
-    def part(self, media: Mapping[str, Tensor], chosen: Tensor, config: Any) -> dict[str, Tensor]:
-        """The inputs of the chosen grids ``(n,)``, ascending, out of those of all, images first."""
+    def _part(self, media: Mapping[str, Tensor], chosen: Tensor, kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of the chosen grids ``(n,)``, which count through all kinds, ``(N, 3)`` each."""
         inputs: dict[str, Tensor] = {}
         first = 0
-        for kind in ("image", "video"):
-            grids = self.family.pictures.grids(kind, media, config).cpu()
-            here = torch.zeros(len(grids), dtype=torch.bool)
-            here[chosen[(chosen >= first) & (chosen < first + len(grids))] - first] = True
+        for kind, grids in kinds.items():
+            here = torch.isin(torch.arange(first, first + len(grids)), chosen)
             first += len(grids)
-            if not bool(here.any()):
-                continue
-            for name in self.family.pictures.names(kind):
+            for name in self.family.pictures.names(kind) if bool(here.any()) else ():
                 # Rows of a tensor are the grids' own, or those of their patches.
                 rows = here if len(media[name]) == len(grids) else torch.repeat_interleave(here, grids.prod(-1))
                 inputs[name] = media[name].index_select(0, rows.nonzero().squeeze(1).to(media[name].device))
@@ -103,5 +101,6 @@ def _places(shares: Sequence[Tensor], counts: Tensor, longest: int) -> Tensor:
     return torch.arange(int(ends[-1])) + torch.repeat_interleave(starts - ends + counts, counts)
 
 
-def _device(media: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(media.values())).device
+def _device_of(media: Mapping[str, Tensor], dtype: torch.dtype) -> torch.device:
+    """Where pixels, or grids, lie."""
+    return next(x.device for x in media.values() if x.is_floating_point() == dtype.is_floating_point)
