@@ -401,6 +401,138 @@ def positions(side: str) -> Work | None:
     )
 
 
+# Collation: 1,024 rows of 64 to 1,024 tokens
+
+
+def token_lists() -> list[list[int]]:
+    import random
+
+    draw = random.Random(0)
+    return [[draw.randrange(150_000) for _ in range(draw.randint(64, 1024))] for _ in range(1024)]
+
+
+@row("rollout collation, 1,024 rows (beside: a loop over tokens; floor: the same numbers from arrays)", ("verl", 1 / 7))
+def collate_rollouts(side: str) -> Work:
+    import numpy as np
+    import torch
+
+    tokens = token_lists()
+    log_probs = [[-1 / (token + 1) for token in each] for each in tokens]
+    if side == "ours":
+        from rollout.engine import Completion
+        from rollout.responses import collate_responses
+
+        done = [Completion(number, *each, "stop") for number, each in enumerate(zip(tokens, log_probs))]
+        return lambda: collate_responses(done, 1024, 0)
+    if side == "floor":
+        values, floats = (np.concatenate(each) for each in (tokens, log_probs))
+        filled = np.arange(1024) < np.array([len(each) for each in tokens])[:, None]
+
+        def place() -> Any:
+            grids = np.zeros(filled.shape, dtype=np.int64), np.zeros(filled.shape, dtype=np.float32)
+            for grid, flat in zip(grids, (values, floats)):
+                grid[filled] = flat
+            return *grids, filled.astype(np.int64)
+
+        return place
+
+    def loop() -> Any:
+        columns: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+        for ids, floats in zip(tokens, log_probs):
+            grown: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+            for token, log_prob in zip(ids, floats):
+                for each, value in zip(grown, (token, 1, log_prob)):
+                    each.append(value)
+            for each, column in zip(grown, columns):
+                column.append(each + [0] * (1024 - len(each)))
+        return [torch.tensor(column) for column in columns]
+
+    return loop
+
+
+def packed(side: str, lists: bool) -> Work | None:
+    """Rows in bins of 4,096 tokens, found beforehand; the last two thirds of each row are learnt."""
+    import numpy as np
+    import torch
+
+    tokens = token_lists()
+    masks = [[int(place >= len(each) // 3) for place in range(len(each))] for each in tokens]
+    bins = [np.array(each) for each in first_fit_loop([len(each) for each in tokens], 4096)]
+    if side == "ours":
+        from dataproto.batching import pack_supervised, ragged_rows
+
+        ids, learnt = (tokens, masks) if lists else (ragged_rows(tokens), ragged_rows(masks, "B"))
+        return lambda: pack_supervised(ids, learnt, capacity=4096, pad_token_id=0, bins=bins)
+    if side == "floor":
+        return lambda: [torch.zeros(len(bins), 4096, dtype=torch.int64) for _ in range(3)]
+
+    def loop() -> Any:
+        grids: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+        for chosen in bins:
+            ids, places, labels = [], [], []
+            for number in chosen.tolist():
+                row, mask = tokens[number], masks[number]
+                for place, token in enumerate(row):
+                    ids.append(token)
+                    places.append(place)
+                    labels.append(row[place + 1] if place + 1 < len(row) and mask[place + 1] else -100)
+            rest = 4096 - len(ids)
+            for grid, line in zip(grids, (ids + [0] * rest, [*places, *range(rest)], labels + [-100] * rest)):
+                grid.append(line)
+        return [torch.tensor(grid) for grid in grids]
+
+    return loop
+
+
+@row("packed supervised collation, 1,024 rows in a ragged column (beside: a loop over tokens)", ("verl", 1 / 35))
+def pack_ragged(side: str) -> Work | None:
+    return packed(side, lists=False)
+
+
+@row("the same from lists of Python numbers")
+def pack_lists(side: str) -> Work | None:
+    return packed(side, lists=True)
+
+
+def first_fit_loop(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        for place, room in enumerate(rooms):
+            if lengths[number] <= room:
+                bins[place].append(number)
+                rooms[place] -= lengths[number]
+                break
+        else:
+            bins.append([number])
+            rooms.append(capacity - lengths[number])
+    return bins
+
+
+@row("first-fit-decreasing bins of 4,096 tokens for 1,024 rows (beside: a loop over bins)")
+def fit(side: str) -> Work | None:
+    lengths = [len(each) for each in token_lists()]
+    if side == "ours":
+        from dataproto.batching import first_fit_decreasing
+
+        return lambda: first_fit_decreasing(lengths, 4096)
+    return (lambda: first_fit_loop(lengths, 4096)) if side == "verl" else None
+
+
+@row("1,024 rows balanced over 64 ranks")
+def balanced(side: str) -> Work | None:
+    lengths = [len(each) for each in token_lists()]
+    if side == "ours":
+        from dataproto.batching import balance
+
+        return lambda: balance(lengths, 64)
+    if side == "verl":
+        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+        return lambda: get_seqlen_balanced_partitions(lengths, 64, equal_size=False)
+    return None
+
+
 # Running
 
 

@@ -9,10 +9,19 @@ from dataproto import protocol, tensordict_utils
 
 def test_the_package_exports_exactly_this() -> None:
     assert sorted(dataproto.__all__) == [
-        *("BlobStore", "COLUMNS", "DataProto", "DataProtoConfig", "DataProtoItem", "RaggedTensor"),
-        *("all_gather_data_proto", "collate_fn", "fold_batch_dim", "object_array", "pad_dataproto_to_divisor"),
-        *("pad_inert", "require", "shared_blobs", "unfold_batch_dim", "union_numpy_dict", "union_tensor_dict"),
-        *("unpad_dataproto", "unpad_inert"),
+        *("BinLayout", "BlobStore", "COLUMNS", "DataProto", "DataProtoConfig", "DataProtoItem", "RaggedTensor"),
+        *("all_gather", "all_gather_data_proto", "balance", "broadcast", "collate_fn", "collate_supervised"),
+        *("first_fit_decreasing", "fold_batch_dim", "gather", "object_array", "pack_supervised"),
+        *(
+            "pad_dataproto_to_divisor",
+            "pad_inert",
+            "require",
+            "scatter",
+            "shared_blobs",
+            "split_by_budget",
+            "split_into",
+        ),
+        *("unfold_batch_dim", "union_numpy_dict", "union_tensor_dict", "unpad_dataproto", "unpad_inert"),
     ]
     assert all(hasattr(dataproto, name) for name in dataproto.__all__)
 
