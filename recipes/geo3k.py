@@ -7,17 +7,16 @@
 Files are read as data only, paths in them as images only; relative paths start at the file's folder.
 """
 
-import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
+from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.loader import EvaluationLoader, PromptLoader, drop_overlong
+from recipes.tables import Table, TableRows, open_tables
 from rollout.media import media_list
 
 __all__ = ["INSTRUCTION", "EvaluationLoader", "Geo3KDataset", "PromptLoader", "drop_overlong", "load_rows", "read_row"]
@@ -29,46 +28,21 @@ INSTRUCTION = (
 )
 """What verl (``examples/data_preprocess/geo3k.py``) and EasyR1 (``examples/format_prompt/math.jinja``) ask of the model."""
 
-_READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _MEDIA = ("images", "image", "videos", "video")
 _ANSWERS = ("answer", "solution", "ground_truth")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-class Geo3KDataset(Sequence[dict[str, Any]]):
+class Geo3KDataset(TableRows):
     """Rows for `PromptBuilder`, read from disk when asked for.
 
     ``rows[i]`` holds ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``,
     ``index`` (i), ``media_root``. Raises `InvalidRow` for a row of none of the schemas.
     """
 
-    def __init__(
-        self, tables: Sequence[tuple[Any, Path | None]], split: str, data_source: str, instruction: str = INSTRUCTION
-    ) -> None:
+    def __init__(self, tables: Sequence[Table], split: str, data_source: str, instruction: str = INSTRUCTION) -> None:
         """``tables``: `datasets.Dataset` objects, each with the folder where its relative paths start."""
-        self.tables = [(table.with_format("arrow"), root) for table, root in tables]
-        self.ends = list(accumulate(len(table) for table, _ in tables))
-        self.split = split
-        self.data_source = data_source
-        self.instruction = instruction
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        number = bisect_right(self.ends, place)
-        table, root = self.tables[number]
-        raw = table[place - (self.ends[number] - len(table))].to_pylist()[0]
-        try:
-            row = read_row(raw, place, self.split, self.data_source, self.instruction)
-        except InvalidRow:
-            raise
-        except DataProtoError as error:
-            raise InvalidRow(place, str(error)) from error
-        return row | {"media_root": root}
+        self.split, self.data_source, self.instruction = split, data_source, instruction
+        super().__init__(tables, partial(read_row, split=split, data_source=data_source, instruction=instruction))
 
 
 def load_rows(
@@ -89,16 +63,7 @@ def load_rows(
         InvalidConfig: no such file, folder or data set.
         FileFormatError: a file cannot be read.
     """
-    sources = [source] if isinstance(source, (str, Path)) else list(source)
-    if not sources:
-        raise InvalidConfig("no data set given")
-    tables: list[tuple[Any, Path | None]] = []
-    for one in sources:
-        if Path(one).exists():
-            tables += [(_read_file(file), file.parent) for file in _files(Path(one), split)]
-        else:
-            tables.append((_download(str(one), split), None))
-    name = str(sources[0]) if tables[0][1] is None else Path(sources[0]).resolve().stem
+    tables, name = open_tables(source, split)
     rows = Geo3KDataset(tables, split, data_source or name, instruction)
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
@@ -134,8 +99,8 @@ def read_row(
     }
     return {
         "prompt": prompt,
-        "images": _media(raw, "images", "image"),
-        "videos": _media(raw, "videos", "video"),
+        "images": row_media(raw, "images", "image"),
+        "videos": row_media(raw, "videos", "video"),
         "data_source": raw.get("data_source") or data_source,
         "ability": raw.get("ability") or "math",
         "reward_model": raw.get("reward_model") or {"style": "rule", "ground_truth": answer},
@@ -144,44 +109,7 @@ def read_row(
     }
 
 
-def _media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
+def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
     if raw.get(several) is not None:
         return media_list(raw[several])
     return [] if raw.get(single) is None else [raw[single]]
-
-
-def _files(path: Path, split: str) -> list[Path]:
-    if path.is_file():
-        return [path]
-    found = [file for folder in (path, path / "data") for file in sorted(folder.glob("*")) if file.suffix in _READERS]
-    files = [file for file in found if re.match(rf"{re.escape(split)}(\W|_|$)", file.stem)]
-    if not files:
-        names = ", ".join(file.name for file in found[:10]) or "no parquet or JSON file"
-        raise InvalidConfig(f"{path} has no file of split {split!r}; it has {names}")
-    return files
-
-
-def _read_file(file: Path) -> Any:
-    from datasets import load_dataset
-
-    if file.suffix not in _READERS:
-        raise InvalidConfig(f"{file}: data files end in {', '.join(_READERS)}")
-    try:
-        return load_dataset(_READERS[file.suffix], data_files=str(file), split="train")
-    except Exception as error:  # datasets wraps whatever its readers raise
-        raise FileFormatError(
-            f"{file} cannot be read as {_READERS[file.suffix]}: {error.__cause__ or error}"
-        ) from error
-
-
-def _download(name: str, split: str) -> Any:
-    from datasets import load_dataset
-
-    if not _HUB_NAME.fullmatch(name) or Path(name).suffix in _READERS:
-        raise InvalidConfig(f"{name}: there is no such file or folder")
-    try:
-        return load_dataset(name, split=split)
-    except Exception as error:  # network, name or split
-        raise InvalidConfig(
-            f"{name} is no file or folder here, and could not be loaded from the hub: {error}"
-        ) from error

@@ -5,7 +5,7 @@ well, with whatever number of workers.
 """
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from rollout.prompts import Prompt, PromptBuilder
 
 OnBadRow = Literal["stop", "skip"]
 Occurrence = tuple[int, int]  # epoch, place among the rows
+Draw = tuple[str, int, Any]  # uid, place, and for rows that have no places to be looked up at the raw row, else None
 
 
 def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[Occurrence]:
@@ -37,10 +38,21 @@ def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> I
         skipped = 0
 
 
+def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[Draw]:
+    """What is shown when: the rows' own order if they have one (``rows.draws``), else `occurrences`, of uid
+    ``"<epoch>-<place>"``.
+    """
+    if hasattr(rows, "draws"):
+        yield from rows.draws(seed, shuffle, start)
+    else:
+        for epoch, place in occurrences(len(rows), seed, shuffle, start):
+            yield f"{epoch}-{place}", place, None
+
+
 class PromptLoader:
     """An endless iterator of prompt batches, every one with ``batch_size`` rows.
 
-    Each row's ``uid`` is ``"<epoch>-<place>"``. A row that cannot be used (see `PromptBuilder.prepare`) stops the run with
+    Each row has the ``uid`` of its draw. A row that cannot be used (see `PromptBuilder.prepare`) stops the run with
     `InvalidRow`, or with ``on_bad_row="skip"`` is noted in ``skipped`` and replaced by the next good one.
     """
 
@@ -54,7 +66,8 @@ class PromptLoader:
         on_bad_row: OnBadRow = "stop",
         num_workers: int = 0,
     ) -> None:
-        """``rows``: anything with a length and integer indices, of rows as `PromptBuilder` takes them.
+        """``rows``: anything with a length and integer indices, of rows as ``builder`` takes them; or a
+        `recipes.tables.StreamRows`, or a `recipes.mixture.Mixture`.
 
         Args:
             num_workers: processes that decode and process images ahead; 0 does it when a batch is asked for.
@@ -93,7 +106,7 @@ class PromptLoader:
             if isinstance(prepared, Prompt):
                 prompts.append(prepared)
             else:
-                _reject(prepared, self.on_bad_row, self.skipped, len(self.rows))
+                _reject(prepared, self.on_bad_row, self.skipped, _count(self.rows))
         self.drawn = drawn
         return self.builder.collate(prompts)
 
@@ -104,7 +117,7 @@ class PromptLoader:
         loader = DataLoader(
             _Prepared(self.rows, self.builder),
             batch_size=None,
-            sampler=_Draws(len(self.rows), self.seed, self.shuffle, self.drawn),
+            sampler=_Draws(self.rows, self.seed, self.shuffle, self.drawn),
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             generator=torch.Generator(),  # or it would draw from the global one
@@ -117,7 +130,7 @@ class PromptLoader:
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "rows": len(self.rows),
+            "rows": _count(self.rows),
             "drawn": self.drawn,
             "skipped": [[index, reason] for index, reason in self.skipped.items()],
         }
@@ -157,7 +170,7 @@ class EvaluationLoader:
         prepared = _Prepared(self.rows, self.builder)
         prompts: list[Prompt] = []
         for place in range(len(self.rows)):
-            one = prepared.prepare(place, f"val-{place}")
+            one = prepared.prepare(f"val-{place}", place)
             if isinstance(one, Prompt):
                 prompts.append(one)
             else:
@@ -201,16 +214,15 @@ class _Prepared(Dataset[Any]):
         self.rows = rows
         self.builder = builder
 
-    def __getitem__(self, occurrence: Occurrence) -> Any:
-        epoch, place = occurrence
-        prepared = self.prepare(place, f"{epoch}-{place}")
+    def __getitem__(self, draw: Draw) -> Any:
+        prepared = self.prepare(*draw)
         # Bytes, because tensors would each hold a file descriptor on their way here.
         return prepared if get_worker_info() is None else pickle.dumps(prepared, protocol=5)
 
-    def prepare(self, place: int, uid: str) -> Prompt | _BadRow:
+    def prepare(self, uid: str, place: int, raw: Any = None) -> Prompt | _BadRow:
         index = place
         try:
-            row = self.rows[place]
+            row = self.rows[place] if raw is None else self.rows.read_row(raw, place)
             index = int(row.get("index", place))
             return self.builder.prepare({**row, "index": index, "uid": uid})
         except InvalidRow as error:
@@ -221,13 +233,18 @@ class _Prepared(Dataset[Any]):
 
 @dataclass(frozen=True)
 class _Draws:
-    rows: int
+    rows: Any
     seed: int
     shuffle: bool
     start: int
 
-    def __iter__(self) -> Iterator[Occurrence]:
-        return occurrences(self.rows, self.seed, self.shuffle, self.start)
+    def __iter__(self) -> Iterator[Draw]:
+        return draws(self.rows, self.seed, self.shuffle, self.start)
+
+
+def _count(rows: Any) -> int | None:
+    """How many rows there are, if that is known."""
+    return len(rows) if hasattr(rows, "__len__") else None
 
 
 def _as_it_is(prepared: Any) -> Any:
@@ -238,8 +255,8 @@ def _unpack(prepared: Any) -> Any:
     return pickle.loads(prepared) if isinstance(prepared, bytes) else prepared
 
 
-def _check(rows: Sequence[Any], batch_size: int, on_bad_row: str) -> None:
-    if not len(rows):
+def _check(rows: Any, batch_size: int, on_bad_row: str) -> None:
+    if _count(rows) == 0:
         raise InvalidConfig("there are no rows to load")
     if batch_size < 1:
         raise InvalidConfig(f"batch_size={batch_size}: must be at least 1")
@@ -247,7 +264,7 @@ def _check(rows: Sequence[Any], batch_size: int, on_bad_row: str) -> None:
         raise InvalidConfig(f"on_bad_row={on_bad_row!r}: must be 'stop' or 'skip'")
 
 
-def _reject(bad: _BadRow, on_bad_row: OnBadRow, skipped: dict[int, str], rows: int) -> None:
+def _reject(bad: _BadRow, on_bad_row: OnBadRow, skipped: dict[int, str], rows: int | None) -> None:
     if on_bad_row == "stop":
         raise InvalidRow(bad.index, bad.reason)
     skipped[bad.index] = bad.reason
