@@ -120,7 +120,7 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
     assert main(arguments(checkpoint, geometry3k, reward, directory, "--resume")) == 0
 
     assert without_times(rows_of(directory)) == without_times(rows_of(finished_run))
-    for file in ("actor/huggingface/model.safetensors", "actor/optimizer.pt"):
+    for file in ("actor/huggingface/model.safetensors", "actor/training/__0_0.distcp"):
         assert (directory / "global_step_5" / file).read_bytes() == (finished_run / "global_step_5" / file).read_bytes()
 
 

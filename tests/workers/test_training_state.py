@@ -1,0 +1,103 @@
+"""What training goes on from, on disk: exact, for any layout, and read without running code."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataproto.errors import CheckpointError
+from helpers.tiny_models import tiny_model
+from workers.plain_checkpoint import read_into, write
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return Path.touch, (self.target,)
+
+
+def state() -> dict:
+    return {"model": {"w": torch.arange(6.0).view(2, 3)}, "groups": [{"lr": 0.1, "names": ["w"]}], "steps": 3}
+
+
+def zeros() -> dict:
+    return {"model": {"w": torch.zeros(2, 3)}, "groups": [{"lr": 0.0, "names": ["w"]}], "steps": 0}
+
+
+def test_tensors_and_plain_values_come_back(tmp_path):
+    write(state(), tmp_path / "c")
+    found = zeros()
+    read_into(found, tmp_path / "c")
+    assert torch.equal(found["model"]["w"], state()["model"]["w"])
+    assert (found["groups"], found["steps"]) == (state()["groups"], 3)
+
+
+def test_a_hostile_table_of_contents_runs_nothing(tmp_path):
+    write(state(), tmp_path / "c")
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    with pytest.raises(CheckpointError, match=r"asks for pathlib"):
+        read_into(zeros(), tmp_path / "c")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_hostile_value_runs_nothing(tmp_path):
+    write(state() | {"steps": Bomb(tmp_path / "exploded")}, tmp_path / "c")
+    with pytest.raises(CheckpointError):
+        read_into(zeros(), tmp_path / "c")
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut contents", "cut tensors", "other shape", "other name"])
+def test_what_does_not_fit_is_one_error(tmp_path, damage):
+    write(state(), tmp_path / "c")
+    wanted = zeros()
+    if damage == "missing":
+        (tmp_path / "c" / ".metadata").unlink()
+    elif damage == "cut contents":
+        file = tmp_path / "c" / ".metadata"
+        file.write_bytes(file.read_bytes()[:-20])
+    elif damage == "cut tensors":
+        file = next((tmp_path / "c").glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:-300])
+    elif damage == "other shape":
+        wanted["model"]["w"] = torch.zeros(5)
+    else:
+        wanted["model"]["other"] = torch.zeros(2)
+    with pytest.raises(CheckpointError, match=r"training state|does not fit"):
+        read_into(wanted, tmp_path / "c")
+
+
+def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path):
+    from dataproto.vlm import family_of
+    from workers.mesh import Ranks
+    from workers.optimizer import Optimizer, OptimizerConfig
+    from workers.packed import PackedVLM
+    from workers.training_state import load_training_state, save_training_state
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = tiny_model("qwen2_5_vl")
+        module = PackedVLM(model, family_of(model), 1.0)
+        return module, Optimizer(module.parameters(), OptimizerConfig(lr=1e-2))
+
+    def step(module, optimizer):
+        for number, parameter in enumerate(module.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.01 * (number % 7 - 3))
+        optimizer.step()
+
+    module, optimizer = made(0)
+    step(module, optimizer)
+    save_training_state(tmp_path, module, optimizer, Ranks())
+    other, other_optimizer = made(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    load_training_state(tmp_path, other, other_optimizer)
+    for one in ((module, optimizer), (other, other_optimizer)):
+        step(*one)
+    assert other_optimizer.steps == 2
+    for (name, mine), theirs in zip(module.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name

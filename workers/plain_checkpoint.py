@@ -1,0 +1,116 @@
+"""torch's distributed checkpoint, read without running code from its files.
+
+Its own reader unpickles the table of contents and the values that are no tensors; here only the classes that such a table is
+made of, and plain values, are let through.
+"""
+
+import contextlib
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import metadata as contents
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from dataproto.errors import CheckpointError
+
+
+def write(state: dict[str, Any], directory: Path) -> None:
+    """Writes ``state``, sharded tensors and plain values, every rank its own part."""
+    with alone_without_warning():
+        checkpoint.save(state, checkpoint_id=directory, no_dist=not distributed.is_initialized())
+
+
+def read_into(state: dict[str, Any], directory: Path) -> None:
+    """Fills ``state`` from what any number of ranks has written; its tensors may be sharded in another way.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, hostile, or of another model.
+    """
+    if not (directory / ".metadata").is_file():
+        raise CheckpointError(f"{directory} holds no training state")
+    try:
+        with alone_without_warning():
+            checkpoint.load(
+                state,
+                storage_reader=PlainReader(directory),
+                planner=PlainPlanner(),
+                no_dist=not distributed.is_initialized(),
+            )
+    except (
+        checkpoint.CheckpointException,
+        pickle.UnpicklingError,
+        RuntimeError,
+        ValueError,
+        OSError,
+        EOFError,
+    ) as error:
+        reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+        raise CheckpointError(f"{directory} does not fit the model or is damaged: {reason.strip()}") from error
+
+
+@contextlib.contextmanager
+def alone_without_warning() -> Iterator[None]:
+    """That a process is alone is no mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class PlainReader(FileSystemReader):
+    """Reads a table of contents that holds what such tables hold, and nothing else."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            found = _Contents(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"the table of contents is a {type(found).__name__}")
+        if found.storage_meta is None:
+            found.storage_meta = StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+_HARMLESS = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _Contents(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            return getattr(torch, name)
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if module == contents.__name__ and isinstance(getattr(contents, name, None), type):
+            return getattr(contents, name)
+        if (module, name) in _HARMLESS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the table of contents asks for {module}.{name}")
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """Takes values that are no tensors only if they are plain."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = torch.load(value, weights_only=True)
+        super().load_bytes(read_item, _saved(plain))
+
+
+def _saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
