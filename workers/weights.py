@@ -1,5 +1,6 @@
 """Weights of a model that may be sharded, split over ranks or adapted, as the plain tensors of its checkpoint."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,6 @@ def full_tensor(weight: Tensor) -> Tensor:
 def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class and configuration without storage, adapters or shards: what knows how a checkpoint is written."""
     with torch.device("meta"):
-        bare = type(model)(model.config)
+        bare = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa")
     bare.generation_config = model.generation_config
     return bare

@@ -11,16 +11,22 @@ import pytest
 import torch
 
 from dataproto import DataProto
+from dataproto.errors import InvalidConfig, MediaMismatch, RankFailure
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.metrics import learned
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
 from workers.actor import ActorConfig, ActorWorker
+from workers.engine_config import LoraConfig
 from workers.layout import Layout
 from workers.mesh import Ranks, join
 from workers.optimizer import OptimizerConfig
+from workers.planning import share_out
+from workers.policy import PolicyConfig, ReferenceWorker
 from workers.weights import full_tensor
 
 CPU = torch.device("cpu")
+DP = Layout(dp=2)
 FREE = OptimizerConfig(lr=1e-2, max_grad_norm=1e9)  # clipping would hide a wrong scale
 CLIPPED = OptimizerConfig(lr=1e-2, max_grad_norm=0.1)
 
@@ -31,7 +37,7 @@ def folder() -> Path:
 
 
 def two() -> Ranks:
-    return join(Layout(dp=2), CPU)
+    return join(DP, CPU)
 
 
 def actor(model_type: str, ranks: Ranks | None = None, optimizer: OptimizerConfig = FREE, **options) -> ActorWorker:
@@ -40,7 +46,7 @@ def actor(model_type: str, ranks: Ranks | None = None, optimizer: OptimizerConfi
 
 def mixed_rows(model_type: str) -> DataProto:
     """Two images of unequal size, one, none, an image that two prompts share, samples of one prompt, no response, inert."""
-    config = tiny_config(model_type)
+    config = tiny_config("qwen2_5_vl" if model_type == "tied" else model_type)
     grids = [[(4, 6), (8, 4)], [(6, 6)], [], [(6, 6)]]
     prompts = prompt_batch(config, grids, texts=[4, 7, 5, 3])[[0, 0, 1, 2, 2, 3, 0, 1]]
     data = with_responses(config, prompts, lengths=[5, 4, 1, 6, 2, 3, 0, 3], width=6)
@@ -79,21 +85,125 @@ def assert_close_gradients(found, expected):
 SPLITS = {
     "even": ([0, 1, 2, 3], [4, 5, 6, 7]),
     "uneven": ([0, 1, 2, 4, 5], [3, 6, 7]),
-    "one has none": (list(range(8)), []),
+    "images on one rank": ([0, 1, 2, 5, 6], [3, 4]),
+    "rows on one rank": (list(range(8)), []),
 }
 
 
-def equals_one_process(model_type: str, split: str, token_budget: int, **options) -> None:
+def equals_one_process(model_type: str, split: str, token_budget: int, layout: Layout = DP, **options) -> None:
     """However rows are split over ranks and micro-batches, the update is that of one process with all rows."""
-    ranks, data = two(), mixed_rows(model_type)
+    ranks, data = join(layout, CPU), mixed_rows(model_type)
     aggregation = "seq-mean-token-sum-norm" if split == "uneven" else "token-mean"
-    metrics, expected = gradients_of(actor(model_type, token_budget=10_000), data, aggregation=aggregation)
-    mine = data[SPLITS[split][ranks.rank("dp")]]
+    alone = {name: value for name, value in options.items() if name in ("freeze_vision", "lora")}
+    metrics, expected = gradients_of(actor(model_type, token_budget=10_000, **alone), data, aggregation=aggregation)
+    mine = data if layout.dp == 1 else data[SPLITS[split][ranks.rank("dp")]]
     worker = actor(model_type, ranks, token_budget=token_budget, **options)
     ours, found = gradients_of(worker, mine, aggregation=aggregation)
     for name in ("actor/loss", "actor/mean_log_prob", "actor/grad_norm"):
         assert ours[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
     assert_close_gradients(found, expected)
+    assert any("visual" in name or "vision" in name for name in found) != bool(options.get("freeze_vision"))
+
+
+def updates_equal_one_process(model_type: str, **options) -> None:
+    """After three clipped steps over mini-batches that were shared out, the weights, as an engine gets them, are the same."""
+    ranks, data = two(), mixed_rows(model_type)
+    weights = []
+    for worker, rows in (
+        (actor(model_type, optimizer=CLIPPED), data),
+        (actor(model_type, ranks, CLIPPED, token_budget=30, **options), share_out(data, 2, 2)[ranks.rank("dp")]),
+    ):
+        for group in worker.optimizer.adamw.param_groups:
+            group["eps"] = 1e-3  # at 1e-8 an element without gradient moves by the learning rate, to either side
+        metrics = worker.update(rows, pg_loss, minibatch=2)
+        assert worker.optimizer.steps == 2
+        assert metrics["actor/grad_norm"] > CLIPPED.max_grad_norm
+        worker.update(data[[0, 3]] if worker.ranks.mesh is None else data[[3 * ranks.rank("dp")]], pg_loss)
+        weights.append({name: weight.clone() for name, weight in worker.named_weights()})
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=2e-5, rtol=0, msg=name)
+
+
+def text_alone_leaves_the_tower_alone(model_type: str) -> None:
+    """Without media on any rank no rank runs the vision tower; with media on one rank all do."""
+    ranks, data = two(), mixed_rows(model_type)
+    worker = actor(model_type, ranks)
+    runs = []
+    worker.module.model.get_submodule(worker.module.family.vision_tower).register_forward_hook(
+        lambda *_: runs.append(1)
+    )
+    _, found = gradients_of(worker, data[[3 + ranks.rank("dp")]])
+    assert not runs
+    assert not any("visual" in name for name in found)
+    worker.log_probs(data[[2 + ranks.rank("dp")]])
+    assert len(runs) == 1
+
+
+def a_non_finite_gradient_skips_the_step_everywhere(model_type: str) -> None:
+    """A picture that is not a number on the last rank: no rank steps, and all name its row."""
+    ranks, data = two(), mixed_rows(model_type)
+    media = data["multi_modal_inputs"][5]
+    data["multi_modal_inputs"][5] = media | {"pixel_values": media["pixel_values"] * float("nan")}
+    data["uid"] = np.array([f"row-{row}" for row in range(len(data))], dtype=object)
+    worker = actor(model_type, ranks, token_budget=30)
+    before = {name: weight.clone() for name, weight in worker.named_weights()}
+    metrics = worker.update(data[SPLITS["even"][ranks.rank("dp")]], pg_loss)
+    assert metrics["actor/skipped_steps"] == 1
+    assert [(skip.step, skip.rows) for skip in worker.skipped] == [(0, ("row-5",))]
+    assert all(torch.equal(weight, before[name]) for name, weight in worker.named_weights())
+    assert worker.update(data[[ranks.rank("dp")]], pg_loss)["actor/skipped_steps"] == 1
+
+
+def refused_rows_are_refused_everywhere(model_type: str) -> None:
+    """Rows that one rank must refuse, because they were cut through an image, leave no other rank waiting."""
+    ranks, data = two(), mixed_rows(model_type)
+    worker = actor(model_type, ranks)
+    rows = data[[5]]
+    if ranks.rank("dp") == 1:
+        picture = rows["mm_token_type_ids"][0].nonzero()[0]
+        for name in ("attention_mask", "mm_token_type_ids"):
+            rows[name][0, : picture + 1] = 0
+    error, message = (
+        (MediaMismatch, "row 0: .* cut through") if ranks.rank("dp") else (RankFailure, "rank 1: MediaMismatch")
+    )
+    for call in (worker.log_probs, partial(worker.update, loss_fn=pg_loss)):
+        with pytest.raises(error, match=message):
+            call(rows)
+    with pytest.raises(InvalidConfig, match="share_out"):
+        worker.update(data[:2], pg_loss, minibatch=1)
+    with pytest.raises(InvalidConfig, match="needs 4 processes"):
+        join(Layout(dp=4), CPU)
+
+
+def saving_and_loading_continues_to_the_bit(model_type: str, **options) -> None:
+    """The export loads with Hugging Face; training goes on from the rest."""
+    ranks, data = two(), mixed_rows(model_type)
+    mine, target = data[SPLITS["uneven"][ranks.rank("dp")]], folder() / f"saved-{len(options)}"
+    saved, other = (actor(model_type, ranks, **options) for _ in range(2))
+    saved.update(mine, pg_loss)
+    saved.save(target)
+    other.load(target)
+    assert learned(saved.update(mine, pg_loss)) == learned(other.update(mine, pg_loss))
+    for (name, one), (_, two_) in zip(saved.named_weights(), other.named_weights(), strict=True):
+        assert torch.equal(one, two_), name
+    ranks.gather(None, "dp")
+    again = ReferenceWorker(PolicyConfig(str(target / "huggingface")), CPU, ranks)
+    other.load(target)
+    ours, theirs = other.log_probs(mine)["old_log_probs"], again.log_probs(mine)["ref_log_prob"]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def half_precision_is_near(model_type: str) -> None:
+    """With weights gathered in bfloat16 log-probs are near those in float32, and masters stay float32."""
+    ranks, data = two(), mixed_rows(model_type)
+    expected = actor(model_type).log_probs(data)["old_log_probs"]
+    worker = actor(model_type, ranks, dtype="bfloat16")
+    rows = SPLITS["uneven"][ranks.rank("dp")]
+    found = worker.log_probs(data[rows])["old_log_probs"]
+    assert 0 < (found - expected[rows]).abs().max() < 0.1
+    worker.update(data[rows], pg_loss)
+    assert all(weight.dtype == torch.float32 for _, weight in worker.named_weights())
 
 
 def equals_row_by_row(model_type: str) -> None:
@@ -114,14 +224,35 @@ def equals_row_by_row(model_type: str) -> None:
     assert_close_gradients(gradients_of(worker, data[chosen])[1], gradients)
 
 
+VISION_LORA = {"lora": LoraConfig(rank=2, vision=True)}
 SCENARIOS = {
+    **{f"{model_type}, row by row": partial(equals_row_by_row, model_type) for model_type in MODEL_TYPES},
     **{
         f"{model_type}, {split}, {budget} tokens": partial(equals_one_process, model_type, split, budget)
         for model_type in MODEL_TYPES
-        for split in SPLITS
-        for budget in (10_000, 30)
+        for split, budget in (("uneven", 30), ("images on one rank", 10_000))
     },
-    **{f"{model_type}, row by row": partial(equals_row_by_row, model_type) for model_type in MODEL_TYPES},
+    "even": partial(equals_one_process, "qwen2_5_vl", "even", 30),
+    "rows on one rank": partial(equals_one_process, "qwen3_vl_moe", "rows on one rank", 30),
+    "kept gathered": partial(equals_one_process, "qwen2_5_vl", "even", 30, reshard_after_forward=False),
+    "offload": partial(equals_one_process, "qwen2_5_vl", "even", 30, offload=True),
+    "adapters": partial(equals_one_process, "qwen3_vl", "images on one rank", 30, **VISION_LORA),
+    "tied": partial(equals_one_process, "tied", "even", 30),
+    "frozen, images on one rank": partial(equals_one_process, "qwen3_vl", "images on one rank", 30, freeze_vision=True),
+    "frozen, rows on one rank": partial(equals_one_process, "qwen2_vl", "rows on one rank", 30, freeze_vision=True),
+    **{
+        f"{axis}, {model_type}": partial(equals_one_process, model_type, "even", 30, Layout(**{axis: 2}))
+        for axis in ("sp", "tp")
+        for model_type in ("qwen2_5_vl", "qwen3_vl_moe")
+    },
+    "three steps": partial(updates_equal_one_process, "qwen2_5_vl"),
+    "three steps, offload": partial(updates_equal_one_process, "qwen3_vl", offload=True),
+    "text alone": partial(text_alone_leaves_the_tower_alone, "qwen2_5_vl"),
+    "not finite": partial(a_non_finite_gradient_skips_the_step_everywhere, "qwen2_5_vl"),
+    "refused": partial(refused_rows_are_refused_everywhere, "qwen3_vl"),
+    "saved": partial(saving_and_loading_continues_to_the_bit, "qwen2_5_vl"),
+    "saved adapters": partial(saving_and_loading_continues_to_the_bit, "qwen2_5_vl", **VISION_LORA),
+    "half precision": partial(half_precision_is_near, "qwen2_5_vl"),
 }
 
 
@@ -130,6 +261,9 @@ def outcomes(tmp_path_factory):
     root = tmp_path_factory.mktemp("fsdp")
     for model_type in MODEL_TYPES:
         tiny_model(model_type).save_pretrained(root / model_type)
+    tied = tiny_config("qwen2_5_vl")
+    tied.tie_word_embeddings = tied.text_config.tie_word_embeddings = True
+    tiny_model("qwen2_5_vl", config=tied).save_pretrained(root / "tied")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_FSDP_FOLDER", str(root))
         return run_ranks(2, SCENARIOS, root)
