@@ -1,6 +1,7 @@
 """Functions run at the same time on several ranks that talk through gloo, all in one start of the processes."""
 
 import multiprocessing
+import pickle
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -35,7 +36,7 @@ def run_ranks(
     try:
         for _ in range(size * len(found)):
             name, rank, outcome = results.get(timeout=timeout)
-            found[name][rank] = outcome
+            found[name][rank] = pickle.loads(outcome)
     finally:
         for process in ranks:
             process.join(timeout=10)
@@ -52,5 +53,5 @@ def _rank(rank: int, size: int, store: str, scenarios: dict[str, Callable[[], An
             outcome = scenario()
         except BaseException:  # told to the test, so that it need not wait for the others
             outcome = traceback.format_exc()
-        results.put((name, rank, outcome))
+        results.put((name, rank, pickle.dumps(outcome)))  # by value: this process may end before the test looks
     dist.destroy_process_group()

@@ -62,6 +62,21 @@ def an_actor_learns(path, layout, data):
     return learn(path, data, joined(layout))
 
 
+def an_actor_is_saved(path, layout, data, folder):
+    """Whether what it wrote are its weights, and how it and another that took them up go on."""
+    ranks = joined(layout)
+    actor, other = (ActorWorker(ActorConfig(path, optimizer=CLIPPED), CPU, ranks) for _ in range(2))
+    actor.update(data, pg_loss)
+    actor.save(folder)
+    distributed.barrier()
+    other.load(folder)
+    alone = dict(ActorWorker(ActorConfig(str(folder / "huggingface")), CPU).named_weights())
+    written = [torch.equal(weight, alone[name]) for name, weight in actor.named_weights()]
+    metrics = [actor_metrics(worker.update(data, pg_loss)) for worker in (actor, other)]
+    scores = [worker.log_probs(data)["old_log_probs"] for worker in (actor, other)]
+    return all(written), metrics, scores
+
+
 def actor_metrics(metrics):
     """Without times."""
     return {name: value for name, value in metrics.items() if name.startswith("actor/")}
@@ -99,7 +114,10 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(checkpoint, tmp_path_factory):
     path, data = checkpoint
-    learning = {"actor": partial(an_actor_learns, path, Layout(sp=2, tp=2), data)}
+    learning = {
+        "actor": partial(an_actor_learns, path, Layout(sp=2, tp=2), data),
+        "saved": partial(an_actor_is_saved, path, Layout(sp=2, tp=2), data, tmp_path_factory.mktemp("saved")),
+    }
     return run_ranks(4, CASES | learning, tmp_path_factory.mktemp("ranks"))
 
 
@@ -118,3 +136,12 @@ def test_an_actor_learns_the_same(outcomes, checkpoint):
             assert actor_metrics(ours) == pytest.approx(actor_metrics(theirs), rel=1e-4, abs=1e-6)
         torch.testing.assert_close(outcome[2], log_probs, atol=1e-4, rtol=0)
     assert metrics[0]["actor/grad_norm"] > CLIPPED.max_grad_norm
+
+
+def test_a_saved_actor_goes_on(outcomes):
+    for outcome in outcomes["saved"]:
+        assert not isinstance(outcome, str), outcome
+        written, metrics, log_probs = outcome
+        assert written
+        assert metrics[0] == metrics[1]
+        assert torch.equal(*log_probs)
