@@ -1,4 +1,4 @@
-"""The policy that learns."""
+"""Workers whose model is updated, the policy among them."""
 
 import logging
 import math
@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from workers.group import dispatch
 from workers.mesh import Ranks
 from workers.optimizer import Optimizer, OptimizerConfig
 from workers.planning import split_update
-from workers.policy import PolicyConfig, PolicyWorker
+from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
 from workers.step import LossFn, check_rows, forward_rows
 from workers.training_state import load_training_state, save_training_state
 from workers.transfer import move, rows_to_device
@@ -41,7 +42,7 @@ class SkippedStep:
 
     step: int  # of the schedule, from 0
     grad_norm: float
-    rows: tuple[str, ...]  # uids of rows, on any rank, whose loss or log-probs were not finite
+    rows: tuple[str, ...]  # uids of rows, on any rank, whose loss or scores were not finite
 
     def __str__(self) -> str:
         cause = (
@@ -50,10 +51,12 @@ class SkippedStep:
         return f"optimizer step {self.step} skipped, gradient norm {self.grad_norm}; {cause}"
 
 
-class ActorWorker(PolicyWorker):
-    """Scores responses and updates the policy by a loss function that the recipe hands in."""
+class TrainedWorker(ModelWorker):
+    """Updates a model by a loss function that the recipe hands in."""
 
-    def __init__(self, config: ActorConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
+    role = ""  # as metrics name it
+
+    def __init__(self, config: Any, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
         super().__init__(config, device, ranks)
         self.optimizer = Optimizer(self.module.parameters(), config.optimizer)
         self.skipped: list[SkippedStep] = []
@@ -101,7 +104,7 @@ class ActorWorker(PolicyWorker):
         if not steps:
             return {}
         averages = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        return averages | self.accounting.metrics("actor")
+        return averages | self.accounting.metrics(self.role)
 
     def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
         weights = self._token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
@@ -115,17 +118,15 @@ class ActorWorker(PolicyWorker):
                 outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
                 with phase("forward"):
                     if part.inert:
-                        total = (
-                            outputs.log_probs.sum()
-                        )  # of no token: the backward pass that other ranks need, and zero
+                        total = outputs.scores.sum()  # of no token: the backward pass that other ranks need, and zero
                     else:
                         share = move(weights[part.index], self.device)
                         loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
                         total = weighted_sum(loss, share)
-                        totals["actor/loss"] += total.detach()
+                        totals[f"{self.role}/loss"] += total.detach()
                         for name, values in metrics.items():
                             totals[name] += weighted_sum(values.detach(), share)
-                        finite[part.index] = all_finite(loss, outputs.log_probs, share)
+                        finite[part.index] = all_finite(loss, outputs.scores, share)
                 with phase("backward"):
                     total.backward()
         return self._finish(data, weights, totals, finite)
@@ -150,10 +151,10 @@ class ActorWorker(PolicyWorker):
         metrics: dict[str, float] = defaultdict(float)
         for _, part in everybody:
             for name, value in part.items():
-                metrics[name] += value if name == "actor/loss" else value / weight
+                metrics[name] += value if name == f"{self.role}/loss" else value / weight
         if not math.isfinite(stepped["grad_norm"]):
             self._report_skip(data, stepped["grad_norm"], finite)
-        return dict(metrics) | {f"actor/{name}": value for name, value in stepped.items()}
+        return dict(metrics) | {f"{self.role}/{name}": value for name, value in stepped.items()}
 
     def _report_skip(self, data: DataProto, grad_norm: float, finite: Tensor) -> None:
         bad = (~finite).nonzero().squeeze(1).tolist()
@@ -172,6 +173,12 @@ class ActorWorker(PolicyWorker):
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, to the last bit."""
         load_training_state(directory, self.module, self.optimizer)
+
+
+class ActorWorker(TrainedWorker, PolicyWorker):
+    """The policy that learns."""
+
+    role = "actor"
 
 
 def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
@@ -194,6 +201,6 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
 
 
-def all_finite(loss: Tensor, log_probs: Tensor, weights: Tensor) -> Tensor:
-    """``(B,)`` bool: rows whose loss and log-probs are finite wherever the weight is above 0."""
-    return ((loss.isfinite() & log_probs.isfinite()) | (weights <= 0)).all(1)
+def all_finite(loss: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+    """``(B,)`` bool: rows whose loss and scores are finite wherever the weight is above 0."""
+    return ((loss.isfinite() & scores.isfinite()) | (weights <= 0)).all(1)

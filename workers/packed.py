@@ -28,6 +28,11 @@ class Outputs:
             raise InvalidConfig("the entropy was not computed: pass entropy=True to update() or log_probs()")
         return self.entropy_or_none
 
+    @property
+    def scores(self) -> Tensor:
+        """What the model says of each response token, with gradient: of a policy, the log-probs."""
+        return self.log_probs
+
 
 class TokenShare:
     """Which of the packed tokens this process computes: all of them, unless ranks share one sequence.
@@ -57,6 +62,9 @@ class PackedVLM(nn.Module):
 
     Transforms in `workers.parallel` replace ``tokens``, ``features`` and ``score``.
     """
+
+    outputs: Callable[[Tensor, Tensor | None], Any] = Outputs
+    """What a loss function sees, of scores and entropies ``(B, R)``."""
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
@@ -89,7 +97,10 @@ class PackedVLM(nn.Module):
             key_index=rows.key_index,
             **self.tokens.attention(rows),
         )
-        states, targets = self.tokens.states(hidden[0], rows)
-        head = self.family.lm_head(self.model).weight
-        log_probs, entropies = self.score(states, head, targets, self.temperature, self.banned_ids, entropy)
-        return self.tokens.join(log_probs, rows), None if entropies is None else self.tokens.join(entropies, rows)
+        scores, entropies = self.head(*self.tokens.states(hidden[0], rows), entropy)
+        return self.tokens.join(scores, rows), None if entropies is None else self.tokens.join(entropies, rows)
+
+    def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Scores ``(n,)`` of ``targets`` ``(n,)``, and entropies if asked for, from the states ``(n, H)`` that predict them."""
+        weight = self.family.lm_head(self.model).weight
+        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy)

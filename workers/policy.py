@@ -1,9 +1,10 @@
 """What actor and reference share: a packed model that scores responses."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,25 +42,28 @@ class PolicyConfig(EngineConfig):
         return PolicyConfig(**kept | {"lora": None, "activation_checkpointing": "none"})
 
 
-class PolicyWorker:
-    """Holds a policy, or this rank's part of it, and scores responses under it.
+class ModelWorker:
+    """Holds a packed model, or this rank's part of it, and runs it over rows.
 
     Ranks along dp have rows of their own; those along sp and tp share rows, and all of them call every method.
     """
 
     trains = True
 
-    def __init__(self, config: PolicyConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: Any, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
         """``ranks`` comes from `join`; without it the process is alone."""
         self.config = config
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.ranks = ranks or Ranks()
-        self.module = load_packed(config, self.device, self.ranks, self.trains)
+        self.module = load_packed(config, self.device, self.ranks, self.trains, self.wrap)
         self.half_weights = HalfWeights(self.module)
 
-    @dispatch("dp")
-    def log_probs(self, data: DataProto, into: str = "old_log_probs", entropy: bool = False) -> DataProto:
-        """Log-probs of the responses as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
+    def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedVLM:
+        """The packed model around a loaded one."""
+        raise NotImplementedError
+
+    def scores(self, data: DataProto, into: str, entropy: bool = False) -> DataProto:
+        """What the model says of response tokens as column ``into`` ``(B, R)`` float32, and ``entropys`` if asked for.
 
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
@@ -75,7 +79,7 @@ class PolicyWorker:
                 outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower)
                 if part.inert:
                     continue
-                columns[into][part.index] = outputs.log_probs.cpu()
+                columns[into][part.index] = outputs.scores.cpu()
                 if entropy:
                     columns["entropys"][part.index] = outputs.entropy.cpu()
         if self.sharded:
@@ -105,6 +109,23 @@ class PolicyWorker:
             with self.half_weights.replaced():
                 yield
 
+
+class PolicyWorker(ModelWorker):
+    """Holds a policy and scores responses under it."""
+
+    def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedVLM:
+        return PackedVLM(model, family, self.config.temperature)
+
+    @dispatch("dp")
+    def log_probs(self, data: DataProto, into: str = "old_log_probs", entropy: bool = False) -> DataProto:
+        """Log-probs of the responses as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
+
+        Raises:
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
+            RankFailure: another rank's rows were refused.
+        """
+        return self.scores(data, into, entropy)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part."""
         return named_weights(self.module.model)
@@ -121,10 +142,19 @@ class ReferenceWorker(PolicyWorker):
         return super().log_probs(data, into, entropy)
 
 
-def load_packed(config: PolicyConfig, device: torch.device, ranks: Ranks, trains: bool) -> PackedVLM:
+def load_packed(
+    config: Any,
+    device: torch.device,
+    ranks: Ranks,
+    trains: bool,
+    wrap: Callable[[PreTrainedModel, VLMFamily], PackedVLM],
+) -> PackedVLM:
     """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
 
     Each rank reads the checkpoint into host memory and moves its own part to the device.
+
+    Args:
+        config: an `EngineConfig` with a ``model_path``.
     """
     family = checkpoint_family(config.model_path)
     model = AutoModelForImageTextToText.from_pretrained(
@@ -133,7 +163,7 @@ def load_packed(config: PolicyConfig, device: torch.device, ranks: Ranks, trains
     freeze(model, family, config, trains)
     if ranks.mesh is None:
         model.to(device)  # type: ignore[arg-type]
-    module = PackedVLM(model, family, config.temperature)
+    module = wrap(model, family)
     parallelize(module, ranks, config)
     return module
 

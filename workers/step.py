@@ -18,11 +18,12 @@ from dataproto.columns import require
 from dataproto.errors import InvalidColumn, MediaMismatch
 from dataproto.vlm import MediaSpans, media_spans, row_costs
 from workers.mesh import Ranks
-from workers.packed import Outputs, PackedVLM
+from workers.packed import PackedVLM
 from workers.transfer import to_device
 
 # (outputs, rows) -> per-token loss (B, R) and per-token metrics {name: (B, R)}; masking and averaging are the worker's.
-LossFn = Callable[[Outputs, DataProto], tuple[Tensor, dict[str, Tensor]]]
+# The outputs are `workers.packed.Outputs` of a policy, `workers.critic.Values` of a critic.
+LossFn = Callable[[Any, DataProto], tuple[Tensor, dict[str, Tensor]]]
 
 TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
@@ -145,8 +146,8 @@ def forward_rows(
     entropy: bool = False,
     tower: bool = False,
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
-) -> Outputs:
-    """Packs the rows, encodes each distinct image once, and returns per-token outputs ``(B, R)`` on ``device``.
+) -> Any:
+    """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
 
     Args:
         tower: run the vision tower even if the rows have no media, on a dummy that changes nothing.
@@ -159,11 +160,11 @@ def forward_rows(
         moved = replace(packed, **to_device(vars(packed), device))
         media, places = to_device(media, device), MediaSpans(**to_device(vars(spans), device))
     with phase("forward"):
-        log_probs, entropies = module(moved, media, places, entropy)
+        scores, entropies = module(moved, media, places, entropy)
     shape = tuple(rows["response_mask"].shape)
-    return Outputs(
-        log_probs=unpack_cells(log_probs, moved.response_cells, shape),
-        entropy_or_none=None if entropies is None else unpack_cells(entropies, moved.response_cells, shape),
+    return module.outputs(
+        unpack_cells(scores, moved.response_cells, shape),
+        None if entropies is None else unpack_cells(entropies, moved.response_cells, shape),
     )
 
 
