@@ -201,13 +201,11 @@ class PromptBuilder:
             ("image", tokens.image, conversation.images),
             ("video", tokens.video, conversation.videos),
         ):
-            if placeholder is None:
-                if media:
-                    raise InvalidPrompt(
-                        f"models of type {self.family.model_type} take no {kind}s; show a video's frames as images"
-                    )
-                continue
-            if ids.count(placeholder) != len(media):
+            if media and not self.family.pictures.names(kind):
+                raise InvalidPrompt(
+                    f"models of type {self.family.model_type} take no {kind}s; show a video's frames as images"
+                )
+            if placeholder is not None and ids.count(placeholder) != len(media):
                 raise InvalidPrompt(
                     f"the tokenizer's chat template wrote {ids.count(placeholder)} {kind} placeholders for {len(media)} "
                     f"{kind}s: the checkpoint needs a template that writes one for each"

@@ -28,8 +28,16 @@ _FAMILIES = {
     "qwen3_vl": "dataproto.vlm.qwen3_vl:QWEN3_VL",
     "qwen3_vl_moe": "dataproto.vlm.qwen3_vl:QWEN3_VL_MOE",
     "internvl": "dataproto.vlm.internvl:INTERNVL",
+    "glm4v": "dataproto.vlm.glm4v:GLM4V",
 }
 """``config.model_type`` to import path; the file is loaded when first asked for."""
+
+_MEDIA_TOKENS = (
+    "image",
+    "video",
+    *(f"{kind}_{end}" for kind in ("vision", "image", "video") for end in ("start", "end")),
+)
+"""``config.<name>_token_id``, as far as a config has them: placeholders and what encloses them."""
 
 TensorPlan = tuple[tuple[str, str], ...]
 
@@ -133,8 +141,7 @@ class VLMFamily:
 
     def banned_ids(self, config: Any) -> tuple[int, ...]:
         """Ids the policy may never sample, ascending: a sampled placeholder would stand for media that do not exist."""
-        tokens = self.media_tokens(config)
-        found = {tokens.image, tokens.video, tokens.vision_start, tokens.vision_end}
+        found = {getattr(config, f"{name}_token_id", None) for name in _MEDIA_TOKENS}
         return tuple(sorted(token for token in found if token is not None))
 
     def token_types(self, input_ids: Tensor, config: Any) -> Tensor:

@@ -12,7 +12,7 @@ import transformers
 from dataproto.vlm import family_of
 
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-MODEL_TYPES = (*MROPE_TYPES, "internvl")
+MODEL_TYPES = (*MROPE_TYPES, "internvl", "glm4v")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 
@@ -22,6 +22,7 @@ CLASSES = {
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
+    "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
 }
 _VISION = {
     "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
@@ -42,6 +43,7 @@ _VISION = {
     },
 }
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+_VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
 TILE = 16  # pixels along each side of InternVL's tiles, 4 x 4 patches, 4 tokens
 _TEXT = {
     "qwen3_vl": {"head_dim": 32},
@@ -63,9 +65,11 @@ def tiny_config(model_type: str) -> Any:
         vision_start_token_id=START,
         vision_end_token_id=END,
         tie_word_embeddings=False,
+        **({f"{name}_token_id": 246 + i for i, name in enumerate(_GLM_TOKENS)} if model_type == "glm4v" else {}),
     )
 
 
+_GLM_TOKENS = ("image_start", "image_end", "video_start", "video_end")
 _BASE_TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

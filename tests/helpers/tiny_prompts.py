@@ -5,6 +5,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -73,6 +74,9 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
     """4-pixel patches merged 2 x 2: an image of 16 x 16 pixels takes 4 tokens."""
     if model_type == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
+    if model_type == "glm4v":
+        limits = {"shortest_edge": 64, "longest_edge": 4096}
+        return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)
     return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
 
 
@@ -83,9 +87,12 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     if model_type == "internvl":
         config.image_token_id = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
         return config
-    config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = (
-        tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
-    )
+    for token in ("image", "video"):
+        setattr(config, f"{token}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}_pad|>"))
+    enclosed = ("image", "video") if model_type == "glm4v" else ("vision",)
+    for kind in enclosed:
+        for end in ("start", "end"):
+            setattr(config, f"{kind}_{end}_token_id", tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>"))
     return config
 
 

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
@@ -92,14 +90,6 @@ def test_greedy_tokens_are_those_of_generate(checkpoint):
         assert data["responses"][row, : len(expected)].tolist() == expected
 
 
-@given(st.lists(st.tuples(st.integers(1, 120), st.integers(1, 120)), max_size=3), st.sampled_from([None, 300, 1000]))
-@settings(max_examples=30, deadline=None)
-def test_the_length_from_headers_is_the_length_of_the_prompt(sizes, limit):
-    builder = tiny_builder("internvl", max_prompt_length=4096, max_pixels=limit)
-    row = {"prompt": "<image>" * len(sizes), "images": [picture(*size) for size in sizes]}
-    assert builder.prompt_length(row) == len(builder.prepare(row).input_ids)
-
-
 @pytest.mark.parametrize(
     ("least", "most", "tiles"),
     [
@@ -121,10 +111,6 @@ def test_impossible_requests_are_named():
         FAMILY.pictures.options(processor, 9, 8)
     with pytest.raises(InvalidMedia, match="height 0 and width 5 is empty"):
         FAMILY.image_tokens(0, 5, processor, FAMILY.pictures.options(processor, None, None), CONFIG)
-    with pytest.raises(
-        InvalidRow, match="row 0: models of type internvl take no videos; show a video's frames as images"
-    ):
-        tiny_builder("internvl")([{"prompt": "<video>", "videos": [[picture(8, 8)]]}])
     for token in ("<img>", "</img>", "<IMG_CONTEXT>"):
         with pytest.raises(InvalidRow, match=f"the text contains {token}"):
             tiny_builder("internvl")([{"prompt": f"a {token}"}])

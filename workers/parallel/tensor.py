@@ -55,7 +55,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
             parent, _, child = name.rpartition(".")
             holder = model.get_submodule(parent)
             setattr(holder, child, split.layer(name, getattr(holder, child), style, holder))
-            if style == "colwise" and name != family.head:
+            if style.endswith("colwise") and name != family.head:
                 parents[id(holder)] = holder
     for parent in parents.values():
         parent.register_forward_pre_hook(partial(_split_input, peers=peers), with_kwargs=True)
@@ -64,7 +64,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
                 mark_partial(part)
     module.score = partial(split_token_log_probs, peers=peers)
     if ranks.size("dp", "sp") == 1:  # otherwise FSDP moves what is left
-        model.to(mesh.device_type)  # type: ignore[arg-type]
+        module.to(mesh.device_type)
 
 
 def mark_partial(part: nn.Module) -> None:
@@ -136,7 +136,9 @@ class RowLinear(nn.Module):
 
 
 class HeadsLinear(nn.Module):
-    """A whole key-value projection of which this rank computes some heads: fewer heads than ranks."""
+    """A whole projection of which this rank computes some rows, by heads of ``head_dim``: key-value heads that are fewer than
+    ranks, or the rank's part of each of two layers in one weight.
+    """
 
     partial_over_tp = True
 
@@ -206,6 +208,11 @@ class _Split:
             return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, self.peers)
         if style == "rowwise":
             return RowLinear(self._parameter(name, layer.weight, 1), layer.bias, self.peers)
+        if style == "packed_colwise":
+            part, rest = divmod(layer.out_features, 2 * self.peers.size)
+            if rest:
+                raise InvalidConfig(f"layout.tp={self.peers.size} does not divide the two layers fused in {name}")
+            return HeadsLinear(layer.weight, layer.bias, (self.peers.rank, self.peers.size + self.peers.rank), part)
         if style != "colwise":
             raise InvalidConfig(f"tensor plan: {name} has the unknown style {style!r}")
         heads, key_value_heads = self.text.num_attention_heads, self.text.num_key_value_heads

@@ -1,0 +1,65 @@
+"""GLM-4.1V: patches with grids and multimodal rotary positions as in Qwen2-VL, and images alone: its one placeholder stands for
+a video's frames too, so Hugging Face's forward cannot tell a row's images from its videos.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidMedia
+from dataproto.vlm.family import DECODER_PLAN, VLMFamily
+from dataproto.vlm.flops import dense_layer_weights, frame_pairs, patch_weights, vision_flops
+from dataproto.vlm.pictures import PatchGrids
+
+
+@dataclass(frozen=True)
+class _ImageGrids(PatchGrids):
+    """As Qwen-VL's, by an arithmetic of the processor's own, without videos."""
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """None for videos."""
+        return super().names(kind) if kind == "image" else ()
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """None for videos."""
+        return super().grids(kind, inputs, config) if kind == "image" else torch.zeros(0, 3, dtype=torch.int64)
+
+    def image_features(self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any) -> int:
+        """The processor knows."""
+        if min(height, width) <= 0:
+            raise InvalidMedia(f"image of height {height} and width {width} is empty")
+        try:
+            patches = processor.get_number_of_image_patches(height, width, dict(options))
+        except ValueError as error:
+            raise InvalidMedia(f"image of height {height} and width {width}: {error}") from error
+        return int(patches) // self.merge_size(config) ** 2
+
+
+def _vision_flops(config: Any, grids: Tensor) -> Tensor:
+    vision = config.vision_config
+    width, out, merge = int(vision.hidden_size), int(vision.out_hidden_size), int(vision.spatial_merge_size)
+    return vision_flops(
+        grids,
+        patch=patch_weights(vision, width),
+        block=4 * width**2 + 3 * width * out,
+        merger=merge**2 * width * out + out**2 + 3 * out * int(vision.intermediate_size),
+        merge_size=merge,
+        width=width,
+        pairs=[frame_pairs(grids)] * int(vision.depth),
+    )
+
+
+GLM4V = VLMFamily(
+    model_type="glm4v",
+    pictures=_ImageGrids(),
+    mergers=("model.visual.downsample", "model.visual.merger"),
+    vision_flops=_vision_flops,
+    layer_weights=dense_layer_weights,
+    tensor_plan=(
+        *(entry for entry in DECODER_PLAN if not entry[0].endswith((".gate_proj", ".up_proj"))),
+        ("model.language_model.layers.*.mlp.gate_up_proj", "packed_colwise"),
+    ),
+)

@@ -1,0 +1,54 @@
+"""What every family says of its images, against its own image processor."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from dataproto.errors import InvalidRow
+from dataproto.vlm import family_of
+from helpers.tiny_models import MODEL_TYPES, takes_video, tiny_config
+from helpers.tiny_prompts import tiny_builder
+
+sizes = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 120)), max_size=3)
+
+
+def picture(width, height):
+    return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@given(sizes=sizes, limit=st.sampled_from([None, 300, 1000]))
+@settings(max_examples=20, deadline=None)
+def test_the_length_from_headers_is_the_length_of_the_prompt(model_type, sizes, limit):
+    builder = tiny_builder(model_type, max_prompt_length=4096, max_pixels=limit)
+    row = {"prompt": "<image>" * len(sizes), "images": [picture(*size) for size in sizes]}
+    prompt = builder.prepare(row)
+    assert builder.prompt_length(row) == len(prompt.input_ids)
+    media, config = builder.collate([prompt])["multi_modal_inputs"][0], builder.config
+    assert int(prompt.token_types.sum()) == builder.family.feature_counts(media, config)[0]
+    assert int(builder.family.grids(media, config).prod(-1).sum()) == 4 * int(prompt.token_types.sum())
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_an_empty_image_is_named(model_type):
+    with pytest.raises(InvalidRow, match=r"row 0: .*height 5 and width 0"):
+        tiny_builder(model_type)([{"prompt": "<image>", "images": [Image.new("RGB", (0, 5))]}])
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if not takes_video(name)])
+def test_a_video_is_refused_where_there_are_none(model_type):
+    message = f"row 0: models of type {model_type} take no videos; show a video's frames as images"
+    with pytest.raises(InvalidRow, match=message):
+        tiny_builder(model_type)([{"prompt": "<video>", "videos": [[picture(8, 8)]]}])
+    assert family_of(model_type).grids({}, tiny_config(model_type)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_token_types_are_told_by_placeholders(model_type):
+    config, family = tiny_config(model_type), family_of(model_type)
+    types = family.token_types(torch.tensor([[1, config.image_token_id, 2]]), config)
+    assert types.tolist() == [[0, 1, 0]]
+    assert config.image_token_id in family.banned_ids(config)
