@@ -99,6 +99,9 @@ CASES = {
     "activations computed again": partial(
         equals_one_process, "qwen3_vl", Layout(sp=2, tp=2), mixed_rows, activation_checkpointing="full"
     ),
+    "all but products computed again": partial(
+        equals_one_process, "qwen2_5_vl", Layout(sp=2, tp=2), mixed_rows, activation_checkpointing="selective"
+    ),
     "a frozen tower": partial(equals_one_process, "qwen3_vl", Layout(sp=2, tp=2), mixed_rows, freeze_vision=True),
 }
 

@@ -1,7 +1,8 @@
 """Activation checkpointing: what of the repeated layers the backward pass computes again instead of keeping.
 
-``full`` keeps a layer's input alone and computes the layer again (a third more work). ``selective`` keeps what matrix products
-and attention gave as well, so that only norms, activations and rotary embeddings are computed again (arXiv:2205.05198).
+``full`` keeps a layer's input alone and computes the layer again (a third more work). ``selective`` keeps what matrix products,
+attention and other ranks gave as well, so that only norms, activations and rotary embeddings are computed again
+(arXiv:2205.05198).
 """
 
 from collections.abc import Callable
@@ -34,6 +35,8 @@ COSTLY = (
     "aten._flash_attention_forward.default",
     "torch_attn._varlen_attn.default",
     "dataproto.segment_attention.default",
+    "_c10d_functional.all_to_all_single.default",  # what other ranks would have to send again
+    "_c10d_functional.all_reduce.default",
 )
 
 
