@@ -69,11 +69,7 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
     whole = attended.sum(1)
     saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
-    images, videos = (
-        _distinct(data, *names)
-        for names in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
-    )
-    rows = family.flops(config, whole, images, videos, logit_tokens=int(data["response_mask"].sum()))
+    rows = family.flops(config, whole, _distinct_grids(module, data), logit_tokens=int(data["response_mask"].sum()))
     # Segments of response tokens alone see the keys of their prompt: all of the row's pairs but those within the prompt.
     shared = family.flops(config, saved, logit_tokens=0)
     return Work(
@@ -83,8 +79,16 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
     )
 
 
-def _distinct(data: DataProto, pixels: str, grid: str) -> torch.Tensor | None:
-    found = {(id(row[pixels]), id(row[grid])): row[grid] for row in media_of(data) if row.get(grid) is not None}
+def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
+    """Grids ``(N, 3)`` of the images and videos that rows hold, each object once."""
+    pictures, config = module.family.pictures, module.model.config
+    found: dict[tuple[int, ...], torch.Tensor] = {}
+    for kind in ("image", "video"):
+        for row in media_of(data):
+            held = {name: row[name] for name in pictures.names(kind) if row.get(name) is not None}
+            key = tuple(map(id, held.values()))
+            if held and key not in found:
+                found[key] = pictures.grids(kind, held, config).cpu()
     return torch.cat(list(found.values())) if found else None
 
 
