@@ -1,4 +1,4 @@
-"""Which rows an index means: numbers, masks and slices, checked and resolved in one place."""
+"""Which rows an index means, and how many tokens rows have: numbers, masks and slices, checked and resolved in one place."""
 
 import operator
 from typing import Any, TypeAlias
@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from dataproto.errors import InvalidIndex
+from dataproto.errors import InvalidColumn, InvalidIndex
 
 Index: TypeAlias = "slice | list[Any] | range | np.ndarray | torch.Tensor"
 
@@ -69,3 +69,12 @@ def as_row(index: Any, rows: int) -> int:
     if not -rows <= row < rows:
         raise InvalidIndex(f"row {row} is out of range for {rows} rows")
     return row % rows
+
+
+def whole_numbers(numbers: Any, name: str) -> np.ndarray:
+    """``(B,)`` int64 of at least 0, a copy; InvalidColumn where they are something else."""
+    array = numbers.detach().cpu().numpy() if isinstance(numbers, torch.Tensor) else np.asarray(numbers)
+    array = array.astype(np.int64) if array.size == 0 else array
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
+        raise InvalidColumn(f"{name} are whole numbers of at least 0, one a row, not {numbers!r}")
+    return np.array(array, dtype=np.int64)

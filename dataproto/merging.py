@@ -1,14 +1,19 @@
-"""The rules by which batches are merged: columns side by side (union) and facts about the batch (``meta_info``)."""
+"""The rules by which batches are merged: columns side by side (union), facts about them (``meta_info``), and single items."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from tensordict import TensorDict
 
 from dataproto.equality import first_difference, same_value
-from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
+from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCountMismatch
 from dataproto.ragged import RaggedTensor
+from dataproto.rows import as_array, join
+
+if TYPE_CHECKING:
+    from dataproto.protocol import DataProto
+    from dataproto.table import DataProtoItem
 
 Array: TypeAlias = np.ndarray | RaggedTensor
 
@@ -102,3 +107,27 @@ def _slowest(key: str, left: Any, right: Any) -> Any:
     if same_value(left, right):
         return left
     raise ColumnConflict(f"Conflicting values for meta_info key '{key}': {left!r} and {right!r}")
+
+
+def collate_fn(x: "list[DataProtoItem]") -> "DataProto":
+    """Items to a batch: tensors stacked, anything else as columns of objects, ``meta_info`` left out.
+
+    Raises:
+        MissingColumn: items have different columns.
+        ColumnConflict: tensors of one name have different shapes.
+    """
+    from dataproto.protocol import DataProto
+
+    if not x:
+        return DataProto()
+    tensors = [{} if item.batch is None else dict(item.batch.items()) for item in x]
+    names = [{*each, *item.non_tensor_batch} for each, item in zip(tensors, x)]
+    for row, present in enumerate(names):
+        if present != names[0]:
+            raise MissingColumn(f"item {row} lacks or adds columns: {sorted(present ^ names[0])}")
+    batch = None
+    if x[0].batch is not None:
+        columns = {key: join([each[key].unsqueeze(0) for each in tensors], key) for key in tensors[0]}
+        batch = TensorDict(columns, batch_size=[len(x)], device=x[0].batch.device)
+    arrays = {key: as_array([item.non_tensor_batch[key] for item in x], key) for key in x[0].non_tensor_batch}
+    return DataProto(batch=batch, non_tensor_batch=arrays)

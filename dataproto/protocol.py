@@ -26,7 +26,7 @@ from dataproto.errors import (
 )
 from dataproto.folding import fold_batch_dim, unfold_batch_dim, unfold_columns
 from dataproto.indexing import Index
-from dataproto.merging import concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
+from dataproto.merging import collate_fn, concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
 from dataproto.padding import (
     DataProtoConfig,
     pad_dataproto_to_divisor,
@@ -63,29 +63,6 @@ __all__ = [
     "unpad_dataproto",
     "unpad_inert",
 ]
-
-
-def collate_fn(x: list[DataProtoItem]) -> "DataProto":
-    """Items to a batch: tensors stacked, anything else as columns of objects, ``meta_info`` left out.
-
-    Raises:
-        MissingColumn: items have different columns.
-        ColumnConflict: tensors of one name have different shapes.
-    """
-    tensors = [{} if item.batch is None else dict(item.batch.items()) for item in x]
-    names = [{*each, *item.non_tensor_batch} for each, item in zip(tensors, x)]
-    for row, present in enumerate(names):
-        if present != names[0]:
-            raise MissingColumn(f"item {row} lacks or adds columns: {sorted(present ^ names[0])}")
-    first = x[0] if x else DataProtoItem()
-    batch = None
-    if first.batch is not None:
-        columns = {key: columnwise.join([each[key].unsqueeze(0) for each in tensors], key) for key in tensors[0]}
-        batch = TensorDict(columns, batch_size=[len(x)], device=first.batch.device)
-    arrays = {
-        key: columnwise.as_array([item.non_tensor_batch[key] for item in x], key) for key in first.non_tensor_batch
-    }
-    return DataProto(batch=batch, non_tensor_batch=arrays)
 
 
 class DataProto(Table):

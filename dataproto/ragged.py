@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
-from dataproto.indexing import Index, as_positions, as_row, as_slice
+from dataproto.indexing import Index, as_positions, as_row, as_slice, whole_numbers
 from dataproto.tensordict_utils import alike_tensors, memory_key, rows_at
 
 Side = Literal["left", "right"]
@@ -42,7 +42,7 @@ class RaggedTensor:
 
     def __init__(self, values: torch.Tensor, lengths: "torch.Tensor | np.ndarray | Sequence[int]") -> None:
         _check_storage(values)
-        sizes = _whole_numbers(lengths, "lengths")
+        sizes = whole_numbers(lengths, "lengths")
         if (total := int(sizes.sum())) != values.shape[0]:
             raise InvalidColumn(f"lengths add up to {total}, but there are {values.shape[0]} values")
         self._storage, self._lengths = values, sizes
@@ -61,7 +61,7 @@ class RaggedTensor:
             InvalidColumn: a window does not lie within the storage.
         """
         _check_storage(storage)
-        first, sizes = _whole_numbers(starts, "starts"), _whole_numbers(lengths, "lengths")
+        first, sizes = whole_numbers(starts, "starts"), whole_numbers(lengths, "lengths")
         if len(first) != len(sizes):
             raise InvalidColumn(f"{len(first)} starts cannot go with {len(sizes)} lengths")
         if (wrong := np.flatnonzero(first > storage.shape[0] - sizes)).size:
@@ -409,15 +409,6 @@ def _check_storage(values: Any) -> None:
     if not isinstance(values, torch.Tensor) or values.is_nested or values.layout != torch.strided or values.ndim == 0:
         shape = f" of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) and not values.is_nested else ""
         raise InvalidColumn(f"values are one dense tensor (N, ...), not a {type(values).__name__}{shape}")
-
-
-def _whole_numbers(numbers: Any, name: str) -> np.ndarray:
-    """``(B,)`` int64 of at least 0, a copy."""
-    array = numbers.detach().cpu().numpy() if isinstance(numbers, torch.Tensor) else np.asarray(numbers)
-    array = array.astype(np.int64) if array.size == 0 else array
-    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
-        raise InvalidColumn(f"{name} are whole numbers of at least 0, one a row, not {numbers!r}")
-    return np.array(array, dtype=np.int64)
 
 
 def _form(dtype: torch.dtype, device: torch.device, tail: torch.Size) -> str:

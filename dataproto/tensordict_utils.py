@@ -96,7 +96,7 @@ def alike_tensors(rows: Sequence[Any], dtype: torch.dtype | None) -> list[torch.
     for number, row in enumerate(rows):
         if row is None:
             raise InvalidColumn(f"row {number} is None; an empty row is a tensor of length 0, or an empty list")
-    tensors = [row if isinstance(row, torch.Tensor) else torch.as_tensor(row, dtype=dtype) for row in rows]
+    tensors = [row if isinstance(row, torch.Tensor) else _as_tensor(row, dtype) for row in rows]
     example = next((made for made, row in zip(tensors, rows) if not _is_blank(row)), None)
     if example is None:
         return tensors
@@ -110,6 +110,18 @@ def alike_tensors(rows: Sequence[Any], dtype: torch.dtype | None) -> list[torch.
                 f"which does not go with {tuple(example.shape)} {example.dtype} on {example.device}"
             )
     return tensors
+
+
+def _as_tensor(row: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """``torch.as_tensor``; by way of numpy, which reads lists of whole numbers several times faster and to the same dtype."""
+    if isinstance(row, list | tuple) and row and type(row[0]) is int and dtype in (None, torch.int64):
+        try:
+            array = np.array(row)
+        except ValueError:
+            array = np.empty(0, dtype=object)
+        if array.dtype == np.int64 and array.ndim == 1:
+            return torch.from_numpy(array)
+    return torch.as_tensor(row, dtype=dtype)
 
 
 def _is_blank(row: Any) -> bool:

@@ -415,3 +415,27 @@ def test_no_rows_stay_legal_everywhere() -> None:
     blank = RaggedTensor(torch.zeros(0), [0, 0])
     assert blank.to_padded().shape == (2, 0)
     assert lists(blank[[1, 0, 1]]) == [[], [], []]
+
+
+def test_pinned_rows_hold_each_distinct_row_once_where_there_is_a_device() -> None:
+    rows = RaggedTensor(torch.arange(6), [2, 4]).repeat(3)[[1, 2, 3]]
+    if not torch.accelerator.is_available():
+        with pytest.raises(RuntimeError, match="accelerator"):
+            rows.pin_memory()
+        return
+    pinned = rows.pin_memory()
+    assert pinned.storage.is_pinned()
+    assert pinned == rows
+    assert len(pinned.storage) == 6
+    assert pinned.pin_memory() is pinned
+
+
+def test_lists_of_numbers_become_what_torch_makes_of_them() -> None:
+    for row in ([1, 2], [True, False], [1, True], [1.5, 2], [2**40], [[1, 2], [3, 4]], (5,)):
+        for dtype in (None, torch.int64, torch.float32):
+            expected = torch.as_tensor(row, dtype=dtype)
+            found = RaggedTensor.from_list([row], dtype).values
+            assert found.dtype == expected.dtype
+            assert found.equal(expected)
+    with pytest.raises(RuntimeError, match="overflow"):
+        RaggedTensor.from_list([[2**40]], torch.int32)
