@@ -39,12 +39,11 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: LoraConfig) 
 
 
 def adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterator[str]:
-    """Names of the linear layers that get an adapter: those of decoder layers and, with ``vision``, of the tower."""
-    roots = [family.decoder_layers, *([family.vision_tower] if vision else [])]
-    for root in roots:
-        for name, layer in model.get_submodule(root).named_modules():
-            if isinstance(layer, nn.Linear):
-                yield f"{root}.{name}"
+    """Names of the linear layers that get an adapter: those of decoder layers and, with ``vision``, of tower and mergers."""
+    roots = (family.decoder_layers, *((family.vision_tower, *family.mergers) if vision else ()))
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and any(name.startswith(f"{root}.") for root in roots):
+            yield name
 
 
 def is_adapted(model: nn.Module) -> bool:

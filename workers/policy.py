@@ -175,7 +175,8 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trai
     elif config.lora is not None:
         add_adapters(model, family, config.lora)
     if config.freeze_vision:
-        model.get_submodule(family.vision_tower).requires_grad_(False)
+        for path in (family.vision_tower, *family.mergers):
+            model.get_submodule(path).requires_grad_(False)
 
 
 def checkpoint_family(model_path: str) -> VLMFamily:
