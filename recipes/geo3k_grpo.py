@@ -4,8 +4,6 @@ With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on t
 and ``--data-path`` the same loop runs any Qwen2-VL, Qwen2.5-VL or Qwen3-VL checkpoint on Geometry3K or data of its kind.
 """
 
-import contextlib
-import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,18 +12,17 @@ from typing import Any, Literal
 
 import tyro
 from torch.utils.data import Subset
-from transformers.utils.logging import disable_progress_bar
 
-from dataproto.errors import DataProtoError, InvalidConfig
+from dataproto.errors import InvalidConfig
 from recipes.algorithms.rewards import RewardFunction, load_reward
+from recipes.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.evaluation import evaluate_answers, save_processors
 from recipes.geo3k import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
-from recipes.metrics import timed, validation_metrics
 from recipes.phases import Progression
 from recipes.report import write_report
 from recipes.run_directory import open_run_directory
-from recipes.samples import rollout_samples, save_rollouts
 from recipes.synthetic import LEVELS
 from recipes.synthetic.rows import ProblemRows
 from recipes.tiny import tiny_checkpoint
@@ -39,8 +36,6 @@ from workers.optimizer import OptimizerConfig
 from workers.policy import checkpoint_family
 from workers.ray_config import RayConfig
 from workers.rollout import RolloutConfig
-
-REPORTED_ROLLOUTS = 24  # of each evaluation
 
 
 @dataclass(frozen=True)
@@ -119,17 +114,7 @@ TINY = Geo3KConfig(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    disable_progress_bar()  # of transformers; ours is enough
-    try:
-        print(f"report: {run(parse(arguments))}")
-    except (DataProtoError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted: run the same command with --resume to continue from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return run_from_command_line(run, parse, sys.argv[1:] if arguments is None else arguments)
 
 
 def parse(arguments: Sequence[str]) -> Geo3KConfig:
@@ -138,19 +123,8 @@ def parse(arguments: Sequence[str]) -> Geo3KConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    real = any(argument.split("=")[0].replace("_", "-") == "--model-path" for argument in arguments)
-    default = Geo3KConfig() if real else TINY
-    refusal = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(refusal):
-            return tyro.cli(
-                Geo3KConfig, args=list(arguments), default=default, description=__doc__, prog="recipes.geo3k_grpo"
-            )
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
-        raise InvalidConfig("; ".join(line for line in lines[1:] if line)) from None
+    default = Geo3KConfig() if names_a_model(arguments) else TINY
+    return parse_config(arguments, default, __doc__, "recipes.geo3k_grpo")
 
 
 def run(config: Geo3KConfig) -> Path:
@@ -253,29 +227,8 @@ def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder
 
 def evaluate(roles: Roles, held_out: EvaluationLoader, config: Geo3KConfig, step: int) -> dict[str, float]:
     """Greedy answers to the held-out problems: their metrics, and some of them kept for the report."""
-    metrics: dict[str, float] = {}
-    greedy = SamplingParams(temperature=0, max_tokens=config.data.max_response_length)
-    with timed(metrics, "testing"):
-        batches = []
-        for prompts in held_out:
-            data = roles.rollout.generate(prompts, greedy)
-            data |= roles.reward.score(data)
-            batches.append(data)
-    samples = [sample for data in batches for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
-    save_rollouts(config.run.output_dir, step, samples[:REPORTED_ROLLOUTS])
-    columns = {name: [value for data in batches if name in data for value in data[name]] for name in ("acc", "format")}
-    columns["reward"] = [value for data in batches for value in data["score"]]
-    sources = [source for data in batches for source in data["data_source"]]
-    uids = [uid for data in batches for uid in data["uid"]]
-    present = {name: values for name, values in columns.items() if len(values) == len(uids)}
-    metrics["data/skipped_eval_rows"] = len(held_out.skipped)
-    return metrics | validation_metrics(sources, uids, present)
-
-
-def save_processors(builder: PromptBuilder, directory: Path) -> None:
-    """Tokenizer and image processor beside exported weights, so that the directory is a whole checkpoint."""
-    builder.tokenizer.save_pretrained(directory)
-    builder.image_processor.save_pretrained(directory)
+    metrics, _ = evaluate_answers(roles, held_out, config.data.max_response_length, config.run.output_dir, step)
+    return metrics | {"data/skipped_eval_rows": len(held_out.skipped)}
 
 
 if __name__ == "__main__":

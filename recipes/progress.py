@@ -10,6 +10,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 REWARD = "critic/score/mean"
+LOSS = "train/loss"
 THROUGHPUT = "perf/throughput"
 
 
@@ -110,6 +111,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:
-    reward, throughput = metrics.get(REWARD, math.nan), metrics.get(THROUGHPUT, math.nan)
+    reward, loss, throughput = (metrics.get(name, math.nan) for name in (REWARD, LOSS, THROUGHPUT))
     parts = [f"reward {reward:.3f}"] if math.isfinite(reward) else []
+    parts += [f"loss {loss:.3f}"] if math.isfinite(loss) else []
     return parts + ([f"{throughput:,.0f} tokens/s"] if math.isfinite(throughput) else [])

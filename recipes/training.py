@@ -21,6 +21,12 @@ STATE_FILE = "trainer.pt"
 # prompts, and what gives more of them -> scored rollouts, metrics
 StepFunction = Callable[[DataProto, More], tuple[DataProto, dict[str, float]]]
 Evaluate = Callable[[int], dict[str, float]]  # step -> metrics
+Measure = Callable[[DataProto, Mapping[str, float]], dict[str, float]]  # what a step returned -> further metrics
+
+
+def measure_rollouts(data: DataProto, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Statistics of a scored rollout batch, and speed."""
+    return rollout_metrics(data) | speed_metrics(data, metrics)
 
 
 class Stateful(Protocol):
@@ -69,6 +75,7 @@ def train(
     evaluate: Evaluate,
     save_processors: Callable[[Path], None],
     progression: Stateful,
+    measure: Measure = measure_rollouts,
 ) -> None:
     """Runs the steps from wherever the run stands, and writes one metrics row for each.
 
@@ -78,6 +85,7 @@ def train(
     Args:
         save_processors: writes tokenizer and image processor beside the exported weights.
         progression: what the algorithm carries from step to step.
+        measure: statistics of a step's batch.
     """
     done = restore(run, roles, loader, progression) if run.resume else None
     first = 1 if done is None else done + 1
@@ -87,7 +95,7 @@ def train(
             progress.note("evaluating before the first step")
             log.write(0, evaluate(0))
         for step in range(first, run.steps + 1):
-            metrics = train_step(loader, step_function, progress)
+            metrics = train_step(loader, step_function, progress, measure)
             if is_due(step, run.eval_every, run.steps):
                 metrics |= evaluate(step)
             log.write(step, metrics)
@@ -116,7 +124,7 @@ def with_restarts(attempt: Callable[[RunConfig], None], run: RunConfig, loader: 
             run = replace(run, resume=True, overwrite=False)
 
 
-def train_step(loader: Loader, step_function: StepFunction, progress: Progress) -> dict[str, float]:
+def train_step(loader: Loader, step_function: StepFunction, progress: Progress, measure: Measure) -> dict[str, float]:
     metrics: dict[str, float] = {}
 
     def more(reason: str) -> DataProto:
@@ -128,7 +136,7 @@ def train_step(loader: Loader, step_function: StepFunction, progress: Progress) 
             prompts = next(loader)
         data, step_metrics = step_function(prompts, more)
     metrics |= step_metrics | {"data/skipped_rows": len(loader.skipped)}
-    return metrics | rollout_metrics(data) | speed_metrics(data, metrics)
+    return metrics | measure(data, metrics)
 
 
 def is_due(step: int, every: int, last: int) -> bool:
