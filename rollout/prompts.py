@@ -59,6 +59,11 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
     try:
         processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)
     except ValueError as error:
+        if "Could not load any image processor class" in str(error):
+            raise InvalidConfig(
+                f"{path}: transformers has its image processor for torchvision alone; prompts are made with the "
+                f"{IMAGE_BACKEND} backend, on every machine the same"
+            ) from error
         # The first Qwen2.5-VL checkpoints name a class that no longer exists; its successor reads their settings.
         if "Unrecognized image processor" not in str(error):
             raise

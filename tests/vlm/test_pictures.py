@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dataproto.errors import InvalidRow
+from dataproto.errors import InvalidConfig, InvalidRow
 from dataproto.vlm import family_of
 from helpers.tiny_models import MODEL_TYPES, takes_video, tiny_config
 from helpers.tiny_prompts import tiny_builder
+from rollout.prompts import load_image_processor
 
 sizes = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 120)), max_size=3)
 
@@ -44,6 +45,12 @@ def test_a_video_is_refused_where_there_are_none(model_type):
     with pytest.raises(InvalidRow, match=message):
         tiny_builder(model_type)([{"prompt": "<video>", "videos": [[picture(8, 8)]]}])
     assert family_of(model_type).grids({}, tiny_config(model_type)).shape == (0, 3)
+
+
+def test_an_image_processor_without_a_pil_backend_is_named(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Sam2ImageProcessor"}')
+    with pytest.raises(InvalidConfig, match=r"for torchvision alone|Sam2ImageProcessor has no pil backend"):
+        load_image_processor(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
