@@ -1,6 +1,7 @@
 """Role workers, and the groups that run them."""
 
 from workers.actor import ActorConfig, ActorWorker
+from workers.critic import CriticConfig, CriticWorker
 from workers.launch import Roles, launch
 from workers.layout import Layout
 from workers.optimizer import OptimizerConfig
@@ -14,6 +15,8 @@ from workers.step import LossFn
 __all__ = [
     "ActorConfig",
     "ActorWorker",
+    "CriticConfig",
+    "CriticWorker",
     "Layout",
     "LossFn",
     "OptimizerConfig",

@@ -69,7 +69,8 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
     whole = attended.sum(1)
     saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
-    rows = family.flops(config, whole, _distinct_grids(module, data), logit_tokens=int(data["response_mask"].sum()))
+    logit_tokens = int(data["response_mask"].sum()) if module.makes_logits else 0
+    rows = family.flops(config, whole, _distinct_grids(module, data), logit_tokens=logit_tokens)
     # Segments of response tokens alone see the keys of their prompt: all of the row's pairs but those within the prompt.
     shared = family.flops(config, saved, logit_tokens=0)
     return Work(

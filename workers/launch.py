@@ -8,6 +8,7 @@ from typing import Any
 
 from dataproto.errors import InvalidConfig
 from workers.actor import ActorConfig, ActorWorker
+from workers.critic import CriticConfig, CriticWorker
 from workers.group import LocalGroup
 from workers.layout import Layout
 from workers.policy import PolicyConfig, ReferenceWorker
@@ -19,7 +20,7 @@ from workers.rollout import RolloutConfig, RolloutWorker
 class Roles:
     """The groups of one run; a context manager that closes them.
 
-    `reference` and `reward` raise when asked for without having been launched.
+    `reference`, `critic` and `reward` raise when asked for without having been launched.
     """
 
     actor: Any
@@ -31,6 +32,10 @@ class Roles:
     @property
     def reference(self) -> Any:
         return self._optional("reference")
+
+    @property
+    def critic(self) -> Any:
+        return self._optional("critic")
 
     @property
     def reward(self) -> Any:
@@ -65,6 +70,7 @@ def launch(
     rollout: str | RolloutConfig = "hf",
     on: str = "local",
     layout: Layout | None = None,
+    critic: CriticConfig | None = None,
     **options: Any,
 ) -> Roles:
     """Starts the roles of a recipe.
@@ -72,7 +78,7 @@ def launch(
     Args:
         rollout: an engine's name, or a `RolloutConfig` with options for it.
         on: where: ``"local"`` is this process, ``"ray"`` one process for each rank of ``layout``, each with all roles.
-        layout: how actor and reference are spread over processes.
+        layout: how actor, reference and critic are spread over processes.
         options: of the place; on Ray, the fields of `workers.ray_group.RayConfig`.
 
     Raises:
@@ -83,7 +89,7 @@ def launch(
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
     module, _, name = PLACES[on].partition(":")
-    plan = Plan(actor, reference, reward, rollout, layout or Layout())
+    plan = Plan(actor, reference, reward, rollout, layout or Layout(), critic)
     roles: Roles = getattr(import_module(module), name)(plan, **options)
     return roles
 
@@ -97,6 +103,7 @@ class Plan:
     reward: RewardFunction | None
     rollout: RolloutConfig
     layout: Layout
+    critic: CriticConfig | None = None
 
 
 PLACES = {"local": "workers.launch:launch_local", "ray": "workers.ray_launch:launch_ray"}
@@ -109,6 +116,7 @@ def launch_local(plan: Plan) -> Roles:
     policy = ActorWorker(plan.actor)
     optional = {
         "reference": plan.reference and LocalGroup(ReferenceWorker(plan.reference)),
+        "critic": plan.critic and LocalGroup(CriticWorker(plan.critic)),
         "reward": plan.reward and LocalGroup(RewardWorker(plan.reward, plan.actor.model_path)),
     }
     return Roles(LocalGroup(policy), LocalGroup(RolloutWorker(plan.rollout, policy.named_weights)), optional)

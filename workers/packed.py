@@ -66,6 +66,9 @@ class PackedVLM(nn.Module):
     outputs: Callable[[Tensor, Tensor | None], Any] = Outputs
     """What a loss function sees, of scores and entropies ``(B, R)``."""
 
+    makes_logits = True
+    """Whether the head turns each state into a logit for each token of the vocabulary."""
+
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
         use_packed_attention(model)

@@ -23,6 +23,11 @@ def save_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
             weights[name] = weight.cpu()
     if ranks.first:
         bare_copy(module.model).save_pretrained(directory / "huggingface", state_dict=weights)
+    save_training(directory, module, optimizer)
+
+
+def save_training(directory: Path, module: PackedVLM, optimizer: Optimizer) -> None:
+    """Writes ``training/`` alone."""
     write(_training_state(module, optimizer), directory / "training")
 
 
