@@ -32,8 +32,8 @@ from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
 from workers.launch import Roles, launch
 from workers.layout import Layout
+from workers.loading import checkpoint_family
 from workers.optimizer import OptimizerConfig
-from workers.policy import checkpoint_family
 from workers.ray_config import RayConfig
 from workers.rollout import RolloutConfig
 

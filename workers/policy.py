@@ -1,24 +1,23 @@
 """What actor and reference share: a packed model that scores responses."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from dataproto.vlm import VLMFamily, family_of
+from dataproto.vlm import VLMFamily
 from workers.engine_config import EngineConfig, compute_dtype
 from workers.group import dispatch
-from workers.lora import add_adapters
+from workers.loading import load_packed
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
-from workers.parallel import parallelize
 from workers.precision import HalfWeights
 from workers.step import MicroBatch, check_rows, forward_rows, micro_batches
 from workers.weights import named_weights
@@ -140,54 +139,3 @@ class ReferenceWorker(PolicyWorker):
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
         """As the actor's, into ``ref_log_prob``."""
         return super().log_probs(data, into, entropy)
-
-
-def load_packed(
-    config: Any,
-    device: torch.device,
-    ranks: Ranks,
-    trains: bool,
-    wrap: Callable[[PreTrainedModel, VLMFamily], PackedVLM],
-) -> PackedVLM:
-    """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
-
-    Each rank reads the checkpoint into host memory and moves its own part to the device.
-
-    Args:
-        config: an `EngineConfig` with a ``model_path``.
-    """
-    family = checkpoint_family(config.model_path)
-    model = AutoModelForImageTextToText.from_pretrained(
-        config.model_path, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    freeze(model, family, config, trains)
-    if ranks.mesh is None:
-        model.to(device)  # type: ignore[arg-type]
-    module = wrap(model, family)
-    parallelize(module, ranks, config)
-    return module
-
-
-def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trains: bool) -> None:
-    """Leaves gradients to what is trained, and adds the adapters if it is they."""
-    if not trains:
-        model.requires_grad_(False)
-    elif config.lora is not None:
-        add_adapters(model, family, config.lora)
-    if config.freeze_vision:
-        for path in (family.vision_tower, *family.mergers):
-            model.get_submodule(path).requires_grad_(False)
-
-
-def checkpoint_family(model_path: str) -> VLMFamily:
-    """The family of a checkpoint directory or hub name.
-
-    Raises:
-        InvalidConfig: there is no such checkpoint.
-        UnknownModel: it is of no registered family.
-    """
-    try:
-        config = AutoConfig.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {str(error).splitlines()[0]}") from error
-    return family_of(config)

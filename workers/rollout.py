@@ -11,7 +11,7 @@ from dataproto import DataProto
 from rollout.engine import SamplingParams, create_engine
 from rollout.responses import attach_responses, build_requests
 from workers.group import dispatch
-from workers.policy import checkpoint_family
+from workers.loading import checkpoint_family
 from workers.sharding import ShardingManager
 
 
