@@ -1,10 +1,13 @@
 """Functions run at the same time on several ranks that talk through gloo, all in one start of the processes."""
 
 import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-PRELOADED = ("workers.actor", "workers.parallel.fsdp", "helpers.batches")
+PRELOADED = ("workers.actor", "workers.parallel.fsdp", "workers.parallel.ulysses", "workers.parallel.vision")
 """Imported once, in the process that the ranks are forked from."""
 
 
@@ -23,13 +26,10 @@ def run_ranks(
 
     Scenarios are importable functions without arguments; each of them runs on all ranks, one after the other.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context = _preloaded_context()
     results = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, size, str(folder / "store"), dict(scenarios), results), daemon=True)
-        for rank in range(size)
-    ]
+    shared = (size, str(folder / "store"), dict(scenarios), dict(os.environ), results)
+    ranks = [context.Process(target=_rank, args=(rank, *shared), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
     found: dict[str, list[Any]] = {name: [None] * size for name in scenarios}
@@ -44,7 +44,24 @@ def run_ranks(
     return found
 
 
-def _rank(rank: int, size: int, store: str, scenarios: dict[str, Callable[[], Any]], results: Any) -> None:
+@cache
+def _preloaded_context() -> Any:
+    """Ranks are forked from one process for all tests; another test's, which has not imported what they need, is left."""
+    forkserver._forkserver._stop()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+def _rank(
+    rank: int,
+    size: int,
+    store: str,
+    scenarios: dict[str, Callable[[], Any]],
+    environment: dict[str, str],
+    results: Any,
+) -> None:
+    os.environ.update(environment)  # that of the process they are forked from may be older
     torch.set_num_threads(1)
     disable_progress_bar()
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
