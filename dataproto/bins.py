@@ -72,10 +72,8 @@ class BinLayout:
     @cached_property
     def position_ids(self) -> Tensor:
         """Each cell's place in its segment, ``(bins, capacity)`` int64."""
-        starts = np.cumsum(self.sizes) - self.sizes
-        return torch.from_numpy(np.arange(self.bins * self.capacity) - np.repeat(starts, self.sizes)).view(
-            self.bins, self.capacity
-        )
+        starts = np.repeat(np.cumsum(self.sizes) - self.sizes, self.sizes)
+        return torch.from_numpy(np.arange(len(starts)) - starts).view(self.bins, self.capacity)
 
     @cached_property
     def filled(self) -> Tensor:
@@ -97,17 +95,29 @@ class BinLayout:
             InvalidColumn: the rows' lengths are not those of the layout.
         """
         standing = self.rows >= 0
-        if len(rows) != standing.sum() or (rows.lengths.numpy()[self.rows] != self.tokens)[standing].any():
+        order = self.rows[standing]
+        if len(rows) != len(order) or not np.array_equal(rows.lengths.numpy()[order], self.tokens[standing]):
             raise InvalidColumn(f"{rows!r} are not the rows of this layout")
-        if len(rows.storage) == 0:
+        if len(rows) == 0 or len(rows.storage) == 0:
             return rows.storage.new_full((self.bins, self.capacity, *rows.tail), fill)
-        first = np.where(standing, rows.starts.numpy()[self.rows], 0)
-        index = self.position_ids.numpy().ravel() + np.repeat(first, self.sizes)
-        if (first + self.sizes > len(rows.storage)).any():
-            np.minimum(index, len(rows.storage) - 1, out=index)  # of cells without tokens
-        chosen = rows_at(rows.storage, torch.from_numpy(index).to(rows.device))
+        chosen = rows_at(rows.storage, torch.from_numpy(self._sources(rows)).to(rows.device))
         empty = ~self.filled.to(rows.device).view(self.bins, self.capacity, *[1] * len(rows.tail))
         return chosen.view(self.bins, self.capacity, *rows.tail).masked_fill_(empty, fill)
+
+    def _sources(self, rows: RaggedTensor) -> np.ndarray:
+        """Where each cell's value stands in the rows' storage, ``(bins * capacity,)``; columns that lie alike share one."""
+        key = (len(rows.storage), rows.starts.numpy().tobytes())
+        if key not in self._found:
+            first = np.where(self.rows >= 0, rows.starts.numpy()[self.rows], 0)
+            index = np.repeat(first, self.sizes) + self.position_ids.numpy().ravel()
+            if (first + self.sizes > len(rows.storage)).any():
+                np.minimum(index, len(rows.storage) - 1, out=index)  # of cells without tokens
+            self._found[key] = index
+        return self._found[key]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, bytes], np.ndarray]:
+        return {}
 
     def take(self, grid: Tensor) -> RaggedTensor:
         """The inverse of :meth:`place`: the rows that stand in ``(bins, capacity, *tail)``, in their own order."""

@@ -155,6 +155,15 @@ def test_rows_come_back_out_of_their_bins(lengths, random, align):
     assert int((grid[..., 0] == -1).sum()) == len(bins) * 16 - sum(lengths)
 
 
+def test_bins_without_rows_are_all_padding():
+    none = RaggedTensor(torch.arange(3), [3])[:0]
+    layout = BinLayout.of([], [np.array([], dtype=np.int64)], 4)
+    assert layout.place(none, 7).tolist() == [[7, 7, 7, 7]]
+    assert len(layout.take(layout.place(none, 7))) == 0
+    assert len(pack_supervised([], capacity=4, pad_token_id=0)) == 0
+    assert pack_supervised([[], []], capacity=2, pad_token_id=3)["input_ids"].tolist() == [[3, 3]]
+
+
 def test_gradients_flow_into_bins_and_out():
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     layout = BinLayout.of([2, 1], [np.array([1, 0])], capacity=5)
