@@ -9,8 +9,10 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from typing import Any
 
 import ray
@@ -40,6 +42,7 @@ def running_ray(config: RayConfig, processes: int) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if config.address is None:
+        stay_on_localhost()
         options |= {
             "num_cpus": max(os.cpu_count() or 1, int(processes * config.cpus) + 1),
             "include_dashboard": False,
@@ -52,6 +55,20 @@ def running_ray(config: RayConfig, processes: int) -> Any:
         yield
     finally:
         ray.shutdown()
+
+
+def stay_on_localhost() -> None:
+    """Ports of a Ray started here are open to this machine alone. Its processes read the variable; this one did so before."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def send_code_of_lone_modules() -> None:
+    """Functions of modules that no other process could import, as those of a reward file, travel with their code."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and "." not in name and name != "__main__" and PathFinder.find_spec(name) is None:
+            ray.cloudpickle.register_pickle_by_value(module)
 
 
 class RayBlobs:

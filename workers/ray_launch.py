@@ -7,18 +7,19 @@ from typing import Any
 
 from dataproto.errors import InvalidConfig
 from workers.actor import ActorWorker
+from workers.critic import CriticWorker
 from workers.launch import Plan, Roles
 from workers.layout import Layout
 from workers.policy import ReferenceWorker
 from workers.ray_config import RayConfig
-from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray
+from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray, send_code_of_lone_modules
 from workers.reward import RewardFunction, RewardWorker
 from workers.rollout import RolloutWorker
 
 
 def launch_ray(plan: Plan, **options: Any) -> Roles:
-    """One process for each rank of the layout, each holding that rank of actor, reference and, unless it has processes of its
-    own, rollout; the reward has a process without a device.
+    """One process for each rank of the layout, each holding that rank of actor, reference, critic and, unless it has processes
+    of its own, rollout; the reward has a process without a device.
 
     Raises:
         InvalidConfig: an unknown option, or the cluster is too small.
@@ -27,17 +28,21 @@ def launch_ray(plan: Plan, **options: Any) -> Roles:
     if unknown:
         raise InvalidConfig(f"on='ray' has no options {unknown}: it has {[field.name for field in fields(RayConfig)]}")
     config, blobs = RayConfig(**options), StepBlobs()
+    send_code_of_lone_modules()
     with ExitStack() as stack:
         stack.enter_context(running_ray(config, plan.layout.world_size + config.rollout_processes + 1))
         pool = RayPool(plan.layout, config, blobs)
         stack.callback(pool.close)
         actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
-        optional: dict[str, Any] = {"reference": None, "reward": None}
+        optional: dict[str, Any] = {"reference": None, "critic": None, "reward": None}
         if plan.reference is not None:
             policy = plan.reference
             optional["reference"] = pool.build(
                 "reference", lambda host: ReferenceWorker(policy, host.device, host.ranks)
             )
+        if plan.critic is not None:
+            critic = plan.critic
+            optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
         if plan.reward is not None:
             optional["reward"] = build_reward(plan, plan.reward, config, blobs, stack)
         rollout, hand_over = build_rollout(plan, pool, config, blobs, stack)

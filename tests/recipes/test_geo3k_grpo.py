@@ -14,16 +14,11 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
+from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
 from helpers.tiny_models import MODEL_TYPES
 from recipes.geo3k_grpo import TINY, main, open_data_set, parse
 from recipes.metrics import read_metrics
 from rollout.prompts import PromptBuilder
-
-REWARD = '''
-def score(data_source, solution_str, ground_truth, extra_info):
-    """Rewards short answers, so that even a random model has something to learn from."""
-    return {"score": 1.0 / (1 + len(solution_str)), "acc": float(len(solution_str) < 5)}
-'''
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +40,6 @@ def geometry3k(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
-
-
-def arguments(model_path, data_path, reward, output_dir, *more):
-    settings = (
-        "--batch-size 4 --algorithm.n 3 --max-prompt-length 500 --max-response-length 6 --eval-rows 5 --optimizer.lr 1e-3"
-        " --algorithm.entropy-coef 0.01 --token-budget 600 --steps 5 --save-every 2"
-    )
-    paths = ["--model-path", model_path, "--data-path", data_path, "--reward", reward, "--output-dir", str(output_dir)]
-    return [*paths, *settings.split(), *more]
-
-
-def rows_of(directory):
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(rows):
-    timed = ("timing", "perf/t")
-    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
 
 @pytest.fixture(scope="module")
