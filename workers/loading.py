@@ -38,7 +38,7 @@ def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, w
         )
     freeze(model, family, config, trains)
     if ranks.mesh is None:
-        model.to(device)
+        model.to(device)  # type: ignore[arg-type]
     module = wrap(model, family)
     weights = module.state_dict() if alone_reads and ranks.first else {}
     parallelize(module, ranks, config)

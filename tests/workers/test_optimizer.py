@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dataproto.errors import InvalidConfig
-from workers.optimizer import Optimizer, OptimizerConfig, learning_rate_factor
+from workers.optimizer import Optimizer, OptimizerConfig, clip_by_global_norm, learning_rate_factor
 
 
 def one_parameter(value=1.0, **config):
@@ -58,3 +58,21 @@ def test_a_decaying_schedule_needs_its_length():
         one_parameter(schedule="linear")
     with pytest.raises(InvalidConfig, match="total_steps=3"):
         OptimizerConfig(schedule="linear", total_steps=3, warmup_steps=3)
+
+
+def test_clipping_counts_every_gradient_once_and_passes_over_those_that_are_not_there():
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 3, 4)]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0, 0.0])
+    assert clip_by_global_norm([parameters], max_norm=2.5) == pytest.approx(5.0)
+    assert parameters[0].grad.tolist() == pytest.approx([1.5, 0.0])
+    assert parameters[1].grad.tolist() == pytest.approx([0.0, 2.0, 0.0])
+    assert clip_by_global_norm([parameters[:1], parameters[1:]], max_norm=10.0) == pytest.approx(2.5)
+    assert parameters[0].grad.tolist() == pytest.approx([1.5, 0.0])
+    assert clip_by_global_norm([parameters[2:]], max_norm=1.0) == 0.0
+
+
+def test_gradients_that_are_not_finite_are_left_as_they_are():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([math.inf, 1.0])
+    assert clip_by_global_norm([[parameter]], max_norm=1.0) == math.inf
+    assert parameter.grad.tolist() == [math.inf, 1.0]
