@@ -82,27 +82,28 @@ class _TokenLogProbs(torch.autograd.Function):
         for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
             *part, every = score(project(states, w), chosen, temperature, banned, entropy, keep)
             parts.append(part)
-        log_probs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, banned, entropies, every)
+        log_probs, log_sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, banned, log_sums, entropies, every)
         ctx.settings = temperature, entropy, size, compiled
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, banned, entropies, kept = ctx.saved_tensors
+        hidden, weight, targets, banned, log_sums, entropies, kept = ctx.saved_tensors
         temperature, entropy, size, compiled = ctx.settings
         gradient = _compiled(_logit_gradient) if compiled else _logit_gradient
-        again = _compiled(_all_log_probs) if compiled else _all_log_probs
         w = weight.to(hidden.dtype)
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), size):
                 at = slice(start, start + size)
-                every = again(project(hidden[at], w), temperature, banned) if kept is None else kept
+                logits = project(hidden[at], w) if kept is None else None
                 uncertain = (entropies[at], entropy_grad[at]) if entropy else None
-                part = gradient(every, targets[at], temperature, banned, grad[at], uncertain).to(hidden.dtype)
+                part = gradient(
+                    logits, kept, log_sums[at], targets[at], temperature, banned, grad[at], uncertain, hidden.dtype
+                )
                 if to_hidden is not None:
                     torch.mm(part, w, out=to_hidden[at])
                 if ctx.needs_input_grad[1]:
@@ -131,47 +132,60 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return product if total is None else total.add_(product)
 
 
-def _all_log_probs(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
-    """`rollout.policy.policy_log_probs` ``(n, V)`` of logits that nobody needs any more."""
+def _scale(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
+    """The policy's logits, in the place of the model's."""
     if temperature != 1.0:
         logits.div_(temperature)
-    if banned is not None:
-        logits.index_fill_(1, banned, BANNED_LOGIT)
-    return logits.log_softmax(1)
+    return logits if banned is None else logits.index_fill_(1, banned, BANNED_LOGIT)
 
 
 def _scores(
     logits: Tensor, targets: Tensor, temperature: float, banned: Tensor | None, entropy: bool, keep: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs of the targets ``(n,)``, entropies ``(n,)``, zero unless asked for, and to keep, all log-probs ``(n, V)``."""
-    every = _all_log_probs(logits, temperature, banned)
-    chosen = every.gather(1, targets[:, None]).squeeze(1)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-probs of the targets, log-sums of exponentials and entropies, ``(n,)`` each, the last zero unless asked for; to keep,
+    all log-probs ``(n, V)``.
+    """
+    logits = _scale(logits, temperature, banned)
+    log_sums = logits.logsumexp(1)
+    chosen = logits.gather(1, targets[:, None]).squeeze(1) - log_sums
+    if not entropy and not keep:
+        return chosen, log_sums, torch.zeros_like(chosen), None
+    every = logits - log_sums[:, None]
     entropies = -(every.exp() * every).sum(1) if entropy else torch.zeros_like(chosen)
-    return chosen, entropies, every if keep else None
+    return chosen, log_sums, entropies, every if keep else None
 
 
 def _logit_gradient(
+    logits: Tensor | None,
     every: Tensor,
+    log_sums: Tensor,
     targets: Tensor,
     temperature: float,
     banned: Tensor | None,
     grad: Tensor,
     uncertain: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient ``(n, V)`` of the logits, from all log-probs, the gradient of the targets', and entropies with theirs.
+    """Gradient ``(n, V)`` of the logits, from them or, where they are ``None``, from all log-probs, the gradient of the
+    targets' log-probs, and entropies with theirs.
 
     With p = softmax(z), of log p_t by z_j: [j = t] - p_j; of the entropy H: -p_j (log p_j + H).
     """
-    if uncertain is None:
-        out = every.exp().mul_(-grad[:, None])
-    else:
+    if logits is not None:
+        every = _scale(logits, temperature, banned) - log_sums[:, None]
+    slope = -grad[:, None]
+    if uncertain is not None:
         entropies, entropy_grad = uncertain
-        slope = (every + entropies[:, None]).mul_(-entropy_grad[:, None]).sub_(grad[:, None])
-        out = every.exp().mul_(slope)
-    out.scatter_add_(1, targets[:, None], grad[:, None])
+        slope = slope - entropy_grad[:, None] * (every + entropies[:, None])
+    out = every.exp().mul_(slope)
+    if torch.compiler.is_compiling():  # one pass over all of it, rather than one more for a few elements
+        here = torch.arange(out.shape[1], device=out.device) == targets[:, None]
+        out = torch.where(here, out + grad[:, None], out)
+    else:
+        out.scatter_add_(1, targets[:, None], grad[:, None])
     if banned is not None:
         out.index_fill_(1, banned, 0.0)
-    return out if temperature == 1.0 else out.div_(temperature)
+    return (out if temperature == 1.0 else out.div_(temperature)).to(dtype)
 
 
 @cache

@@ -64,13 +64,13 @@ def micro_batches(
 
 
 def _equally_many(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[slice]:
-    """At most ``token_budget`` tokens each; where ranks wait for each other, also of about equal work."""
+    """At most ``token_budget`` tokens each, and about equal work: no small one at the end, and no rank that others wait for."""
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
     saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
     whole = attended.sum(1)
     parts = split_by_tokens(whole - saved, token_budget, lead=saved)
     count = max(ranks.gather(len(parts), "dp"))
-    if ranks.size("dp") == 1 or not count:
+    if not count or ranks.size("dp") == 1 == count:
         return parts
     costs, lead = row_costs(
         module.family, module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1)

@@ -59,7 +59,7 @@ def test_is_the_policy_that_engines_sample():
     hidden, weight, targets = drawn()
     log_probs, _ = token_log_probs(hidden, weight, targets, 0.7, (41, 45), chunk_elements=200)
     whole = policy_log_probs(linear(hidden, weight), 0.7, (41, 45))
-    torch.testing.assert_close(log_probs, whole.gather(1, targets[:, None]).squeeze(1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(log_probs, whole.gather(1, targets[:, None]).squeeze(1), atol=5e-6, rtol=0)
 
 
 def test_only_what_needs_a_gradient_gets_one():

@@ -21,6 +21,9 @@ from workers.parallel.layers import repeated_layers
 # Variants of a layer that may be compiled: with gradients and without, prompts shared or not, full and windowed attention.
 VARIANTS = 32
 
+# Widths that are no multiple of 8, such as the 3,420 of Qwen2.5-VL's tower, keep matrix products from the fast kernels.
+OPTIONS: dict[str, Any] = {"force_shape_pad": True}
+
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     """Compiles ``forward`` of every repeated layer, in place; the work is done when a layer is first run.
@@ -41,7 +44,7 @@ class Compiled:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
-        self.forward = torch.compile(forward)
+        self.forward = torch.compile(forward, options=OPTIONS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):

@@ -1,0 +1,521 @@
+"""Speed of a training step: packed rows through `ActorWorker.update`, padded ones through plain Hugging Face, a bare text loop.
+
+    python benchmarks/train_step.py --device cpu --size tiny
+    python benchmarks/train_step.py --size 3b                                             # one H200
+    torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --optimizer            # two, by FSDP2
+
+Weights are random, sizes those of Qwen2.5-VL. Prompts have 50 to 300 text tokens and 1 to 3 images of 300 to 1,000 pixels a
+side, responses 100 to 2,048 tokens (log-normal), prompt and response at most 4,096 together; at size ``tiny`` a tenth of
+that. MFU counts the operations that the step requires (`workers.accounting`) over the time of the whole step and the device's
+peak in bfloat16.
+
+Parts: ``ours`` whole updates with a clipped policy loss; ``shared`` the same with several samples of each prompt; ``padded`` the
+rows as TRL computes them: padded to the longest prompt and response, Hugging Face's model with sdpa and full logits of the
+completion; ``text`` the ceiling, a bare loop of the decoder and head over packed text of the same lengths, already on the
+device, no vision, loss or optimizer; ``tower`` the vision tower alone, forward and backward, on 64 images of 448 pixels.
+"""
+
+# ruff: noqa: E402
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # its dataproto.py is not the library
+sys.path.insert(0, str(HERE.parent))
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+import workers.policy
+from dataproto import DataProto
+from dataproto.vlm import family_of, media_grids
+from recipes.algorithms.losses import clipped_policy_loss
+from workers.accounting import peak_flops, required_work
+from workers.actor import ActorConfig, ActorWorker
+from workers.layout import Layout
+from workers.mesh import join
+from workers.step import micro_batches, prepare_rows
+from workers.transfer import to_device
+
+VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+}
+TEXT: dict[str, dict[str, Any]] = {
+    "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+    "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+KV_HEADS = {"3b": 2, "7b": 4, "tiny": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How long things are, in tokens; images in merged patches along a side."""
+
+    text: tuple[int, int] = (50, 300)
+    images: tuple[int, int] = (1, 3)
+    side: tuple[int, int] = (11, 36)  # 300 to 1,000 pixels of 28 each
+    response: tuple[int, int] = (100, 2048)
+    typical_response: int = 500  # median of the log-normal distribution, of shape 0.7
+    total: int = 4096
+
+
+TINY = Shape(text=(5, 30), side=(2, 6), response=(10, 200), typical_response=50, total=410)
+
+
+def model_config(size: str) -> Any:
+    text = {
+        "vocab_size": 1024 if size == "tiny" else 151_936 if size == "3b" else 152_064,
+        "num_key_value_heads": KV_HEADS[size],
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [4, 6, 6] if size == "tiny" else [16, 24, 24],
+        },
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    vision = VISION | {"out_hidden_size": TEXT[size]["hidden_size"]}
+    if size == "tiny":
+        vision |= {
+            "depth": 4,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_heads": 2,
+            "fullatt_block_indexes": [3],
+        }
+    last = text["vocab_size"] - 8
+    tied = size == "3b"
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text | TEXT[size] | {"tie_word_embeddings": tied},
+        vision_config=vision,
+        image_token_id=last,
+        video_token_id=last + 1,
+        vision_start_token_id=last + 2,
+        vision_end_token_id=last + 3,
+        tie_word_embeddings=tied,
+    )
+
+
+def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int) -> DataProto:
+    """``prompts`` x ``samples`` rows as a rollout leaves them, samples of a prompt together."""
+    family, rng = family_of(config), np.random.default_rng(seed)
+    vision, words = config.vision_config, config.image_token_id - 8
+    dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    rows, media = [], []
+    for _ in range(prompts):
+        while True:  # a prompt that leaves room for the shortest response
+            sides = rng.integers(shape.side[0], shape.side[1] + 1, (rng.integers(*shape.images, endpoint=True), 2))
+            text = int(rng.integers(*shape.text, endpoint=True))
+            if text + int(sides.prod(1).sum()) + 2 * len(sides) <= shape.total - shape.response[0]:
+                break
+        grids = torch.tensor([[1, 2 * height, 2 * width] for height, width in sides.tolist()])
+        pixels = torch.from_numpy(rng.standard_normal((int(grids.prod(1).sum()), dim), dtype=np.float32))
+        inputs = {"pixel_values": pixels, "image_grid_thw": grids}
+        marks = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id] * len(sides)
+        ids, types = family.expand([*marks, *rng.integers(0, words, text).tolist()], inputs, config)
+        rows += [(torch.from_numpy(ids), torch.from_numpy(types))] * samples
+        media += [inputs] * samples
+    drawn = np.exp(rng.normal(math.log(shape.typical_response), 0.7, len(rows))).astype(int)
+    lengths = [
+        min(int(np.clip(length, *shape.response)), shape.total - len(ids))
+        for length, (ids, _) in zip(drawn, rows, strict=True)
+    ]
+    prompt, width = max(len(ids) for ids, _ in rows), max(lengths)
+    ids, mask = (torch.zeros(len(rows), prompt + width, dtype=torch.int64) for _ in range(2))
+    types = torch.zeros(len(rows), prompt + width, dtype=torch.int8)
+    for row, ((prompt_ids, prompt_types), length) in enumerate(zip(rows, lengths, strict=True)):
+        start, stop = prompt - len(prompt_ids), prompt + length
+        ids[row, start:prompt], types[row, start:prompt] = prompt_ids, prompt_types
+        ids[row, prompt:stop] = torch.from_numpy(rng.integers(0, words, length))
+        mask[row, start:stop] = 1
+    positions = family.position_ids(
+        types[:, :prompt], mask[:, :prompt], media_grids(media)["image_grid_thw"], None, None, config
+    )
+    after = family.extend_positions(positions, mask[:, :prompt], width)
+    objects = np.empty(len(rows), dtype=object)
+    objects[:] = media
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "mm_token_type_ids": types,
+            "position_ids": torch.cat([positions, after], dim=-1),
+            "response_mask": mask[:, prompt:],
+            "old_log_probs": torch.full((len(rows), width), -math.log(config.text_config.vocab_size)),
+            "advantages": torch.from_numpy(rng.standard_normal((len(rows), 1), dtype=np.float32)).repeat(1, width),
+        },
+        non_tensors={
+            "multi_modal_inputs": objects,
+            "uid": np.array([str(row // samples) for row in range(len(rows))], dtype=object),
+        },
+    )
+
+
+def policy_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    return clipped_policy_loss(outputs.log_probs, rows["old_log_probs"], rows["advantages"])
+
+
+class Bench:
+    """One model on its device, and the figures of its parts."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.config = model_config(arguments.size)
+        self.shape = TINY if arguments.size == "tiny" else Shape()
+        self.device = torch.device(arguments.device)
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            torch.distributed.init_process_group(device_id=self.device if self.device.type == "cuda" else None)
+        self.figures: list[dict[str, Any]] = []
+
+    def actor(self) -> ActorWorker:
+        """A worker over random weights, made on the device."""
+        a = self.arguments
+        options = ActorConfig(
+            model_path=str(Path(tempfile.mkdtemp())),
+            token_budget=a.token_budget,
+            dtype=a.dtype,
+            activation_checkpointing=a.checkpointing,
+            compile=a.compile,
+            reshard_after_forward=a.reshard,
+            freeze_vision=a.freeze_vision,
+        )
+        self.config.save_pretrained(options.model_path)
+        torch.manual_seed(0)
+
+        def random_model(*_: object, **__: object) -> Any:
+            with self.device:
+                return transformers.Qwen2_5_VLForConditionalGeneration._from_config(
+                    self.config, attn_implementation="sdpa", dtype=torch.float32
+                )
+
+        with mock.patch.object(workers.policy.AutoModelForImageTextToText, "from_pretrained", random_model):
+            worker = ActorWorker(options, self.device, join(Layout(dp=self.world), self.device))
+        if not a.optimizer:
+            worker.optimizer.adamw.step = lambda *_: None  # its state does not fit; gradients are clipped and cleared
+        return worker
+
+    def update(self, worker: ActorWorker, name: str, samples: int) -> None:
+        """Whole updates, batches drawn beforehand."""
+        a = self.arguments
+        batches = [
+            make_batch(self.config, self.shape, a.prompts, samples, seed=1000 * step + self.rank)
+            for step in range(a.steps + a.warmup)
+        ]
+        found = []
+        for step, batch in enumerate(batches):
+            self.synchronize()
+            start = time.perf_counter()
+            metrics = worker.update(batch, policy_loss)
+            self.synchronize()
+            seconds = time.perf_counter() - start
+            work = required_work(worker.module, batch)
+            self.say(f"{name} {step}: {seconds:.3f} s, {work.tokens} tokens, norm {metrics['actor/grad_norm']:.3g}")
+            found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(work, seconds), "metrics": metrics})
+        self.record(name, found[a.warmup :])
+
+    def mfu(self, work: Any, seconds: float) -> dict[str, float]:
+        peak = peak_flops(self.device)
+        if peak is None:
+            return {"GFLOP/s": work.total / seconds / 1e9}
+        return {"mfu": work.total / seconds / peak, "mfu_language": work.language / seconds / peak}
+
+    def text(self, worker: ActorWorker) -> None:
+        """The ceiling: decoder and head over packed text."""
+        batch = make_batch(self.config, self.shape, self.arguments.prompts, 1, seed=1000)
+        module = worker.module
+        family, model = module.family, module.model
+        packs = []
+        for part in micro_batches(batch, module, self.arguments.token_budget):
+            rows, _, _ = prepare_rows(module, part.rows)
+            packs.append(replace(rows, **to_device(vars(rows), self.device)))
+
+        def step() -> None:
+            with worker.compute():
+                for rows in packs:
+                    hidden = family.decode(
+                        model,
+                        model.get_submodule(family.embedding)(rows.input_ids % (self.config.image_token_id - 8)),
+                        rows.position_ids,
+                        cu_seq_lens_q=rows.cu_seqlens,
+                        cu_seq_lens_k=rows.key_cu_seqlens,
+                        max_length_q=rows.max_length,
+                        max_length_k=rows.key_max_length,
+                    )
+                    head = family.lm_head(model).weight
+                    log_probs, _ = module.score(hidden[0, rows.predictors], head, rows.targets, 1.0, module.banned_ids)
+                    log_probs.sum().backward()
+
+        work = required_work(module, batch)
+        work = replace(work, vision=0.0)
+        self.repeat("text, bare loop", step, work, worker)
+
+    def tower(self, worker: ActorWorker) -> None:
+        """The vision tower alone."""
+        merged, count = (16, 64) if self.arguments.size != "tiny" else (4, 16)
+        vision = self.config.vision_config
+        grids = torch.tensor([[1, 2 * merged, 2 * merged]] * count)
+        dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        media = {
+            "pixel_values": torch.randn(int(grids.prod(1).sum()), dim, device=self.device),
+            "image_grid_thw": grids.to(self.device),
+        }
+        module = worker.module
+
+        def step() -> None:
+            with worker.compute():
+                module.features(module.model, media).float().square().mean().backward()
+
+        flops = 3 * int(module.family.vision_flops(self.config, grids).sum())
+        self.repeat("vision tower", step, required_work(module, self.no_rows()), worker, flops)
+
+    def no_rows(self) -> DataProto:
+        return make_batch(self.config, self.shape, 1, 1, seed=0)[:0]
+
+    def repeat(self, name: str, step: Callable[[], None], work: Any, worker: ActorWorker, vision: float = 0.0) -> None:
+        """Times a step whose work is always the same; its gradients are dropped."""
+        found = []
+        for number in range(self.arguments.steps + self.arguments.warmup):
+            self.synchronize()
+            start = time.perf_counter()
+            step()
+            self.synchronize()
+            seconds = time.perf_counter() - start
+            worker.optimizer.adamw.zero_grad(set_to_none=True)
+            self.say(f"{name} {number}: {seconds:.3f} s")
+            done = replace(work, vision=work.vision + vision)
+            found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(done, seconds)})
+            if vision:
+                found[-1]["TFLOP/s"] = vision / seconds / 1e12
+        self.record(name, found[self.arguments.warmup :])
+
+    def padded(self) -> None:
+        """As TRL: left-padded prompts, right-padded completions, full logits of the completion, gradients in bfloat16."""
+        a = self.arguments
+        half = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        torch.manual_seed(0)
+        with self.device:
+            model = transformers.Qwen2_5_VLForConditionalGeneration._from_config(
+                self.config, attn_implementation="sdpa", dtype=half
+            )
+        model.train()
+        if a.padded_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module = workers.policy.PackedVLM.__new__(workers.policy.PackedVLM)  # for the count of operations alone
+        torch.nn.Module.__init__(module)
+        module.family, module.model = family_of(self.config), model
+        found = []
+        for step in range(a.padded_steps + 1):
+            batch = make_batch(self.config, self.shape, a.prompts, 1, seed=1000 * step)
+            self.synchronize()
+            start = time.perf_counter()
+            for first in range(0, len(batch), a.padded_rows):
+                padded_loss(model, batch[first : first + a.padded_rows], self.device).backward()
+            model.zero_grad(set_to_none=True)
+            self.synchronize()
+            seconds = time.perf_counter() - start
+            self.say(f"padded {step}: {seconds:.3f} s")
+            work = required_work(module, batch)
+            found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(work, seconds)})
+        self.record("padded, plain Hugging Face", found[1:])
+
+    def record(self, name: str, found: list[dict[str, Any]]) -> None:
+        """Medians over the steps, and the last step's own metrics."""
+        figure: dict[str, Any] = {"part": name, "tokens/s": median(f["tokens"] / f["seconds"] for f in found)}
+        for key in ("seconds", "mfu", "mfu_language", "GFLOP/s", "TFLOP/s"):
+            if key in found[0]:
+                figure[key] = median(f[key] for f in found)
+        if self.device.type == "cuda":
+            figure["GB"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            torch.cuda.reset_peak_memory_stats(self.device)
+        figure["metrics"] = {
+            key: value for key, value in found[-1].get("metrics", {}).items() if key.startswith(("timing_s/", "perf/"))
+        }
+        self.figures.append(figure)
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Goes on with the other parts where one needs more memory than there is."""
+        self.free()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.say(f"{name}: {error}")
+            self.figures.append({"part": f"{name}: out of memory", "metrics": {}})
+        self.free()
+
+    def free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.world > 1:
+            torch.distributed.barrier()
+
+    def say(self, line: str) -> None:
+        if self.rank == 0:
+            print(line, flush=True)
+
+
+def padded_loss(model: Any, rows: DataProto, device: torch.device) -> Tensor:
+    width = rows["response_mask"].shape[1]
+    media = {
+        name: torch.cat([row[name] for row in rows["multi_modal_inputs"]]).to(device)
+        for name in ("pixel_values", "image_grid_thw")
+    }
+    ids, mask = rows["input_ids"].to(device), rows["response_mask"].to(device)
+    logits = model(
+        input_ids=ids,
+        attention_mask=rows["attention_mask"].to(device),
+        mm_token_type_ids=rows["mm_token_type_ids"].to(device).int(),
+        logits_to_keep=width + 1,
+        use_cache=False,
+        **media,
+    ).logits[:, :-1]
+    log_probs = torch.stack(  # row by row, as TRL's selective_log_softmax does for bfloat16
+        [
+            row.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+            for row, targets in zip(logits, ids[:, -width:], strict=True)
+        ]
+    )
+    loss, _ = clipped_policy_loss(log_probs.float(), rows["old_log_probs"].to(device), rows["advantages"].to(device))
+    return (loss * mask).sum() / mask.sum()
+
+
+@contextlib.contextmanager
+def profiled(bench: Bench, path: str | None) -> Iterator[None]:
+    """Writes the time of each kernel to a file."""
+    if path is None:
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (bench.device.type == "cuda")
+    with profile(activities=kinds) as recorded:
+        yield
+    key = "self_cuda_time_total" if bench.device.type == "cuda" else "self_cpu_time_total"
+    Path(path).write_text(recorded.key_averages().table(sort_by=key, row_limit=80, max_name_column_width=90))
+
+
+def table(figures: list[dict[str, Any]]) -> str:
+    columns = {"seconds": ".3f", "tokens/s": ",.0f", "mfu": ".3f", "mfu_language": ".3f", "GFLOP/s": ",.1f"}
+    columns |= {"TFLOP/s": ".0f", "GB": ".1f"}
+    used = [name for name in columns if any(name in figure for figure in figures)]
+    lines = [["part", *used], ["---"] * (1 + len(used))]
+    for figure in figures:
+        lines.append([figure["part"], *(format(figure[n], columns[n]) if n in figure else "" for n in used)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--size", choices=list(TEXT), default="tiny")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", default="ours,shared,text,tower,padded", help="comma-separated, see above")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, on each device (default: 32)")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a prompt in part `shared` (default: 8)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each part (default: 5)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    parser.add_argument("--token-budget", type=int, default=8192, help="tokens of a micro-batch (default: 8192)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--compile", action=flag, default=None, help="default: on CUDA")
+    parser.add_argument("--optimizer", action=flag, default=None, help="AdamW's step (default: where it fits)")
+    parser.add_argument("--reshard", action=flag, default=True, help="FSDP frees weights after the forward pass")
+    parser.add_argument("--freeze-vision", action="store_true")
+    parser.add_argument("--padded-rows", type=int, default=2, help="rows of a padded micro-batch (default: 2)")
+    parser.add_argument("--padded-steps", type=int, default=1)
+    parser.add_argument("--padded-checkpointing", action=flag, default=None, help="default: on CUDA, as TRL's default")
+    parser.add_argument("--profile", help="file for the time of each kernel in one more step")
+    parser.add_argument("--json", help="file for all figures")
+    arguments = parser.parse_args()
+    on_gpu = arguments.device.startswith("cuda")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for name, value in (
+        ("compile", on_gpu),
+        ("optimizer", arguments.size != "7b" or world > 1),
+        ("padded_checkpointing", on_gpu),
+    ):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main() -> None:
+    arguments = arguments_of()
+    bench, parts = Bench(arguments), arguments.parts.split(",")
+    if set(parts) & {"ours", "shared", "text", "tower"}:
+        worker = bench.actor()
+        if "ours" in parts:
+            with bench.attempt("ours, packed"):
+                bench.update(worker, "ours, packed", 1)
+                if arguments.profile:
+                    batch = make_batch(bench.config, bench.shape, arguments.prompts, 1, seed=7)
+                    with profiled(bench, arguments.profile if bench.rank == 0 else None):
+                        worker.update(batch, policy_loss)
+        if "shared" in parts:
+            name = f"ours, {arguments.samples} samples of each prompt"
+            with bench.attempt(name):
+                bench.update(worker, name, arguments.samples)
+        worker.optimizer.adamw.state.clear()
+        if "text" in parts and bench.world == 1:
+            with bench.attempt("text, bare loop"):
+                bench.text(worker)
+        if "tower" in parts and bench.world == 1:
+            with bench.attempt("vision tower"):
+                bench.tower(worker)
+        del worker
+    if "padded" in parts and bench.world == 1:
+        with bench.attempt("padded, plain Hugging Face"):
+            bench.padded()
+    if bench.rank == 0:
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(bench.figures, indent=1))
+        for figure in bench.figures:
+            if figure["metrics"]:
+                print(figure["part"], {name: round(value, 4) for name, value in figure["metrics"].items()})
+        name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
+        print(f"{bench.world} x {name}, torch {torch.__version__}: {vars(arguments)}")
+        print(table(bench.figures))
+    if bench.world > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
