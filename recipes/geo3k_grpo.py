@@ -5,7 +5,7 @@ and ``--data-path`` the same loop runs any Qwen2-VL, Qwen2.5-VL or Qwen3-VL chec
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,12 @@ from typing import Any, Literal
 import tyro
 from torch.utils.data import Subset
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from recipes.algorithms.options import AlgorithmConfig
 from recipes.algorithms.rewards import RewardFunction, load_reward
 from recipes.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.dynamic_sampling import More
 from recipes.evaluation import evaluate_answers, save_processors
 from recipes.geo3k import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
@@ -30,12 +33,16 @@ from recipes.training import RunConfig, train, with_restarts
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
+from workers.critic import CriticConfig
 from workers.launch import Roles, launch
 from workers.layout import Layout
 from workers.loading import checkpoint_family
 from workers.optimizer import OptimizerConfig
 from workers.ray_config import RayConfig
 from workers.rollout import RolloutConfig
+
+# (roles, prompts, config.algorithm, sampling, progression, more) -> rollouts, metrics
+Step = Callable[[Roles, DataProto, Any, SamplingParams, Progression, More], tuple[DataProto, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Geo3KConfig:
     max_restarts: int = 0  # after a worker has failed: start again from the last checkpoint, at most so often
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
-    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
@@ -103,8 +110,15 @@ class Geo3KConfig:
             raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
 
 
+@dataclass(frozen=True)
+class Geo3KGRPOConfig(Geo3KConfig):
+    """A run of GRPO."""
+
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+
+
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.
-TINY = Geo3KConfig(
+TINY = Geo3KGRPOConfig(
     data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
     algorithm=GRPOConfig(n=16, kl_coef=0.1),
     optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
@@ -117,18 +131,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_from_command_line(run, parse, sys.argv[1:] if arguments is None else arguments)
 
 
-def parse(arguments: Sequence[str]) -> Geo3KConfig:
+def parse(arguments: Sequence[str]) -> Geo3KGRPOConfig:
     """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
 
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    default = Geo3KConfig() if names_a_model(arguments) else TINY
+    default = Geo3KGRPOConfig() if names_a_model(arguments) else TINY
     return parse_config(arguments, default, __doc__, "recipes.geo3k_grpo")
 
 
-def run(config: Geo3KConfig) -> Path:
-    """Runs the recipe and returns the path of its report, which an interrupted run leaves too."""
+def run(config: Geo3KConfig, step: Step = grpo_step, critic: OptimizerConfig | None = None) -> Path:
+    """Runs the recipe and returns the path of its report, which an interrupted run leaves too.
+
+    Args:
+        step: the algorithm, which takes ``config.algorithm``.
+        critic: how its critic learns, if it has one.
+    """
     reward = load_reward(config.reward or "geo3k")
     model_path = str(tiny_checkpoint(config.run.seed)) if config.model_path is None else config.model_path
     checkpoint_family(model_path)  # refuses what cannot run before anything is written
@@ -139,12 +158,12 @@ def run(config: Geo3KConfig) -> Path:
 
     def attempt(run: RunConfig) -> None:
         progression = Progression(config.algorithm.kl_controller())
-        with start(config, model_path, reward) as roles:
+        with start(config, model_path, reward, critic) as roles:
             train(
                 run,
                 roles,
                 loader,
-                lambda prompts, more: grpo_step(roles, prompts, config.algorithm, sampling(config), progression, more),
+                lambda prompts, more: step(roles, prompts, config.algorithm, sampling(config), progression, more),
                 lambda step: evaluate(roles, held_out, config, step),
                 lambda target: save_processors(builder, target),
                 progression,
@@ -157,11 +176,9 @@ def run(config: Geo3KConfig) -> Path:
     return report
 
 
-def start(config: Geo3KConfig, model_path: str, reward: RewardFunction) -> Roles:
-    optimizer = config.optimizer
-    if optimizer.total_steps is None:
-        total = config.run.steps * config.algorithm.updates(config.data.batch_size)
-        optimizer = replace(optimizer, total_steps=total, warmup_steps=min(optimizer.warmup_steps, total - 1))
+def start(config: Geo3KConfig, model_path: str, reward: RewardFunction, critic: OptimizerConfig | None = None) -> Roles:
+    updates = config.run.steps * config.algorithm.updates(config.data.batch_size)
+    optimizer = over_the_run(config.optimizer, updates)
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -176,8 +193,23 @@ def start(config: Geo3KConfig, model_path: str, reward: RewardFunction) -> Roles
         rollout=RolloutConfig(model_path, config.engine),
         on=config.on,
         layout=config.layout,
+        critic=critic_config(config, model_path, critic) if critic else None,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
+
+
+def critic_config(config: Geo3KConfig, model_path: str, optimizer: OptimizerConfig) -> CriticConfig:
+    """A critic that starts from the policy's checkpoint."""
+    return CriticConfig(
+        model_path, token_budget=config.token_budget, freeze_vision=config.freeze_vision, optimizer=optimizer
+    )
+
+
+def over_the_run(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
+    """The schedule over so many updates, unless it has a length of its own."""
+    if optimizer.total_steps is not None:
+        return optimizer
+    return replace(optimizer, total_steps=updates, warmup_steps=min(optimizer.warmup_steps, updates - 1))
 
 
 def sampling(config: Geo3KConfig) -> SamplingParams:

@@ -56,13 +56,15 @@ def rollout_metrics(
 
     Args:
         data: with ``attention_mask`` (B, P + R), ``response_mask`` (B, R), ``token_level_rewards`` (B, R); if present,
-            ``token_level_scores`` (B, R; otherwise the rewards are the scores), ``advantages`` (B, R) and ``acc`` (B,).
+            ``token_level_scores`` (B, R; otherwise the rewards are the scores), ``advantages``, ``values`` and ``returns``
+            (B, R) and ``acc`` (B,).
         max_prompt_length: what ``prompt_length/clip_ratio`` counts; by default P.
         max_response_length: what ``response_length/clip_ratio`` counts; by default R.
 
     Returns:
-        ``critic/{score,rewards,advantages}/{mean,max,min}``, ``{prompt,response}_length/{mean,max,min,clip_ratio}``,
-        ``response/aborted_ratio`` (share of rows without a response), ``reward/acc`` (share of right answers).
+        ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
+        the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
+        a response), ``reward/acc`` (share of right answers).
     """
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]
@@ -72,6 +74,10 @@ def rollout_metrics(
     metrics |= _statistics("critic/rewards", rewards.sum(-1)[answered])
     if "advantages" in data:
         metrics |= _statistics("critic/advantages", data["advantages"][mask])
+    if "values" in data and "returns" in data:
+        values, returns = data["values"][mask], data["returns"][mask]
+        metrics |= _statistics("critic/values", values) | _statistics("critic/returns", returns)
+        metrics["critic/vf_explained_var"] = float(1 - (returns - values).var() / (returns.var() + 1e-5))
     if "acc" in data:
         judged = zip(data["acc"], answered.tolist(), strict=True)
         right = [float(value) for value, kept in judged if kept and value is not None]

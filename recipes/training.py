@@ -158,6 +158,8 @@ def save(
 ) -> None:
     with writing_checkpoint(run.output_dir, step, keep=run.keep_checkpoints) as directory:
         roles.actor.save(directory / "actor")
+        if roles.has("critic"):
+            roles.critic.save(directory / "critic")
         save_processors(directory / "actor" / "huggingface")
         state = {
             "step": step,
@@ -182,6 +184,8 @@ def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful)
     if state.get("step") != step:
         raise CheckpointError(f"{directory / STATE_FILE} is of step {state.get('step')}, not of step {step}")
     roles.actor.load(directory / "actor")
+    if roles.has("critic"):
+        roles.critic.load(directory / "critic")
     roles.sync_weights()
     loader.load_state_dict(state["loader"])
     progression.load_state_dict(state["progression"])

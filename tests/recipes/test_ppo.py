@@ -1,0 +1,175 @@
+"""PPO with a critic: its advantages by hand, the warm-up of the critic, and whole and interrupted runs of the entry point."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from recipes.geo3k_grpo import run as run_grpo
+from recipes.geo3k_ppo import TINY, main, parse
+from recipes.ppo import PPOConfig, add_advantages, critic_loss
+from workers.critic import Values
+
+REWARD = '''
+def score(data_source, solution_str, ground_truth, extra_info):
+    """Rewards short answers, so that even a random model has something to learn from."""
+    return {"score": 1.0 / (1 + len(solution_str)), "acc": float(len(solution_str) < 5)}
+'''
+
+
+def test_advantages_by_hand():
+    data = DataProto.from_dict(
+        {
+            "token_level_rewards": torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+            "values": torch.tensor([[0.5, 0.8], [0.4, 7.0]]),
+            "response_mask": torch.tensor([[1, 1], [1, 0]]),
+        }
+    )
+    add_advantages(data, PPOConfig(lam=0.5, gamma=0.9, whiten=False))
+    first = 0.9 * 0.8 - 0.5 + 0.45 * 0.2
+    torch.testing.assert_close(data["advantages"], torch.tensor([[first, 0.2], [-0.4, 0.0]]))
+    torch.testing.assert_close(data["returns"], torch.tensor([[first + 0.5, 1.0], [0.0, 0.0]]))
+    add_advantages(data, PPOConfig(lam=0.5, gamma=0.9))
+    assert data["advantages"][data["response_mask"] == 1].mean().item() == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(data["returns"][0], torch.tensor([first + 0.5, 1.0]))
+
+
+def test_the_critics_loss_by_hand():
+    data = DataProto.from_dict({"values": torch.tensor([[0.0]]), "returns": torch.tensor([[1.0]])})
+    loss, metrics = critic_loss(PPOConfig(value_clip=0.1))(Values(torch.tensor([[0.5]])), data)
+    assert loss.item() == pytest.approx(0.9**2 / 2)
+    assert metrics["critic/vf_clipfrac"].item() == 1
+    loss, _ = critic_loss(PPOConfig(value_clip=None))(Values(torch.tensor([[0.5]])), data)
+    assert loss.item() == pytest.approx(0.5**2 / 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"advantage": "grpo", "n": 2}, "geo3k_grpo"),
+        ({"lam": 1.5}, "from 0 to 1"),
+        ({"gamma": -0.1}, "from 0 to 1"),
+        ({"value_clip": 0.0}, "above 0"),
+        ({"critic_warmup": -1}, "critic_warmup"),
+        ({"critic_epochs": 0}, "critic_epochs"),
+        ({"dynamic_sampling": 3}, "groups"),
+    ],
+)
+def test_impossible_settings_are_refused_and_say_why(wrong, reason):
+    with pytest.raises(InvalidConfig, match=reason):
+        PPOConfig(**wrong)
+
+
+def test_options_are_typed_on_the_command_line():
+    config = parse(
+        ["--algorithm.lam", "0.95", "--critic-optimizer.lr", "2e-4", "--steps", "7", "--algorithm.clip", "0.1", "0.3"]
+    )
+    assert (config.algorithm.lam, config.critic_optimizer.lr, config.run.steps) == (0.95, 2e-4, 7)
+    assert config.algorithm.clip_range == (0.1, 0.3)
+    assert config.data == TINY.data
+    assert parse(["--model-path", "x"]).algorithm == PPOConfig()
+    with pytest.raises(InvalidConfig, match="geo3k_grpo"):
+        parse(["--algorithm.advantage", "rloo"])
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ppo")
+    (path / "mine.py").write_text(REWARD)
+    write_checkpoint("qwen2_5_vl", path / "model")
+    return path
+
+
+def arguments(folder: Path, name: str, *more: str) -> list[str]:
+    settings = (
+        "--batch-size 4 --algorithm.n 2 --max-prompt-length 500 --max-response-length 6 --eval-rows 4 --optimizer.lr 1e-3"
+        " --critic-optimizer.lr 1e-3 --algorithm.minibatch 2 --algorithm.critic-epochs 2 --token-budget 600 --steps 4"
+        " --save-every 2 --algorithm.kl-coef 0.05 --algorithm.kl-in reward --algorithm.kl-target 0.01"
+        " --algorithm.kl-horizon 50 --algorithm.critic-warmup 1"
+    )
+    paths = ["--model-path", str(folder / "model"), "--reward", f"{folder / 'mine.py'}:score"]
+    return [*paths, "--output-dir", str(folder / name), *settings.split(), *more]
+
+
+def rows_of(directory: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing", "perf/")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished_run(folder):
+    assert main(arguments(folder, "whole")) == 0
+    return folder / "whole"
+
+
+def test_a_run_reports_the_critic_under_verls_names_and_saves_it(finished_run):
+    rows = rows_of(finished_run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    names = (
+        "vf_loss vf_clipfrac vpred_mean grad_norm lr values/mean returns/mean advantages/mean rewards/mean score/mean"
+        " vf_explained_var"
+    )
+    for row in rows[1:]:
+        assert all(math.isfinite(row[f"critic/{name}"]) for name in names.split())
+        assert row["critic/grad_norm"] > 0
+        assert row["actor/reward_kl_penalty_coeff"] > 0
+    assert rows[1]["critic/values/mean"] == 0  # the head is zero at first
+    assert rows[-1]["critic/values/mean"] != 0
+    assert (finished_run / "global_step_4" / "critic" / "training").is_dir()
+    assert (finished_run / "report.html").exists()
+
+
+def test_in_the_warm_up_the_critic_alone_learns(finished_run):
+    rows = rows_of(finished_run)
+    assert "actor/pg_loss" not in rows[1]
+    assert rows[1]["critic/vf_loss"] > 0
+    assert rows[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
+    assert rows[2]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)  # still the reference
+    assert all("actor/pg_loss" in row for row in rows[2:])
+    assert abs(rows[3]["actor/reward_kl_penalty"]) > 1e-5
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(finished_run, folder):
+    assert main(arguments(folder, "resumed")) == 0
+    for name in ("global_step_4", "report.html"):
+        path = folder / "resumed" / name
+        path.rename(folder / f"away_{name}")
+    assert main(arguments(folder, "resumed", "--resume")) == 0
+    assert rows_of(folder / "resumed") == rows_of(finished_run)
+
+
+def test_options_of_other_recipes_run_too(folder):
+    """Dynamic sampling, length punishment and GSPO in one GRPO run; its checkpoint has no critic."""
+    from recipes.geo3k_grpo import parse as parse_grpo
+
+    given = arguments(folder, "grpo", "--steps", "2")
+    dropped = ("--critic-optimizer.lr", "--algorithm.critic-epochs", "--algorithm.critic-warmup")
+    kept = [part for at, part in enumerate(given) if part not in dropped and given[max(at - 1, 0)] not in dropped]
+    more = (
+        "--algorithm.advantage rloo --algorithm.loss gspo --algorithm.dynamic-sampling 2 --algorithm.overlong-buffer 3"
+        " --algorithm.aggregation seq-mean-token-mean"
+    )
+    run_grpo(parse_grpo([*kept, *more.split()]))
+    rows = rows_of(folder / "grpo")
+    assert {row["train/num_gen_batches"] for row in rows[1:]} <= {1, 2}
+    assert all(row["reward/overlong_penalty"] <= 0 for row in rows[1:])
+    assert not (folder / "grpo" / "global_step_2" / "critic").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_default_run_learns_from_pictures(seed, tmp_path):
+    assert main(["--seed", str(seed), "--output-dir", str(tmp_path / "run")]) == 0
+    rows = rows_of(tmp_path / "run")
+    name = next(name for name in rows[0] if name.endswith("acc/mean@1"))
+    assert rows[0][name] < 0.2
+    assert rows[-1][name] > 0.6
