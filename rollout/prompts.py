@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -118,7 +118,7 @@ class PromptBuilder:
         max_prompt_length: int,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-    ) -> "PromptBuilder":
+    ) -> Self:
         """Everything from one checkpoint directory."""
         from transformers import AutoConfig, AutoTokenizer
 

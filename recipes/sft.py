@@ -1,0 +1,168 @@
+"""Supervised training on conversations with images: ``python -m recipes.sft``.
+
+With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
+and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see `recipes.sft_data`).
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+from torch.utils.data import Subset
+
+from dataproto.errors import InvalidConfig
+from recipes.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.evaluation import evaluate_answers
+from recipes.loader import EvaluationLoader, PromptLoader, drop_overlong
+from recipes.mixture import Mixture
+from recipes.sft_data import Questions, conversation_rows, conversation_stream
+from recipes.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
+from recipes.synthetic.talks import DrawnSums, DrawnTalks
+from recipes.training import RunConfig
+from rollout.prompts import PromptBuilder
+from rollout.supervised import SupervisedBuilder, Turns
+from workers.launch import Roles
+from workers.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTDataConfig(RowsConfig):
+    """Conversations: where they come from and what of them is learnt."""
+
+    data_path: tuple[str, ...] = ()  # parquet or JSON files, folders, or data set names; drawn conversations by default
+    weights: tuple[float, ...] = ()  # how often each of --data-path is drawn from; default: as often as it has rows
+    # held-out conversations; default: the "test" split of a folder or data set name, or a file's last rows
+    eval_data_path: str | None = None
+    turns: Turns = "all"  # which of the assistant's turns are learnt
+    streaming: bool = False  # read data sets as they come, without their length; needs --eval-data-path to evaluate
+    shuffle_buffer: int = 1024  # rows among which a stream is shuffled
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights and len(self.weights) != len(self.data_path):
+            raise InvalidConfig(f"{len(self.weights)} weights for {len(self.data_path)} data sets")
+        if not self.data_path and (self.eval_data_path or self.streaming):
+            raise InvalidConfig("eval_data_path or streaming without data_path: drawn conversations have their own")
+        if self.streaming and len(self.data_path) > 1 and not self.weights:
+            raise InvalidConfig("streams have no length that could tell how often to draw from each: give --weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(SupervisedConfig):
+    """Everything the run depends on."""
+
+    data: tyro.conf.OmitArgPrefixes[SFTDataConfig] = field(default_factory=SFTDataConfig)
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=Path("outputs/sft")))
+
+
+# What a model of under a million parameters learns from drawn conversations within minutes on two cores.
+TINY = SFTConfig(
+    data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=16),
+    optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
+    run=RunConfig(steps=600, eval_every=100, save_every=200, output_dir=Path("outputs/sft")),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    return run_from_command_line(run, parse, sys.argv[1:] if arguments is None else arguments)
+
+
+def parse(arguments: Sequence[str]) -> SFTConfig:
+    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+    """
+    return parse_config(arguments, SFTConfig() if names_a_model(arguments) else TINY, __doc__, "recipes.sft")
+
+
+def run(config: SFTConfig) -> Path:
+    """Runs the recipe and returns the path of its report."""
+    return run_supervised(config, lambda model_path: task(config, model_path))
+
+
+def task(config: SFTConfig, model_path: str) -> Task:
+    data = config.data
+    limits = (data.max_length, data.min_pixels, data.max_pixels)
+    builder = SupervisedBuilder.from_pretrained(model_path, *limits).learning(data.turns)
+    questions = PromptBuilder.from_pretrained(model_path, *limits)
+    train_rows, held_out = open_data(data, builder, config.run.seed)
+    loader = PromptLoader(
+        train_rows,
+        builder,
+        data.batch_size,
+        config.run.seed,
+        shuffle=bool(data.data_path),
+        on_bad_row=data.on_bad_row,
+        num_workers=data.num_workers,
+    )
+
+    def evaluate(roles: Roles, step: int) -> dict[str, float]:
+        if held_out is None:
+            return {}
+        rows = EvaluationLoader(held_out, builder, data.batch_size, data.on_bad_row)
+        metrics = held_out_loss(roles, rows)
+        if data.max_response_length:
+            asked = EvaluationLoader(Questions(held_out), questions, 4 * data.batch_size, data.on_bad_row)
+            metrics |= evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)[0]
+        return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
+
+    return Task(builder, loader, evaluate)
+
+
+def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Any]:
+    """Training and held-out rows; held-out ones are `None` where there are none."""
+    if not data.data_path:
+        half = data.eval_rows // 2
+        held_out = [*(DrawnTalks(0, "test")[i] for i in range(data.eval_rows - half))]
+        held_out += [DrawnSums(0, "test")[i] for i in range(half)]
+        return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), held_out
+    if data.streaming:
+        streams = [conversation_stream(path, buffer=data.shuffle_buffer) for path in data.data_path]
+        rows = Mixture(streams, data.weights or [1.0]) if len(streams) > 1 else streams[0]
+        return rows, _first_rows(data.eval_data_path, data, builder) if data.eval_data_path else None
+    sources, held_out = [], []
+    for path in data.data_path:
+        rows, last = _split(path, data, builder)
+        sources.append(rows)
+        held_out.append(last)
+    weights = data.weights or [float(len(rows)) for rows in sources]
+    rows = Mixture(sources, weights) if len(sources) > 1 else sources[0]
+    if data.eval_data_path:
+        return rows, _first_rows(data.eval_data_path, data, builder)
+    return rows, [row for part in held_out for row in part] or None
+
+
+def _split(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> tuple[Any, Any]:
+    """Rows to train on and to hold out: of a folder or name its splits, of a file its last rows, at most a fifth."""
+    rows = _fitting(path, "train", builder)
+    if data.eval_data_path:
+        return rows, []
+    share = max(data.eval_rows // len(data.data_path), 1)
+    if not Path(path).is_file():
+        held_out = _fitting(path, "test", builder)
+        return rows, Subset(held_out, range(min(share, len(held_out))))
+    kept = len(rows) - min(share, len(rows) // 5)
+    if kept == len(rows):
+        raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
+    return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
+
+
+def _first_rows(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
+    held_out = _fitting(path, "test", builder)
+    return Subset(held_out, range(min(data.eval_rows, len(held_out))))
+
+
+def _fitting(path: str, split: str, builder: SupervisedBuilder) -> Any:
+    rows, dropped = drop_overlong(conversation_rows(path, split), builder)
+    if dropped:
+        print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
