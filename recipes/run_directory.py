@@ -16,6 +16,7 @@ from workers.checkpoint import write_json
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 # What a resumed run may change: none of it bears on the steps that follow, but for their number.
 FREE = ("resume", "overwrite", "output_dir", "steps", "save_every", "eval_every", "keep_checkpoints", "num_workers")
+FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps are made
 
 
 def open_run_directory(run: RunConfig, config: Any) -> Path:
@@ -54,7 +55,8 @@ def _remove_run(directory: Path) -> None:
 def _check_same(directory: Path, settings: Mapping[str, Any]) -> None:
     before, now = _flatten(_read(directory)), _flatten(settings)
     for name in before if before else ():
-        if before[name] != now.get(name) and name.split(".")[-1] not in FREE:
+        free = name.split(".")[-1] in FREE or name.split(".")[0] in FREE_PLACES
+        if before[name] != now.get(name) and not free:
             raise CheckpointError(
                 f"--resume with {name}={now.get(name)!r}, but the run in {directory} has {before[name]!r}: "
                 "resume it with its own settings, or choose another --output-dir"
