@@ -128,6 +128,7 @@ def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int)
     family, rng = family_of(config), np.random.default_rng(seed)
     vision, words = config.vision_config, config.image_token_id - 8
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pool = torch.from_numpy(rng.standard_normal((8 * shape.total, dim), dtype=np.float32))  # images are parts of it
     rows, media = [], []
     for _ in range(prompts):
         while True:  # a prompt that leaves room for the shortest response
@@ -136,8 +137,9 @@ def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int)
             if text + int(sides.prod(1).sum()) + 2 * len(sides) <= shape.total - shape.response[0]:
                 break
         grids = torch.tensor([[1, 2 * height, 2 * width] for height, width in sides.tolist()])
-        pixels = torch.from_numpy(rng.standard_normal((int(grids.prod(1).sum()), dim), dtype=np.float32))
-        inputs = {"pixel_values": pixels, "image_grid_thw": grids}
+        patches = int(grids.prod(1).sum())
+        first = int(rng.integers(0, len(pool) - patches))
+        inputs = {"pixel_values": pool[first : first + patches], "image_grid_thw": grids}
         marks = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id] * len(sides)
         ids, types = family.expand([*marks, *rng.integers(0, words, text).tolist()], inputs, config)
         rows += [(torch.from_numpy(ids), torch.from_numpy(types))] * samples
@@ -289,7 +291,7 @@ class Bench:
         dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         media = {
             "pixel_values": torch.randn(int(grids.prod(1).sum()), dim, device=self.device),
-            "image_grid_thw": grids.to(self.device),
+            "image_grid_thw": grids,  # on the host, as the worker leaves them
         }
         module = worker.module
 

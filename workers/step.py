@@ -158,7 +158,9 @@ def forward_rows(
         if tower and not media:
             media = module.family.dummy_media(module.model.config)
         moved = replace(packed, **to_device(vars(packed), device))
-        media, places = to_device(media, device), MediaSpans(**to_device(vars(spans), device))
+        # Grids stay on the host, where bounds of images and windows are told from them.
+        pixels = {name: value for name, value in media.items() if value.is_floating_point()}
+        media, places = media | to_device(pixels, device), MediaSpans(**to_device(vars(spans), device))
     with phase("forward"):
         scores, entropies = module(moved, media, places, entropy)
     shape = tuple(rows["response_mask"].shape)

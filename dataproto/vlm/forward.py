@@ -16,11 +16,45 @@ from dataproto.vlm.media import MediaSpans
 def tower_output(tower: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Any:
     """Run the vision tower once over images and then videos.
 
-    ``media`` holds ``pixel_values (patches, dim)`` with ``image_grid_thw (images, 3)``, and the same for video.
+    ``media`` holds ``pixel_values (patches, dim)`` with ``image_grid_thw (images, 3)``, and the same for video. Where grids are
+    left on the host, what follows from them is computed there, and the device is not waited for.
     """
-    pixels = [media[name] for name in ("pixel_values", "pixel_values_videos") if name in media]
-    grids = [media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media]
-    return tower(torch.cat(pixels), grid_thw=torch.cat(grids), **vision_kwargs)
+    pixels = torch.cat([media[name] for name in ("pixel_values", "pixel_values_videos") if name in media])
+    grids = torch.cat([media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media])
+    if grids.device != pixels.device:
+        found = grid_arguments(tower, grids)
+        moved = {name: _sent(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
+        vision_kwargs = moved | vision_kwargs
+    return tower(pixels, grid_thw=grids, **vision_kwargs)
+
+
+def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:
+    """What a Qwen-VL tower would compute from grids ``(N, 3)`` on its device, waiting several times for it, under the names of
+    its forward's keywords: positions of patches, bounds and longest length of frames, and of windows or the places between
+    learned positions where the tower has such.
+    """
+    from transformers import vision_utils as hf
+
+    merge = int(tower.spatial_merge_size)
+    bounds = hf.get_vision_cu_seqlens(grids)
+    found = {
+        "position_ids": hf.get_vision_position_ids(grids, merge),
+        "cu_seqlens": bounds,
+        "max_seqlen": int(bounds.diff().max()),
+    }
+    if hasattr(tower, "window_size"):
+        index, windows = hf.get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
+        found |= {"window_index": index, "cu_window_seqlens": windows, "max_window_seqlen": int(windows.diff().max())}
+    if hasattr(tower, "num_grid_per_side"):
+        indices, weights = hf.get_vision_interpolation_indices_and_weights(
+            grids, tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
+        )
+        found |= {"interp_indices": indices, "interp_weights": weights}
+    return found
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def pooled(output: Any) -> Tensor:

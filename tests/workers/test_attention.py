@@ -8,7 +8,10 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dataproto.errors import UnsupportedAttention
-from workers.attention import attend_segments, packed_attention, segment_attention
+from dataproto.vlm.forward import grid_arguments
+from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_model
+from workers import attention
+from workers.attention import attend_segments, packed_attention, segment_attention, use_packed_attention
 
 
 def by_segment(q, k, v, bounds, causal):
@@ -83,6 +86,30 @@ def test_segments_that_share_a_prompt_equal_whole_rows(prompt, responses, seed):
         rows = scaled_dot_product_attention(*(x[:, :, each] for x in (q, k, v)), is_causal=True, enable_gqa=True)
         mine = each if number == 0 else each[prompt:]
         torch.testing.assert_close(out[:, mine], rows.transpose(1, 2)[:, len(each) - len(mine) :], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name.startswith("qwen")])
+def test_towers_are_told_all_that_follows_from_grids(model_type):
+    model = tiny_model(model_type)
+    tower, media = model.model.visual, image_inputs(model.config, (4, 6), (8, 4), (6, 6))
+    told = tower(media["pixel_values"], grid_thw=None, **grid_arguments(tower, media["image_grid_thw"]))
+    found = tower(media["pixel_values"], grid_thw=media["image_grid_thw"])
+    assert torch.equal(told.pooler_output, found.pooler_output)
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name.startswith("qwen")])
+def test_a_tower_makes_one_call_a_layer(model_type, monkeypatch):
+    model = tiny_model(model_type)
+    media = image_inputs(model.config, (4, 6), (8, 4), (6, 6))
+    expected = model.model.visual(media["pixel_values"], grid_thw=media["image_grid_thw"]).pooler_output
+    use_packed_attention(model)
+    calls = []
+    attend = attention.attend_segments
+    monkeypatch.setattr(attention, "attend_segments", lambda *args: calls.append(len(args[3]) - 1) or attend(*args))
+    found = model.model.visual(media["pixel_values"], grid_thw=media["image_grid_thw"]).pooler_output
+    blocks = [8, 3] if model_type == "qwen2_5_vl" else [3, 3]  # 2 + 2 + 4 windows of 2 x 2 features in the first block
+    assert calls == blocks
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_what_it_cannot_express_is_refused():
