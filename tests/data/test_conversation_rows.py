@@ -1,0 +1,194 @@
+import base64
+import io
+import json
+from itertools import islice
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.loader import draws
+from recipes.mixture import Mixture
+from recipes.sft_data import Questions, conversation_rows, conversation_stream, main, read_conversation_row
+from recipes.tables import JsonLines, StreamRows
+from rollout.media import load_image
+from rollout.messages import read_conversation
+
+
+def png(colour=(200, 10, 30)):
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16), colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+URI = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+ASKED, ANSWERED = {"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}
+TYPED = {
+    "role": "user",
+    "content": [{"type": "image_url", "image_url": {"url": URI}}, {"type": "text", "text": "What?"}],
+}
+SCHEMAS = {
+    "messages": {"messages": [ASKED, ANSWERED], "images": [URI]},
+    "typed parts": {"messages": [TYPED, ANSWERED]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}],
+        "image": URI,
+    },
+    "prompt and completion": {"prompt": [ASKED], "completion": [ANSWERED], "images": [URI]},
+    "prompt and answer": {"prompt": "<image>What?", "answer": "A cat.", "images": [URI]},
+    "the_cauldron": {"images": [URI], "texts": [{"user": "What?", "assistant": "A cat.", "source": "pets"}]},
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_schema_tells_the_same_conversation(schema, tmp_path):
+    row = read_conversation_row(SCHEMAS[schema], 0, "here")
+    chat = read_conversation(row["prompt"], row["images"])
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    assert chat.messages == [{"role": "user", "content": content}, {"role": "assistant", "content": "A cat."}]
+    assert load_image(chat.images[0]).getpixel((0, 0)) == (200, 10, 30)
+    assert row["data_source"] == ("pets" if schema == "the_cauldron" else "here")
+
+
+def test_a_cauldron_row_is_one_conversation_about_all_its_images():
+    texts = [{"user": f"q{i}", "assistant": f"a{i}", "source": "s"} for i in range(3)]
+    row = read_conversation_row({"images": [URI, URI], "texts": texts}, 0)
+    assert [turn["content"] for turn in row["prompt"]] == ["<image><image>q0", "a0", "q1", "a1", "q2", "a2"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"text": "x"}, "row 4: no 'messages'"),
+        ({"prompt": "x"}, "no 'messages'"),
+        ({"texts": [{"user": "x"}], "images": []}, r"texts\[0\] lacks"),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "from 'robot'"),
+        ({"messages": ["hi"]}, "a turn must be a mapping"),
+    ],
+)
+def test_other_rows_are_refused_by_number(raw, reason):
+    with pytest.raises(InvalidRow, match=reason):
+        read_conversation_row(raw, 4)
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_json_lines_may_differ_in_type_from_row_to_row(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", SCHEMAS.values())
+    rows = conversation_rows(path)
+    assert len(rows) == len(SCHEMAS)
+    assert [read_conversation(row["prompt"], row["images"]).messages[-1]["content"] for row in rows] == ["A cat."] * 6
+    with path.open("a") as file:
+        file.write("{broken\n[1]\n")
+    lines = JsonLines(path)
+    with pytest.raises(InvalidRow, match=r"line 7 of .* is not JSON"):
+        lines[6]
+    with pytest.raises(InvalidRow, match=r"line 8 of .* is not a JSON object"):
+        lines[7]
+
+
+def test_parquet_of_datasets_keeps_images_as_bytes_until_they_are_shown(tmp_path):
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "texts": [{"user": datasets.Value("string"), "assistant": datasets.Value("string")}],
+        }
+    )
+    table = datasets.Dataset.from_list(
+        [{"images": [Image.new("RGB", (16, 16), "blue")], "texts": [{"user": "q", "assistant": "a"}]}],
+        features=features,
+    )
+    table.to_parquet(tmp_path / "train.parquet")
+    row = conversation_rows(tmp_path)[0]
+    assert row["images"][0]["bytes"].startswith(b"\x89PNG")
+    assert load_image(row["images"][0]).getpixel((0, 0)) == (0, 0, 255)
+
+
+def test_the_command_converts_a_data_set_to_messages(tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(png((0, 0, 255)))
+    jpeg = io.BytesIO()
+    Image.new("RGB", (16, 16), "green").save(jpeg, format="JPEG")
+    texts = [{"user": "q", "assistant": "a", "source": "pets"}]
+    table = datasets.Dataset.from_list(
+        [
+            {"images": [{"bytes": jpeg.getvalue(), "path": None}], "texts": texts},
+            {"images": [{"bytes": None, "path": "a.png"}], "texts": texts},
+        ]
+    )
+    table.to_parquet(tmp_path / "cauldron.parquet")
+    target = tmp_path / "out.jsonl"
+    assert main([str(tmp_path / "cauldron.parquet"), str(target)]) == 0
+    assert "2 conversations" in capsys.readouterr().out
+    before, after = conversation_rows(tmp_path / "cauldron.parquet"), conversation_rows(target)
+    for old, new in zip(before, after, strict=True):
+        assert new["prompt"] == old["prompt"]
+        assert new["data_source"] == old["data_source"] == "pets"
+        one, other = load_image(old["images"][0], old["media_root"]), load_image(new["images"][0])
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+    assert "image/jpeg" in after[0]["images"][0]
+    assert main([str(tmp_path / "cauldron.parquet"), str(target)]) == 1  # nothing is overwritten
+    assert main([]) == 2
+
+
+def test_a_stream_shows_every_row_once_an_epoch_and_resumes_anywhere(tmp_path):
+    rows = [{"prompt": f"q{i}", "answer": f"a{i}"} for i in range(10)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    stream = conversation_stream(str(path), buffer=4)
+    drawn = list(islice(draws(stream, seed=5), 25))
+    for epoch in range(2):
+        assert sorted(place for _, place, _ in drawn[10 * epoch : 10 * epoch + 10]) == list(range(10))
+        for block in ((0, 4), (4, 8), (8, 10)):
+            places = [place for _, place, _ in drawn[10 * epoch + block[0] : 10 * epoch + block[1]]]
+            assert sorted(places) == list(range(*block))
+    assert [place for _, place, _ in drawn[:10]] != [place for _, place, _ in drawn[10:20]]
+    for start in (0, 3, 4, 9, 10, 13, 20):
+        assert list(islice(draws(stream, seed=5, start=start), 25 - start)) == drawn[start:]
+    uid, place, raw = drawn[7]
+    assert stream.read_row(raw, place)["prompt"][0]["content"] == f"q{place}"
+    assert uid == f"0-{place}"
+    in_order = list(islice(draws(stream, seed=5, shuffle=False), 12))
+    assert [place for _, place, _ in in_order] == [*range(10), 0, 1]
+
+
+def test_an_empty_stream_is_refused():
+    with pytest.raises(InvalidConfig, match="no rows"):
+        next(draws(StreamRows([], None, read_conversation_row), 0))
+
+
+def test_a_mixture_draws_by_weight_and_resumes_anywhere():
+    mixture = Mixture(
+        [["a0", "a1", "a2"], ["b0"], StreamRows([{"c": 1}, {"c": 2}], None, lambda raw, _: raw)], [2, 1, 1]
+    )
+    drawn = list(islice(draws(mixture, seed=3), 10_000))
+    shares = np.bincount([int(uid[0]) for uid, _, _ in drawn]) / len(drawn)
+    assert np.abs(shares - [0.5, 0.25, 0.25]).max() < 0.02
+    firsts = [mixture[place] for uid, place, raw in drawn if uid[0] == "0"]
+    for epoch in range(5):
+        assert sorted(firsts[3 * epoch : 3 * epoch + 3]) == ["a0", "a1", "a2"]
+    assert len({uid for uid, _, _ in drawn}) == len(drawn)
+    for start in (1, 17, 4095, 4096, 5000):
+        assert list(islice(draws(mixture, seed=3, start=start), 40)) == drawn[start : start + 40]
+    streamed = next((place, raw) for uid, place, raw in drawn if uid[0] == "2")
+    assert mixture.read_row(streamed[1], streamed[0])["c"] in (1, 2)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
+def test_weights_must_make_sense(weights):
+    with pytest.raises(InvalidConfig, match="weights"):
+        Mixture([["a"], ["b"]], weights)
+
+
+def test_questions_end_before_the_last_answer():
+    row = {
+        "prompt": [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": " Yes. "}]
+    }
+    asked = Questions([row])[0]
+    assert asked["prompt"] == [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
+    assert asked["reward_model"]["ground_truth"] == "Yes."
+    with pytest.raises(InvalidRow, match="does not end with an answer"):
+        Questions([{"prompt": [ASKED]}])[0]
