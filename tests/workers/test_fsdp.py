@@ -23,6 +23,7 @@ from workers.mesh import Ranks, join
 from workers.optimizer import OptimizerConfig
 from workers.planning import share_out
 from workers.policy import PolicyConfig, ReferenceWorker
+from workers.step import forward_rows, inert_rows
 from workers.weights import full_tensor
 
 CPU = torch.device("cpu")
@@ -140,6 +141,16 @@ def text_alone_leaves_the_tower_alone(model_type: str) -> None:
     assert len(runs) == 1
 
 
+def an_inert_micro_batch_reaches_every_weight(model_type: str, layout: Layout) -> None:
+    """Ranks reduce gradients together, so a rank without rows has them for the same weights as the others: zeros."""
+    worker = actor(model_type, join(layout, CPU))
+    module = worker.module.train()
+    forward_rows(module, inert_rows(module), CPU, entropy=True, tower=True).log_probs.sum().backward()
+    for name, parameter in module.model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not full_tensor(parameter.grad).any(), name
+
+
 def a_non_finite_gradient_skips_the_step_everywhere(model_type: str) -> None:
     """A picture that is not a number on the last rank: no rank steps, and all name its row."""
     ranks, data = two(), mixed_rows(model_type)
@@ -247,6 +258,11 @@ SCENARIOS = {
     },
     "three steps": partial(updates_equal_one_process, "qwen2_5_vl"),
     "three steps, offload": partial(updates_equal_one_process, "qwen3_vl", offload=True),
+    **{
+        f"inert, {layout}, {model_type}": partial(an_inert_micro_batch_reaches_every_weight, model_type, layout)
+        for layout in (DP, Layout(sp=2), Layout(tp=2))
+        for model_type in MODEL_TYPES
+    },
     "text alone": partial(text_alone_leaves_the_tower_alone, "qwen2_5_vl"),
     "not finite": partial(a_non_finite_gradient_skips_the_step_everywhere, "qwen2_5_vl"),
     "refused": partial(refused_rows_are_refused_everywhere, "qwen3_vl"),

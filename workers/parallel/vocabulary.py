@@ -102,6 +102,8 @@ class _SplitLogProbs(torch.autograd.Function):
                 torch.mm(part, w, out=to_hidden[at])
             if ctx.needs_input_grad[1]:
                 to_weight = add_product(to_weight, part.t(), hidden[at])
+        if to_weight is None and ctx.needs_input_grad[1]:  # of no token, where another rank has some: zero, not absent
+            to_weight = torch.zeros_like(weight)
         if to_hidden is not None:
             to_hidden = all_reduce(to_hidden, peers.name)
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
