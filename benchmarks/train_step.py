@@ -42,7 +42,6 @@ import torch
 import transformers
 from torch import Tensor
 
-import workers.policy
 from dataproto import DataProto
 from dataproto.vlm import family_of, media_grids
 from recipes.algorithms.losses import clipped_policy_loss
@@ -50,6 +49,7 @@ from workers.accounting import peak_flops, required_work
 from workers.actor import ActorConfig, ActorWorker
 from workers.layout import Layout
 from workers.mesh import join
+from workers.packed import PackedVLM
 from workers.step import micro_batches, prepare_rows
 from workers.transfer import to_device
 
@@ -222,7 +222,7 @@ class Bench:
                     self.config, attn_implementation="sdpa", dtype=torch.float32
                 )
 
-        with mock.patch.object(workers.policy.AutoModelForImageTextToText, "from_pretrained", random_model):
+        with mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model):
             worker = ActorWorker(options, self.device, join(Layout(dp=self.world), self.device))
         if not a.optimizer:
             worker.optimizer.adamw.step = lambda *_: None  # its state does not fit; gradients are clipped and cleared
@@ -334,7 +334,7 @@ class Bench:
         model.train()
         if a.padded_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        module = workers.policy.PackedVLM.__new__(workers.policy.PackedVLM)  # for the count of operations alone
+        module = PackedVLM.__new__(PackedVLM)  # for the count of operations alone
         torch.nn.Module.__init__(module)
         module.family, module.model = family_of(self.config), model
         found = []
