@@ -23,13 +23,14 @@ from recipes.evaluation import evaluate_answers, save_processors
 from recipes.geo3k import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
+from recipes.one_step_off import LookAhead, RolloutAhead
 from recipes.phases import Progression
 from recipes.report import write_report
 from recipes.run_directory import open_run_directory
 from recipes.synthetic import LEVELS
 from recipes.synthetic.rows import ProblemRows
 from recipes.tiny import tiny_checkpoint
-from recipes.training import RunConfig, train, with_restarts
+from recipes.training import Loader, RunConfig, train, with_restarts
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
@@ -88,6 +89,7 @@ class Geo3KConfig:
     layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # after a worker has failed: start again from the last checkpoint, at most so often
+    one_step_off: bool = False  # generate the next batch during the update, on --ray.rollout-processes of its own
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -102,6 +104,13 @@ class Geo3KConfig:
             )
         if self.on == "local" and self.layout.world_size > 1:
             raise InvalidConfig(f"{self.layout} needs {self.layout.world_size} processes: add --on ray")
+        if self.one_step_off and (
+            self.on == "local" or not self.ray.rollout_processes or self.algorithm.dynamic_sampling
+        ):
+            raise InvalidConfig(
+                "one_step_off overlaps the engines' work with the actor's: give the engines devices of their own by --on ray "
+                "--ray.rollout-processes N, and leave dynamic sampling off"
+            )
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
@@ -158,12 +167,23 @@ def run(config: Geo3KConfig, step: Step = grpo_step, critic: OptimizerConfig | N
 
     def attempt(run: RunConfig) -> None:
         progression = Progression(config.algorithm.kl_controller())
+
+        def make_step(prompts: DataProto, more: More) -> tuple[DataProto, dict[str, float]]:
+            data, metrics = step(roles, prompts, config.algorithm, sampling(config), progression, more)
+            if isinstance(roles.rollout, RolloutAhead):
+                metrics["training/staleness"] = roles.rollout.staleness
+            return data, metrics
+
         with start(config, model_path, reward, critic) as roles:
+            batches: Loader = loader
+            if config.one_step_off:
+                batches = ahead = LookAhead(loader)
+                roles.rollout = RolloutAhead(roles.rollout, ahead, lambda: progression.steps + 1 < run.steps)
             train(
                 run,
                 roles,
-                loader,
-                lambda prompts, more: step(roles, prompts, config.algorithm, sampling(config), progression, more),
+                batches,
+                make_step,
                 lambda step: evaluate(roles, held_out, config, step),
                 lambda target: save_processors(builder, target),
                 progression,

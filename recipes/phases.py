@@ -61,9 +61,10 @@ def roll_out(
 def add_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, updates: int, metrics: Metrics) -> None:
     """Columns ``old_log_probs`` and ``ref_log_prob``, each where it is needed.
 
-    With one update for each batch the old log-probs are those that the update computes itself.
+    With one update for each batch the old log-probs are those that the update computes itself. A batch that an older policy
+    sampled has them already.
     """
-    if updates > 1 or config.kl_in_reward:
+    if (updates > 1 or config.kl_in_reward) and "old_log_probs" not in data:
         with timed(metrics, "old_log_prob"):
             data["old_log_probs"] = roles.actor.log_probs(data, into="old_log_probs")["old_log_probs"]
     if config.kl_coef:

@@ -40,7 +40,10 @@ class Stateful(Protocol):
 class Loader(Stateful, Protocol):
     """An endless source of prompt batches."""
 
-    skipped: dict[int, str]  # rows that could not be used: index to reason
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Rows that could not be used: index to reason."""
+        ...
 
     def __next__(self) -> DataProto: ...
 

@@ -1,0 +1,159 @@
+"""A whole GRPO step in the shape of the published Geometry3K runs, over the GPUs of a machine: seconds by phase, tokens/s, MFU.
+
+    python benchmarks/geo3k_step.py --gpus 4 --size 7b                  # 512 prompts x 5 samples, mini-batches of 128, KL
+    python benchmarks/geo3k_step.py --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32       # anywhere
+
+Prompts are about 350 tokens with one image; random weights end no response, so its length is drawn: log-normal with mean 400,
+cut at 2,048. Weights, data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import runpy
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])  # of Ray's processes
+
+from PIL import Image, ImageDraw  # noqa: E402
+
+from recipes.algorithms.rewards import load_reward  # noqa: E402
+from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
+from rollout.engine import ENGINES  # noqa: E402
+from rollout.prompts import PromptBuilder  # noqa: E402
+from workers import ActorConfig, launch  # noqa: E402
+from workers.layout import Layout  # noqa: E402
+from workers.rollout import RolloutConfig  # noqa: E402
+
+MEAN_LENGTH, LENGTH_SIGMA = 400, 0.8  # tokens of a response
+IMAGE = 420  # pixels; 15 x 15 tokens
+
+
+def drawn_length(seed: int, limit: int) -> int:
+    """Tokens of the response with this random stream: log-normal."""
+    mean = math.log(MEAN_LENGTH) - LENGTH_SIGMA**2 / 2
+    return max(min(int(random.Random(seed).lognormvariate(mean, LENGTH_SIGMA)), limit), 1)
+
+
+def of_drawn_lengths(engine: type) -> type:
+    """An engine whose responses have drawn lengths."""
+
+    class DrawnLengths(engine):  # type: ignore[misc]
+        def _params(self, request: Any, sampling: Any) -> Any:
+            params = super()._params(request, sampling)
+            params.max_tokens = drawn_length(request.seed, sampling.max_tokens)
+            return params
+
+    return DrawnLengths
+
+
+def __getattr__(name: str) -> Any:
+    if name == "VLLMOfDrawnLengths":
+        from rollout.vllm import VLLMEngine
+
+        return of_drawn_lengths(VLLMEngine)
+    raise AttributeError(name)
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Problems with a picture each and about 120 tokens of text, as `PromptBuilder` takes them."""
+    found = []
+    for number in range(count):
+        rng = random.Random(number)
+        picture = Image.new("RGB", (IMAGE, IMAGE), "white")
+        corners = [(rng.randrange(IMAGE), rng.randrange(IMAGE)) for _ in range(3)]
+        ImageDraw.Draw(picture).polygon(corners, outline="black", width=3)
+        text = "<image>In the figure, find the length of the side. " + " ".join(
+            str(rng.randrange(100)) for _ in range(30)
+        )
+        found.append(
+            {
+                "prompt": [{"role": "user", "content": text}],
+                "images": [picture],
+                "data_source": "drawn",
+                "reward_model": {"style": "rule", "ground_truth": str(rng.randrange(100))},
+            }
+        )
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2, help="processes; without GPUs they share the CPU")
+    parser.add_argument("--size", default="7b", choices=["tiny", "3b", "7b"])
+    parser.add_argument("--engine", default="vllm", choices=sorted(ENGINES))
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--minibatch", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--token-budget", type=int, default=16_384)
+    parser.add_argument("--activation-checkpointing", default="full", choices=["none", "selective", "full"])
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not")
+    parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
+    parser.add_argument(
+        "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    path = str(
+        runpy.run_path(str(HERE / "random_checkpoint.py"))["make"](arguments.model / arguments.size, arguments.size)
+    )
+    builder = PromptBuilder.from_pretrained(path, 1024)
+    started = time.perf_counter()
+    prompts = builder(rows(arguments.prompts))
+    print(
+        f"prompts: {time.perf_counter() - started:.1f} s, {prompts['attention_mask'].sum(1).float().mean():.0f} tokens",
+        flush=True,
+    )
+    actor = ActorConfig(
+        path,
+        token_budget=arguments.token_budget,
+        activation_checkpointing=arguments.activation_checkpointing,
+        compile=arguments.compile,
+    )
+    options = json.loads(arguments.rollout)
+    if arguments.engine == "vllm":
+        ENGINES["vllm"] = "geo3k_step:VLLMOfDrawnLengths"
+    started = time.perf_counter()
+    with launch(
+        actor=actor,
+        reference=actor.frozen(),
+        reward=load_reward("geo3k"),
+        rollout=RolloutConfig(path, arguments.engine, options),
+        on="ray",
+        layout=Layout(dp=arguments.gpus),
+        timeout_s=500,
+    ) as roles:
+        print(f"roles are up: {time.perf_counter() - started:.0f} s", flush=True)
+        config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
+        found = []
+        for number in range(1 + arguments.steps):
+            prompts["uid"] = [f"{number}-{row}" for row in range(len(prompts))]
+            started = time.perf_counter()
+            data, metrics = grpo_step(roles, prompts, config, config.sampling(arguments.max_tokens, seed=number))
+            seconds = time.perf_counter() - started
+            tokens = int(data["attention_mask"].sum())
+            figures = {"seconds": seconds, "tokens/s/GPU": tokens / seconds / arguments.gpus}
+            figures |= {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing" in name}
+            figures |= {name: value for name, value in metrics.items() if name.startswith("perf/")}
+            print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
+            found.append(figures)
+    print("\n| figure | median |\n| --- | --- |")
+    for name in found[-1]:
+        print(f"| {name} | {median(each[name] for each in found[1:]):.4g} |")
+
+
+if __name__ == "__main__":
+    main()

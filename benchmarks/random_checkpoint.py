@@ -1,0 +1,74 @@
+"""A Qwen2.5-VL checkpoint of a real size with random weights, tokenizer and image processor, for machines that reach no hub.
+
+python benchmarks/random_checkpoint.py 7b OUTPUT_DIRECTORY
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from recipes.tiny import make_tiny_model
+
+TEXT: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+    },
+}
+VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+
+
+def make(path: Path, size: str) -> Path:
+    """Writes the checkpoint in bfloat16, once: a directory that holds one is left as it is."""
+    if (path / "config.json").is_file():
+        return path
+    make_tiny_model(path)  # tokenizer, image processor, generation settings
+    if size == "tiny":
+        return path
+    tiny = Qwen2_5_VLConfig.from_pretrained(path)
+    text = tiny.text_config.to_dict() | TEXT[size] | {"tie_word_embeddings": size == "3b"}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text.pop("layer_types", None)
+    marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tiny.vision_config.to_dict() | VISION | {"out_hidden_size": text["hidden_size"]},
+        tie_word_embeddings=size == "3b",
+        **{name: getattr(tiny, name) for name in marks},
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        torch.set_default_dtype(torch.float32)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(path)
+    return path
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[2]), sys.argv[1])
