@@ -420,7 +420,7 @@ def test_no_rows_stay_legal_everywhere() -> None:
 def test_pinned_rows_hold_each_distinct_row_once_where_there_is_a_device() -> None:
     rows = RaggedTensor(torch.arange(6), [2, 4]).repeat(3)[[1, 2, 3]]
     if not torch.accelerator.is_available():
-        with pytest.raises(RuntimeError, match="accelerator|NVIDIA driver"):
+        with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA driver"):
             rows.pin_memory()
         return
     pinned = rows.pin_memory()
