@@ -1,0 +1,86 @@
+"""What docs/algorithms.md says of options, roles and columns is so."""
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from dataproto.columns import COLUMNS
+from recipes import geo3k_grpo, geo3k_ppo
+from recipes.algorithms.options import Advantage, AlgorithmConfig, PolicyLoss
+from recipes.ppo import PPOConfig
+from workers.aggregation import MODES
+
+TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+RECIPES = {"geo3k_grpo": geo3k_grpo, "geo3k_ppo": geo3k_ppo}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the first table after a heading."""
+    lines = TEXT.split(heading, 1)[1].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows[2:]
+
+
+ALGORITHMS = table("# Algorithms")
+OPTIONS = table("## The options")
+
+
+@pytest.mark.parametrize("row", ALGORITHMS, ids=lambda row: row[0])
+def test_commands_are_understood_and_need_the_roles_that_are_named(row):
+    name, paper, command, roles, _ = row
+    assert re.search(r"arxiv\.org/abs/\d{4}\.\d{5}", paper), name
+    recipe, *given = shlex.split(command.strip("`"))
+    config = RECIPES[recipe].parse(["--model-path", "anything", *given])
+    needed = [
+        role
+        for role, is_needed in (("critic", recipe == "geo3k_ppo"), ("reference", config.algorithm.kl_coef))
+        if is_needed
+    ]
+    assert roles == (", ".join(needed) or "none")
+    default = RECIPES[recipe].parse(["--model-path", "anything"])
+    for option in (part.removeprefix("--algorithm.").replace("-", "_") for part in given if part.startswith("--")):
+        changed = getattr(config.algorithm, option) != getattr(default.algorithm, option)
+        assert changed, f"{name}: {option} is what it is without the option"
+
+
+def test_every_value_of_a_choice_is_in_the_table_and_no_other():
+    listed = {option.strip("`"): set(re.findall(r"`([\w-]+)`", values)) for option, values, _ in OPTIONS}
+    assert listed["advantage"] == set(get_args(Advantage)) | {"geo3k_ppo"}
+    assert listed["loss"] == set(get_args(PolicyLoss))
+    assert listed["aggregation"] == set(MODES)
+
+
+def test_every_option_is_in_the_table_and_no_other():
+    listed = {name for option, _, _ in OPTIONS for name in re.findall(r"`(\w+)`", option)}
+    assert listed == {field.name for field in fields(PPOConfig)}
+    of_ppo = {
+        name
+        for option, _, use in OPTIONS
+        if use.startswith("of `geo3k_ppo`")
+        for name in re.findall(r"`(\w+)`", option)
+    }
+    assert listed - of_ppo == {field.name for field in fields(AlgorithmConfig)}
+
+
+def test_every_advantage_and_loss_has_an_algorithm_that_selects_it():
+    configs = []
+    for row in ALGORITHMS:
+        recipe, *given = shlex.split(row[2].strip("`"))
+        configs.append(RECIPES[recipe].parse(["--model-path", "anything", *given]).algorithm)
+    assert {config.advantage for config in configs} == set(get_args(Advantage))
+    assert {config.loss for config in configs} == set(get_args(PolicyLoss))
+
+
+def test_columns_are_known():
+    named = [name for row in table("## Columns") for name in re.findall(r"`(\w+)`", row[0])]
+    assert named
+    assert all(name in COLUMNS for name in named)
