@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.machinery import PathFinder
 from typing import Any
 
 import ray
@@ -65,9 +64,10 @@ def stay_on_localhost() -> None:
 
 def send_code_of_lone_modules() -> None:
     """Functions of modules that no other process could import, as those of a reward file, travel with their code."""
+    finders = [finder.find_spec for finder in sys.meta_path]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and "." not in name and name != "__main__" and PathFinder.find_spec(name) is None:
+        if file and "." not in name and name != "__main__" and not any(find(name, None) for find in finders):
             ray.cloudpickle.register_pickle_by_value(module)
 
 
