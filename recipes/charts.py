@@ -1,13 +1,16 @@
 """Line charts as inline SVG: text and lines take their colours from the page's style, so one chart suits light and dark."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from typing import Any
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 26
+MAX_TEXT = 4000
 COLOURS = 6  # the page's style defines --c0 to --c5
 MAX_POINTS = 300
 MAX_MARKS = 40
@@ -151,3 +154,15 @@ def _y_tick(down: float, text: str) -> str:
 
 def _x_tick(across: float, text: str) -> str:
     return f'<text x="{across:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{text}</text>'
+
+
+def safe_text(value: Any) -> str:
+    """Safe to stand in a page: escaped, control characters made visible, very long text cut.
+
+    >>> safe_text("<b>\\x00")
+    '&lt;b&gt;\ufffd'
+    """
+    text = str(value)
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
+    return escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text))

@@ -65,9 +65,9 @@ class ClassifyConfig(SupervisedConfig):
 
 # What a model of under a million parameters learns from drawn classes within minutes on two cores.
 TINY = ClassifyConfig(
-    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=12),
+    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=32),
     optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
-    run=RunConfig(steps=900, eval_every=100, save_every=300, output_dir=Path("outputs/classify")),
+    run=RunConfig(steps=600, eval_every=100, save_every=200, output_dir=Path("outputs/classify")),
 )
 
 

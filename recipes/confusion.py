@@ -4,10 +4,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from dataproto.errors import FileFormatError
+from recipes.charts import safe_text
 
 FOLDER = "confusion"
 CELL, MOST = 14, 110  # pixels; classes that are drawn
@@ -101,11 +101,11 @@ def confusion_picture(confusion: Confusion) -> str:
                 colour = 2 if i == j else 4
                 cells.append(
                     f'<rect class="c{colour}" style="fill:var(--c)" x="{names + at * CELL}" y="{i * CELL}" width="{CELL - 1}" '
-                    f'height="{CELL - 1}" fill-opacity="{0.15 + 0.85 * count / total:.2f}"><title>{escape(classes[i])}: '
-                    f"{count} x {escape([*confusion.classes, '(another answer)'][j])}</title></rect>"
+                    f'height="{CELL - 1}" fill-opacity="{0.15 + 0.85 * count / total:.2f}"><title>{safe_text(classes[i])}: '
+                    f"{count} x {safe_text([*confusion.classes, '(another answer)'][j])}</title></rect>"
                 )
     labels = [
-        f'<text x="{names - 6}" y="{i * CELL + CELL - 4}" text-anchor="end">{escape(name[:24])}</text>'
+        f'<text x="{names - 6}" y="{i * CELL + CELL - 4}" text-anchor="end">{safe_text(name[:24])}</text>'
         for i, name in enumerate(classes)
     ]
     width, height = names + (size + 1) * CELL, size * CELL

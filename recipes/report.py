@@ -9,12 +9,10 @@ import io
 import json
 import math
 import platform
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from html import escape
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,8 @@ from typing import Any
 from PIL import Image
 
 from dataproto.errors import DataProtoError, FileFormatError
-from recipes.charts import COLOURS, Series, line_chart, number
+from recipes.charts import COLOURS, Series, line_chart, number, safe_text
+from recipes.confusion import MOST, Confusion, confusion_picture, latest_confusion
 from recipes.metrics import METRICS_FILE, read_metrics
 from recipes.progress import format_seconds
 from recipes.report_style import PAGE, STYLE
@@ -33,7 +32,6 @@ __all__ = ["environment", "held_out_accuracy", "load_rollouts", "rollout_samples
 Rows = Sequence[Mapping[str, float]]
 
 MAX_CARDS = 24
-MAX_TEXT = 4000
 TINY = 160  # pictures narrower than this are shown enlarged
 ACCURACY = "val-core/*/acc/mean@*"
 PACKAGES = ("torch", "transformers", "tensordict", "numpy", "pillow", "vllm", "ray", "dataproto-vlm")
@@ -51,6 +49,8 @@ class Chart:
 
 CHARTS = (
     Chart("Held-out accuracy", "Greedy answers to problems never trained on", {ACCURACY: None}, percent=True),
+    Chart("Loss", "Of the tokens to be learnt, each in nats", {"train/loss": "training"}),
+    Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out"}),
     Chart(
         "Reward",
         "Mean of the sampled responses",
@@ -101,12 +101,16 @@ def write_report(run_dir: str | Path) -> Path:
         _tiles(rows),
         _section("Curves", "", _charts(rows), "charts"),
         _rollouts(shown),
+        _confusion(latest_confusion(run_dir)),
         _table("Configuration", _flatten(config)),
         _table("Environment" if recorded else "Environment of this report", _flatten(recorded or environment())),
         _metrics_table(rows),
     ]
     page = PAGE.substitute(
-        title=_text(run_dir.resolve().name), subtitle=_subtitle(rows), style=STYLE, body="\n".join(filter(None, body))
+        title=safe_text(run_dir.resolve().name),
+        subtitle=_subtitle(rows),
+        style=STYLE,
+        body="\n".join(filter(None, body)),
     )
     path, temporary = run_dir / "report.html", run_dir / "report.html.tmp"
     temporary.write_text(page, encoding="utf-8", errors="replace")
@@ -141,8 +145,9 @@ def _tiles(rows: Rows) -> str:
         way = "up" if change > 0 else "down" if change < 0 else "soft"
         text = f'{before * 100:.1f}% → {after * 100:.1f}% <small class="{way}">{change:+.1f}</small>'
         tiles.append(_tile(f"Held-out accuracy, {source}", text, "wide"))
-    if reward := _finite(rows, "critic/score/mean"):
-        tiles.append(_tile("Sampled reward", f"{reward[0][1]:.2f} → {reward[-1][1]:.2f}"))
+    for name, metric in (("Sampled reward", "critic/score/mean"), ("Held-out loss", "val/loss")):
+        if values := _finite(rows, metric):
+            tiles.append(_tile(name, f"{values[0][1]:.2f} → {values[-1][1]:.2f}"))
     if rows:
         tiles.append(_tile("Steps", f"{int(rows[-1]['step']):,}"))
     if seconds := [value for _, value in _finite(rows, "timing_s/step") or _finite(rows, "perf/time_per_step")]:
@@ -181,7 +186,7 @@ def _series(rows: Rows, chart: Chart) -> list[Series]:
 def _legend(line: Series, colour: int, percent: bool) -> str:
     last = line.points[-1][1]
     shown = f"{last * 100:.1f}%" if percent else number(last)
-    return f'<li class="c{colour}">{_text(line.label)} <b>{shown}</b></li>'
+    return f'<li class="c{colour}">{safe_text(line.label)} <b>{shown}</b></li>'
 
 
 def _rollouts(shown: Mapping[int, Sequence[RolloutSample]]) -> str:
@@ -209,14 +214,32 @@ def _change(pairs: Sequence[tuple[RolloutSample, RolloutSample]]) -> str:
     return f"Of the {len(judged)} problems kept, {gained} went from wrong to right and {lost} from right to wrong."
 
 
+def _confusion(found: tuple[int, Confusion] | None) -> str:
+    """Which class was taken for which at the last evaluation."""
+    if found is None:
+        return ""
+    step, confusion = found
+    drawn = f"; the first {MOST} are drawn" if len(confusion.classes) > MOST else ""
+    note = (
+        f"{len(confusion.classes)} classes downwards, answers to the right, the last column for every other answer, at step "
+        f"{step}{drawn}. {confusion.accuracy * 100:.1f}% are right."
+    )
+    mistakes = "".join(
+        f"<li>{safe_text(truth)} taken for {safe_text(answer)}: {count}</li>"
+        for truth, answer, count in confusion.worst()
+    )
+    card = f'<div class="card">{confusion_picture(confusion)}{f"<ul>{mistakes}</ul>" if mistakes else ""}</div>'
+    return _section("Confusion", note, [card], "wide")
+
+
 def _card(answers: Sequence[tuple[str, int, RolloutSample]]) -> str:
     problem = answers[0][2]
     pictures = "".join(_picture(image) for image in problem.images)
     pictures = f'<div class="pictures">{pictures}</div>' if pictures else ""
     return (
         f'<article class="card rollout"><div class="top">{pictures}<div class="question">'
-        f'<p class="prompt">{_text(problem.prompt)}</p>'
-        f'<p class="truth"><span class="soft">Answer</span> <b>{_text(problem.ground_truth)}</b></p></div></div>'
+        f'<p class="prompt">{safe_text(problem.prompt)}</p>'
+        f'<p class="truth"><span class="soft">Answer</span> <b>{safe_text(problem.ground_truth)}</b></p></div></div>'
         f'<div class="answers">{"".join(_answer(*answer) for answer in answers)}</div></article>'
     )
 
@@ -230,7 +253,7 @@ def _answer(when: str, step: int, sample: RolloutSample) -> str:
     return (
         f'<section class="answer"><header><span class="when">{title}<span class="soft">step {step}</span></span>{badge}'
         f'<span class="badge">reward {number(sample.reward)}</span></header>'
-        f"<pre>{_text(sample.response) or '<i>(empty)</i>'}</pre></section>"
+        f"<pre>{safe_text(sample.response) or '<i>(empty)</i>'}</pre></section>"
     )
 
 
@@ -249,7 +272,9 @@ def _metrics_table(rows: Rows) -> str:
         values = [value for _, value in _finite(rows, name)]
         if name != "step" and values:
             cells = (values[0], values[-1], min(values), max(values))
-            lines.append(f"<tr><td>{_text(name)}</td>{''.join(f'<td>{number(value)}</td>' for value in cells)}</tr>")
+            lines.append(
+                f"<tr><td>{safe_text(name)}</td>{''.join(f'<td>{number(value)}</td>' for value in cells)}</tr>"
+            )
     if not lines:
         return ""
     heads = "".join(f"<th>{head}</th>" for head in ("metric", "first", "last", "lowest", "highest"))
@@ -262,7 +287,9 @@ def _metrics_table(rows: Rows) -> str:
 def _table(title: str, entries: Mapping[str, Any]) -> str:
     if not entries:
         return ""
-    lines = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in entries.items())
+    lines = "".join(
+        f"<tr><th>{safe_text(name)}</th><td>{safe_text(value)}</td></tr>" for name, value in entries.items()
+    )
     return f'<details class="card"><summary>{title}</summary><div class="scroll"><table>{lines}</table></div></details>'
 
 
@@ -274,7 +301,7 @@ def _section(title: str, note: str, cards: Sequence[str], kind: str) -> str:
 
 
 def _tile(name: str, value: str, kind: str = "") -> str:
-    return f'<div class="card tile {kind}"><p class="soft">{_text(name)}</p><div class="value">{value}</div></div>'
+    return f'<div class="card tile {kind}"><p class="soft">{safe_text(name)}</p><div class="value">{value}</div></div>'
 
 
 def _subtitle(rows: Rows) -> str:
@@ -320,14 +347,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise FileFormatError(f"{path}: not JSON ({error})") from error
     return found if isinstance(found, dict) else {"value": found}
-
-
-def _text(value: Any) -> str:
-    """Safe to stand in the page: escaped, control characters made visible, very long text cut."""
-    text = str(value)
-    if len(text) > MAX_TEXT:
-        text = f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} more characters)"
-    return escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text))
 
 
 def main(arguments: Iterable[str]) -> int:

@@ -60,7 +60,7 @@ class SFTConfig(SupervisedConfig):
 
 # What a model of under a million parameters learns from drawn conversations within minutes on two cores.
 TINY = SFTConfig(
-    data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=16),
+    data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=24),
     optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
     run=RunConfig(steps=600, eval_every=100, save_every=200, output_dir=Path("outputs/sft")),
 )

@@ -1,0 +1,216 @@
+"""Supervised training as users run it, and against plain Hugging Face."""
+
+import base64
+import io
+import json
+from itertools import islice
+
+import pytest
+import torch
+from PIL import Image
+
+from dataproto.batching import split_by_tokens
+from helpers.checkpoints import write_checkpoint
+from recipes.loader import PromptLoader
+from recipes.metrics import read_metrics
+from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
+from recipes.supervised import exact_match, held_out_loss, measure_rows, packing_order, sft_step, start
+from rollout.supervised import SupervisedBuilder
+from workers.reward import RewardRow
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def picture(size, colour):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def talks(count):
+    """Mixed rows: no image, one, or two of unequal sizes; one turn or two."""
+    rows = []
+    for i in range(count):
+        sizes = [(16, 16), (24 + 8 * (i % 3), 16)][: i % 3]
+        images = [picture(size, (40 * i % 256, 90, 20)) for size in sizes]
+        turns = [{"role": "user", "content": "<image>" * len(images) + f"question {i}?"}]
+        turns.append({"role": "assistant", "content": f"answer {'x' * (i % 5)}"})
+        if i % 2:
+            turns += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": str(i)}]
+        rows.append({"messages": turns, "images": images})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "talks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in talks(24)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return {name: write_checkpoint(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+
+
+def arguments(model_path, data_path, output_dir, *more):
+    settings = "--batch-size 6 --eval-rows 4 --max-response-length 5 --optimizer.lr 1e-3 --token-budget 200 --steps 4"
+    paths = ["--model-path", model_path, "--data-path", data_path, "--output-dir", str(output_dir)]
+    return [*paths, *settings.split(), "--save-every", "2", *more]
+
+
+def without_times(directory):
+    rows = read_metrics(directory / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(("timing", "perf/"))} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished_run(checkpoints, data_path, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    assert main(arguments(checkpoints["qwen2_5_vl"], data_path, directory)) == 0
+    return directory
+
+
+def test_a_run_leaves_metrics_report_and_a_checkpoint_to_start_from(finished_run, data_path, tmp_path):
+    rows = read_metrics(finished_run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 4]
+    assert {"val-core/talks/acc/mean@1", "data/skipped_eval_rows"} <= rows[0].keys()
+    for row in rows[1:]:
+        assert row["train/loss"] > 0
+        assert row["actor/grad_norm"] > 0
+        assert {"data/learnt_tokens", "row_length/mean", "perf/throughput", "actor/lr"} <= row.keys()
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
+    page = (finished_run / "report.html").read_text()
+    assert "<html" in page
+    assert "Loss" in page
+    exported = finished_run / "global_step_4" / "actor" / "huggingface"
+    assert main(arguments(str(exported), data_path, tmp_path / "next", "--steps", "1")) == 0
+    assert read_metrics(tmp_path / "next" / "metrics.jsonl")[0]["val/loss"] == rows[-1]["val/loss"]
+
+
+def test_a_resumed_run_is_the_whole_run_to_the_bit(finished_run, checkpoints, data_path, tmp_path):
+    directory = tmp_path / "parts"
+    own = arguments(checkpoints["qwen2_5_vl"], data_path, directory, "--optimizer.total-steps", "4")
+    assert main([*own, "--steps", "2"]) == 0
+    assert main([*own, "--resume"]) == 0
+    again, expected = without_times(directory), without_times(finished_run)
+    assert again[3:] == expected[3:]
+    one, other = (path / "global_step_4" / "actor" / "huggingface" for path in (directory, finished_run))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packed_and_mixed_rows_give_plain_hugging_faces_loss(model_type, checkpoints, data_path):
+    """Rows one by one through Hugging Face's own model, processor positions and loss."""
+    import transformers
+
+    path = checkpoints[model_type]
+    builder = SupervisedBuilder.from_pretrained(path, 512)
+    data = SFTDataConfig(data_path=(data_path,), eval_rows=4)
+    rows, _ = open_data(data, builder, seed=0)
+    batch = next(PromptLoader(rows, builder, 8))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for row in range(len(batch)):
+            kept = batch["attention_mask"][row].bool()
+            labels = torch.full_like(batch["input_ids"][row], -100)
+            labels[1:] = torch.where(batch["response_mask"][row].bool(), batch["input_ids"][row, 1:], -100)
+            logits = model(
+                input_ids=batch["input_ids"][row, kept][None],
+                mm_token_type_ids=batch["mm_token_type_ids"][row, kept][None].long(),
+                **batch["multi_modal_inputs"][row],
+            ).logits
+            logits[..., list(builder.family.banned_ids(builder.config))] = -1e30
+            total += float(
+                torch.nn.functional.cross_entropy(logits[0, :-1], labels[kept][1:], ignore_index=-100, reduction="sum")
+            )
+            tokens += int(batch["response_mask"][row].sum())
+    config = SFTConfig(model_path=path, token_budget=150)
+    with start(config, path) as roles:
+        held_out = held_out_loss(roles, [batch])["val/loss"]
+        _, metrics = sft_step(roles, batch, 150)
+        assert held_out_loss(roles, [batch])["val/loss"] < held_out
+    assert held_out == pytest.approx(total / tokens, abs=1e-5)
+    assert metrics["train/loss"] == pytest.approx(total / tokens, abs=1e-5)
+
+
+def test_packing_fills_micro_batches_better_than_the_order_of_the_data(checkpoints, data_path):
+    builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 512)
+    rows, _ = open_data(SFTDataConfig(data_path=(data_path,), eval_rows=4), builder, seed=0)
+    batch = next(PromptLoader(rows, builder, 18))
+    budget = 170
+    order = packing_order(batch, budget)
+    assert sorted(order.tolist()) == list(range(18))
+    lengths = batch["attention_mask"].sum(1)
+    packed, unpacked = (len(split_by_tokens(each, budget)) for each in (lengths[torch.from_numpy(order)], lengths))
+    assert packed <= unpacked
+    assert packed <= -(-11 * int(lengths.sum()) // (9 * budget)) + 1
+    assert measure_rows(batch, {})["data/learnt_tokens"] == int(batch["response_mask"].sum())
+
+
+def test_workers_prepare_the_same_batches(checkpoints, data_path):
+    builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 512)
+    for streaming in (False, True):
+        data = SFTDataConfig(data_path=(data_path, data_path), weights=(1, 2), streaming=streaming, shuffle_buffer=5)
+        loaders = [
+            PromptLoader(open_data(data, builder, 0)[0], builder, 5, seed=1, num_workers=workers) for workers in (0, 2)
+        ]
+        for one, other in islice(zip(*loaders), 3):
+            assert list(one["uid"]) == list(other["uid"])
+            assert torch.equal(one["input_ids"], other["input_ids"])
+            for mine, theirs in zip(one["multi_modal_inputs"], other["multi_modal_inputs"]):
+                assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        resumed = PromptLoader(open_data(data, builder, 0)[0], builder, 5, seed=1)
+        resumed.load_state_dict(json.loads(json.dumps(loaders[0].state_dict())))
+        assert list(next(resumed)["uid"]) == list(next(loaders[0])["uid"])
+
+
+def test_the_last_turn_alone_can_be_learnt(checkpoints, data_path):
+    builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 512)
+    rows, _ = open_data(SFTDataConfig(data_path=(data_path,), eval_rows=4), builder, 0)
+    everything, last = (builder.learning(turns)([rows[1]])["response_mask"].sum() for turns in ("all", "last"))
+    assert 0 < last < everything
+
+
+def test_drawn_conversations_come_with_and_without_pictures_and_held_out_ones_apart(checkpoints):
+    builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 512)
+    rows, held_out = open_data(SFTDataConfig(eval_rows=8), builder, seed=0)
+    batch = next(PromptLoader(rows, builder, 40, shuffle=False))
+    shown = sum(bool(media) for media in batch["multi_modal_inputs"])
+    assert 20 < shown < 40
+    assert len(held_out) == 8
+    trained = {row["images"][0].tobytes() for row in (rows[i] for i in range(50))}
+    assert not trained & {row["images"][0].tobytes() for row in held_out if row["images"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--weights", "1"], "1 weights for 0 data sets"),
+        (["--streaming"], "without data_path"),
+        (["--data-path", "a", "b", "--streaming"], "give --weights"),
+        (["--batch-size", "0"], "batch_size=0"),
+        (["--turns", "first"], "first"),
+        (["--engine", "none"], "'none' is unknown"),
+        (["--layout.dp", "2"], "--on ray"),
+        (["--data-path", "no/such.jsonl"], "no such file or folder"),
+        (["--model-path", "no/such/model"], "holds no checkpoint"),
+        (["--stepz", "1"], "stepz"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(options, message, tmp_path, capsys):
+    assert main([*options, "--output-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_defaults_are_the_small_models_until_a_model_is_named():
+    assert parse([]).optimizer.lr > 100 * parse(["--model-path", "x"]).optimizer.lr / 2
+    assert parse([]).data.data_path == ()
+
+
+def test_an_answer_is_right_when_it_is_the_truth():
+    assert [row["acc"] for row in exact_match([RewardRow(" 7\n", 7), RewardRow("8", "7")])] == [1.0, 0.0]
