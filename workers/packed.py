@@ -12,6 +12,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.attention import use_packed_attention
 from workers.logprobs import token_log_probs
+from workers.patches import use_patch_products
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class PackedVLM(nn.Module):
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
         use_packed_attention(model)
+        use_patch_products(model)
         self.model = model
         self.family = family
         self.temperature = temperature
