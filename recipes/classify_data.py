@@ -10,7 +10,7 @@ import numpy as np
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.synthetic.classes import CLASSES, draw_class
 from recipes.synthetic.problems import Split
-from recipes.tables import open_tables
+from recipes.tables import Table, open_tables
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
@@ -143,31 +143,30 @@ def table_data(
     classes = train.names or tuple(dict.fromkeys(labels))
     used = [place for place, label in enumerate(labels) if label not in exclude]
     classes = tuple(label for label in classes if label not in exclude)
+    tables_of_test = _test_tables(source)
+    if tables_of_test is None:
+        kept, last = _hold_out([labels[place] for place in used], seed)
+        parts = [used[place] for place in kept], train, [used[place] for place in last]
+    else:
+        test = TablePairs(tables_of_test, image_column, label_column)
+        parts = used, test, [place for place, label in enumerate(test.labels) if label not in exclude]
+    return _data(train, *parts, classes, templates, name, eval_rows, seed)
+
+
+def _test_tables(source: str) -> list[Table] | None:
+    """The tables of the test split, if there is one."""
+    if Path(source).is_file():
+        return None
     try:
-        if Path(source).is_file():
-            raise InvalidConfig("a file has no splits")
-        test = TablePairs(open_tables(source, "test")[0], image_column, label_column)
+        return open_tables(source, "test")[0]
     except InvalidConfig:
-        kept, held_out = _hold_out([labels[place] for place in used], seed)
-        return _data(
-            train,
-            [used[place] for place in kept],
-            train,
-            [used[place] for place in held_out],
-            classes,
-            templates,
-            name,
-            eval_rows,
-            seed,
-        )
-    places = [place for place, label in enumerate(test.labels) if label not in exclude]
-    return _data(train, used, test, places, classes, templates, name, eval_rows, seed)
+        return None
 
 
 class TablePairs:
     """(image, label) of the rows of tables, images read when asked for."""
 
-    def __init__(self, tables: Sequence[Any], image_column: str, label_column: str) -> None:
+    def __init__(self, tables: Sequence[Table], image_column: str, label_column: str) -> None:
         self.tables = [table for table, _ in tables]
         for table in self.tables:
             columns = getattr(table, "column_names", None)

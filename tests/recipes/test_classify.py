@@ -1,0 +1,167 @@
+"""Classification as users run it; whether the small model learns its classes is the long test."""
+
+import io
+import json
+import math
+import time
+
+import datasets
+import pytest
+from PIL import Image
+
+from dataproto.errors import InvalidConfig, InvalidRow
+from helpers.checkpoints import write_checkpoint
+from recipes.classify import ClassifyDataConfig, main, open_labelled
+from recipes.classify_data import Templates, folder_data, table_data
+from recipes.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
+from recipes.metrics import read_metrics
+from recipes.synthetic.classes import CLASSES, draw_class
+
+COLOURS = {"red_ball": "red", "Blue": "blue", "green": "green"}
+
+
+def write_folder(path, counts, kind="png"):
+    for name, count in counts.items():
+        (path / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (16 + i, 16), COLOURS.get(name, "white")).save(path / name / f"image_{i:04}.{kind}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def caltech(tmp_path_factory):
+    """Caltech-101's layout: <root>/<class>/image_0001.jpg."""
+    root = tmp_path_factory.mktemp("data") / "ObjectCategories"
+    write_folder(root, {"red_ball": 9, "Blue": 16, "green": 2, "BACKGROUND_Google": 3}, kind="jpg")
+    (root / "green" / "notes.txt").write_text("no image")
+    return root
+
+
+def test_a_folder_of_class_directories_gives_some_of_each_class_to_be_held_out(caltech):
+    data = folder_data(caltech, eval_rows=100, seed=0, templates=Templates(), exclude=["BACKGROUND_Google"])
+    assert data.classes == ("Blue", "green", "red ball")
+    held_out = [row["prompt"][1]["content"] for row in data.held_out]
+    assert sorted(held_out) == ["Blue", "Blue", "green", "red ball"]
+    assert len(data.train) == 27 - 4
+    shown = {str(row["images"][0]) for row in data.held_out}
+    assert not shown & {str(row["images"][0]) for row in data.train}
+    assert [row["index"] for row in folder_data(caltech, 100, 0, Templates(), ["BACKGROUND_Google"]).held_out] == [
+        row["index"] for row in data.held_out
+    ]
+    assert len(folder_data(caltech, 2, 0, Templates()).held_out) == 2
+
+
+def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
+    write_folder(tmp_path / "train", {"red_ball": 2, "Blue": 3})
+    write_folder(tmp_path / "val", {"Blue": 2})
+    data = folder_data(tmp_path, 10, 0, Templates())
+    assert (len(data.train), len(data.held_out), data.classes) == (5, 2, ("Blue", "red ball"))
+    write_folder(tmp_path / "test", {"green": 1})
+    with pytest.raises(InvalidConfig, match=r"does not train: .'green'"):
+        folder_data(tmp_path, 10, 0, Templates())
+
+
+def test_a_folder_without_classes_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="at least two classes"):
+        folder_data(write_folder(tmp_path, {"red_ball": 2}), 10, 0, Templates())
+
+
+def labelled_table(count, names=None):
+    pictures = []
+    for i in range(count):
+        buffer = io.BytesIO()
+        Image.new("RGB", (16, 16), (20 * i, 0, 0)).save(buffer, format="PNG")
+        pictures.append({"bytes": buffer.getvalue(), "path": None})
+    labels = [i % 2 for i in range(count)]
+    features = {
+        "img": datasets.Image(),
+        "fine": datasets.ClassLabel(names=names) if names else datasets.Value("string"),
+    }
+    rows = {"img": pictures, "fine": labels if names else ["odd" if label else "even" for label in labels]}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+@pytest.mark.parametrize("names", [["even", "odd"], None])
+def test_a_data_set_with_image_and_label_columns(names, tmp_path):
+    labelled_table(16, names).to_parquet(tmp_path / "train.parquet")
+    data = table_data(str(tmp_path / "train.parquet"), 10, 0, Templates(), "img", "fine")
+    assert data.classes == ("even", "odd")
+    assert (len(data.train), len(data.held_out)) == (14, 2)
+    row = data.train[3]
+    assert row["prompt"][1]["content"] == ("odd" if row["index"] % 2 else "even")
+    assert row["images"][0]["bytes"].startswith(b"\x89PNG")
+    labelled_table(4, names).to_parquet(tmp_path / "test.parquet")
+    split = table_data(str(tmp_path), 10, 0, Templates(), "img", "fine", exclude=["odd"])
+    assert (len(split.train), len(split.held_out), split.classes) == (8, 2, ("even",))
+    with pytest.raises(InvalidConfig, match="no column 'image': the data set has img, fine"):
+        table_data(str(tmp_path), 10, 0, Templates())
+
+
+def test_a_missing_image_is_told_by_its_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"image": None, "label": i % 2}) + "\n" for i in range(4)))
+    data = table_data(str(tmp_path / "rows.jsonl"), 4, 0, Templates())
+    assert data.classes == ("0", "1")
+    with pytest.raises(InvalidRow, match="'image' is missing"):
+        data.train[0]
+
+
+def test_question_and_answer_are_templates():
+    row = Templates("Is it {classes}?", "It is {label}.").row("a.png", "x", ["x", "y"], "s", 0)
+    assert [turn["content"] for turn in row["prompt"]] == ["<image>Is it x, y?", "It is x."]
+    with pytest.raises(InvalidConfig, match=r"must contain \{label\}"):
+        Templates(answer="yes")
+
+
+def test_drawn_pictures_are_of_many_classes_and_known_by_their_number():
+    assert len(set(CLASSES)) == len(CLASSES) == 48
+    drawn = [draw_class(i) for i in range(300)]
+    assert {picture.label for picture in drawn} <= set(CLASSES)
+    assert len({picture.label for picture in drawn}) > 40
+    assert draw_class(7).image.tobytes() == drawn[7].image.tobytes()
+    held_out = {draw_class(i, split="test").image.tobytes() for i in range(300)}
+    assert not held_out & {picture.image.tobytes() for picture in drawn}
+    assert open_labelled(ClassifyDataConfig(eval_rows=5), seed=0).held_out[4]["data_source"] == "synthetic/classes"
+
+
+def test_confusion_is_counted_kept_and_drawn(tmp_path):
+    pairs = [("a", "a"), ("a", "b"), ("a", "b"), ("b", "b"), ("b", ""), ("<c>", "c?")]
+    confusion = Confusion.of(["a", "b", "<c>"], pairs)
+    assert confusion.counts == [[1, 2, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1]]
+    assert confusion.accuracy == pytest.approx(2 / 6)
+    assert confusion.other_share == pytest.approx(2 / 6)
+    assert confusion.worst(1) == [("a", "b", 2)]
+    assert latest_confusion(tmp_path) is None
+    save_confusion(tmp_path, 2, Confusion.of(["a"], []))
+    save_confusion(tmp_path, 10, confusion)
+    assert latest_confusion(tmp_path) == (10, confusion)
+    drawing = confusion_picture(confusion)
+    assert "&lt;c&gt;" in drawing
+    assert "<c>" not in drawing
+    assert drawing.count("<title>") == sum(count > 0 for row in confusion.counts for count in row)
+
+
+def test_a_run_on_a_folder_measures_accuracy_before_and_after(caltech, tmp_path):
+    model = write_checkpoint("qwen3_vl", tmp_path / "model")
+    settings = "--steps 2 --batch-size 4 --eval-rows 4 --max-response-length 4 --optimizer.lr 1e-3 --eval-every 1"
+    run = tmp_path / "run"
+    assert main(["--model-path", model, "--data-path", str(caltech), "--output-dir", str(run), *settings.split()]) == 0
+    rows = read_metrics(run / "metrics.jsonl")
+    name = "val-core/ObjectCategories/acc/mean@1"
+    assert [row["step"] for row in rows if name in row] == [0, 1, 2]
+    assert all(0 <= row["val/other_answers"] <= 1 and math.isfinite(row["val/loss"]) for row in rows)
+    step, confusion = latest_confusion(run)
+    assert step == 2
+    assert sum(map(sum, confusion.counts)) == 4
+    assert confusion.accuracy == rows[-1][name]
+    page = (run / "report.html").read_text()
+    assert "Confusion" in page
+    assert "red ball" in page
+
+
+@pytest.mark.long
+def test_the_small_model_learns_its_drawn_classes(tmp_path):
+    begun = time.monotonic()
+    assert main(["--output-dir", str(tmp_path / "run")]) == 0
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    print(f"{time.monotonic() - begun:.0f} s")
+    assert last["val-core/synthetic/classes/acc/mean@1"] >= 0.9
