@@ -83,12 +83,12 @@ class RolloutEngine(Protocol):
         """Gives up memory while others train."""
         ...
 
-    def wake(self) -> None:
-        """Gets ready to generate."""
+    def wake(self) -> bool:
+        """Gets ready to take weights and to generate; says whether the engine still has its weights."""
         ...
 
 
-ENGINES = {"hf": "rollout.hf:HFEngine"}
+ENGINES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm:VLLMEngine"}
 
 
 def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
@@ -102,6 +102,19 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
     module, _, attribute = ENGINES[name].partition(":")
     engine: RolloutEngine = getattr(importlib.import_module(module), attribute)(model_path, **options)
     return engine
+
+
+def end_ids(generation_config: Any) -> tuple[int, ...]:
+    """The model's own end tokens.
+
+    >>> from types import SimpleNamespace
+    >>> end_ids(SimpleNamespace(eos_token_id=7))
+    (7,)
+    """
+    end = generation_config.eos_token_id
+    if end is None:
+        return ()
+    return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
 
 
 def cpu_or_cuda() -> torch.device:

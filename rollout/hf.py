@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, DynamicCache, GenerationConfig
+from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
-from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda
+from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids
 from rollout.policy import sample
 
 # Finished rows leave a wave once fewer than this share of its rows still runs: moving the cache has its price.
@@ -69,7 +69,7 @@ class HFEngine:
         self.max_num_seqs = max_num_seqs
         self.family = family_of(self.model.config)
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))
-        self.end_ids = _end_ids(self.model.generation_config)
+        self.end_ids = end_ids(self.model.generation_config)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
@@ -179,16 +179,10 @@ class HFEngine:
             self.model.to("cpu")  # type: ignore[arg-type]
             torch.cuda.empty_cache()
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         self.model.to(self.device)  # type: ignore[arg-type]
+        return True
 
 
 def _pad_left(values: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(values, (length - values.shape[-1], 0))
-
-
-def _end_ids(config: GenerationConfig) -> tuple[int, ...]:
-    end = config.eos_token_id
-    if end is None:
-        return ()
-    return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)

@@ -45,10 +45,11 @@ _VISION = {
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
 TILE = 16  # pixels along each side of InternVL's tiles, 4 x 4 patches, 4 tokens
-_TEXT = {
-    "qwen3_vl": {"head_dim": 32},
-    "qwen3_vl_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
-}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+# As in the checkpoints' own config.json; Hugging Face's classes take the last two for granted, vLLM reads them.
+_QWEN3_TEXT = {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+_TEXT = {"qwen3_vl": _QWEN3_TEXT, "qwen3_vl_moe": _QWEN3_TEXT | _EXPERTS}
 
 
 def tiny_config(model_type: str) -> Any:
@@ -56,7 +57,7 @@ def tiny_config(model_type: str) -> Any:
     if model_type == "internvl":
         return _tiny_internvl()
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    text = _BASE_TEXT | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+    text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
         text_config=text | _TEXT.get(model_type, {}),
         vision_config=vision | _VISION[model_type],

@@ -1,0 +1,309 @@
+"""The vLLM engine: in this process, on a CPU or CUDA, its weights streamed in place from the actor.
+
+vLLM expands image placeholders and processes images itself, so that its caches know an image by its content; what it makes of a
+prompt is compared with the training side's tokens before anything is generated.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import count
+from typing import Any
+from weakref import ref
+
+from PIL import Image
+from torch import Tensor
+from transformers import GenerationConfig
+
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, MediaMismatch
+from dataproto.vlm import family_of
+from rollout import vllm_versions
+from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids
+from rollout.vllm_weights import differing_weights, load_weights
+
+MAX_REPORTED_ROWS = 5
+
+
+class VLLMEngine:
+    """Generates with vLLM, under the policy's own sampling (see `rollout.vllm_policy`)."""
+
+    def __init__(
+        self,
+        model_path: str,
+        max_num_seqs: int = 256,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_images: int | None = None,
+        image_options: Mapping[str, Any] | None = None,
+        tensor_parallel: int = 1,
+        memory_share: float = 0.5,
+        kv_cache_bytes: int | None = None,
+        sleep_level: int = 2,
+        **options: Any,
+    ) -> None:
+        """Starts vLLM on the checkpoint at ``model_path``.
+
+        Args:
+            max_num_seqs: sequences generated at a time.
+            dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
+            max_model_len: tokens of prompt and response together; by default as many as the model knows positions.
+            max_images: of one prompt; unlimited by default.
+            image_options: `PromptBuilder.image_options`, where they are not the checkpoint's own.
+            tensor_parallel: neighbouring ranks of the default process group that run one vLLM together.
+            memory_share: of the device, for weights and KV cache.
+            kv_cache_bytes: size of the KV cache; overrides ``memory_share``, and is 1 GiB on a CPU by default.
+            sleep_level: 1 keeps the weights in host memory while others train, 2 drops them, to be streamed at the next use.
+            options: any other option of ``vllm.LLM``.
+        """
+        vllm_versions.set_environment()
+        from vllm import LLM
+
+        from rollout.vllm_policy import LOGPROBS_MODE, PolicyProcessor
+
+        if sleep_level not in (1, 2):
+            raise InvalidConfig(f"sleep_level={sleep_level}: must be 1 (weights to the host) or 2 (weights dropped)")
+        self.device = cpu_or_cuda()
+        on_cuda = self.device.type == "cuda"
+        if dtype == "auto":
+            dtype = "bfloat16" if on_cuda else "float32"
+        if kv_cache_bytes is None and not on_cuda:
+            kv_cache_bytes = 1 << 30
+        chosen = {
+            "max_num_seqs": max_num_seqs,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "limit_mm_per_prompt": {"video": 0} | ({} if max_images is None else {"image": max_images}),
+            "mm_processor_kwargs": _processor_options(image_options),
+            "tensor_parallel_size": tensor_parallel,
+            "distributed_executor_backend": "external_launcher" if tensor_parallel > 1 else None,
+            "gpu_memory_utilization": memory_share,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_sleep_mode": on_cuda,
+            "logits_processors": [PolicyProcessor],
+            "logprobs_mode": LOGPROBS_MODE,
+            "generation_config": "vllm",
+        } | ({} if on_cuda else {"enforce_eager": True, "skip_mm_profiling": True})
+        try:
+            with vllm_versions.process_settings_kept():
+                self.llm = LLM(model_path, **chosen | options)
+        except (ValueError, TypeError, ImportError) as error:
+            raise InvalidConfig(f"vLLM does not start on {model_path}: {_first_line(error)}") from error
+        self.engine = self.llm.llm_engine
+        self.max_model_len = int(self.llm.model_config.max_model_len)
+        self.max_images = max_images
+        self.sleep_level = sleep_level
+        self.family = family_of(self.llm.model_config.hf_config)
+        self.banned_ids = tuple(self.family.banned_ids(self.llm.model_config.hf_config))
+        self.end_ids = end_ids(GenerationConfig.from_pretrained(model_path))
+        self.processor_options = _processor_options(image_options)
+        self._awake = self._has_weights = self._has_kv_cache = True
+        self._runs = count()
+        self._image_keys = ImageKeys()
+
+    # Generation
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
+        """Yields completions as they finish.
+
+        Raises:
+            InvalidPrompt: prompts that are too long, have too many images or one that vLLM refuses, or whose tokens vLLM expands
+                otherwise than the training side did; names the rows, and nothing has been generated.
+        """
+        prompts = self._render(requests, sampling)
+        self._wake_kv_cache()
+        run = next(self._runs)
+        open_requests: dict[str, int] = {}
+        try:
+            for number, request in enumerate(requests):
+                name = f"{run}-{number}"
+                try:
+                    self.engine.add_request(name, prompts[id(request.input_ids)], self._params(request, sampling))
+                except ValueError as error:
+                    raise InvalidPrompt(f"row {number // sampling.n}: {_first_line(error)}") from error
+                open_requests[name] = number
+            while open_requests:
+                for output in self.engine.step():
+                    if output.finished and output.request_id in open_requests:
+                        yield _completion(open_requests.pop(output.request_id), output.outputs[0])
+        finally:
+            if open_requests:  # an error, or a caller who wants no more
+                self.engine.abort_request(list(open_requests))
+
+    def _params(self, request: Request, sampling: SamplingParams) -> Any:
+        from vllm import SamplingParams as Params
+        from vllm.sampling_params import RequestOutputKind
+
+        from rollout.vllm_policy import EXTRA_ARGUMENT, SampleStream
+
+        return Params(
+            temperature=0.0,  # `PolicyProcessor` leaves one token to choose from
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted({*self.end_ids, *sampling.stop_token_ids}),
+            ignore_eos=True,  # the end tokens are among the stop tokens
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={EXTRA_ARGUMENT: SampleStream(sampling, request.seed)},
+        )
+
+    # Prompts
+
+    def _render(self, requests: Sequence[Request], sampling: SamplingParams) -> dict[int, Any]:
+        """vLLM's form of each distinct prompt, by the identity of its ``input_ids``."""
+        prompts: dict[int, Any] = {}
+        wrong: dict[int, str] = {}
+        for number, request in enumerate(requests):
+            if id(request.input_ids) in prompts:
+                continue
+            try:
+                prompts[id(request.input_ids)] = self._render_one(request, sampling)
+            except Exception as error:  # vLLM's and the image processor's own, of any class
+                if isinstance(error, MemoryError):
+                    raise
+                prompts[id(request.input_ids)] = None
+                wrong[number // sampling.n] = _first_line(error)
+        if wrong:
+            reasons = [f"row {row}: {reason}" for row, reason in list(wrong.items())[:MAX_REPORTED_ROWS]]
+            more = f" (and {len(wrong) - len(reasons)} more rows)" if len(wrong) > len(reasons) else ""
+            raise InvalidPrompt("; ".join(reasons) + more)
+        return prompts
+
+    def _render_one(self, request: Request, sampling: SamplingParams) -> Any:
+        media = request.multi_modal_data
+        images = list(media.get("image", ()))
+        length = len(request.input_ids)
+        if length + sampling.max_tokens > self.max_model_len:
+            raise InvalidPrompt(
+                f"{length} prompt tokens and max_tokens={sampling.max_tokens} exceed max_model_len={self.max_model_len}"
+            )
+        if self.max_images is not None and len(images) > self.max_images:
+            raise InvalidPrompt(f"{len(images)} images exceed max_images={self.max_images}")
+        if media.get("video"):
+            raise InvalidPrompt("the vLLM engine takes no videos: use the hf engine")
+        if request.multi_modal_inputs and not images:
+            raise InvalidPrompt("it has pixels but no images: the vLLM engine needs the column multi_modal_data")
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids) or request.input_ids.tolist()}
+        if images:
+            prompt["multi_modal_data"] = {"image": images}
+            prompt["multi_modal_uuids"] = {"image": [self._image_keys(image) for image in images]}
+            prompt["mm_processor_kwargs"] = self.processor_options
+        (rendered,) = self.llm.renderer.render_cmpl([prompt])
+        check_expansion(rendered["prompt_token_ids"], request.input_ids)
+        return rendered
+
+    # Weights and memory
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Streams Hugging Face parameters into the running engine, in place, and forgets what was computed with the old ones.
+
+        Raises:
+            InvalidConfig: a name or shape that vLLM's model does not have, or a weight of its own that was not among them.
+        """
+        try:
+            (missing,) = self.llm.collective_rpc(load_weights, args=(self._renamed(weights),))
+        except DataProtoError:
+            raise
+        except (ValueError, KeyError, AttributeError, AssertionError) as error:
+            raise InvalidConfig(f"these weights do not fit vLLM's model: {_first_line(error)}") from error
+        finally:
+            self._reset_caches()
+        if missing:
+            raise InvalidConfig(f"vLLM's model has weights that were not handed over: {sorted(missing)[:10]}")
+        self._has_weights = True
+
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of the engine's weights that are not those handed in, element by element in the engine's dtype."""
+        (differing,) = self.llm.collective_rpc(differing_weights, args=(self._renamed(weights),))
+        return list(differing)
+
+    def _renamed(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return (self.family.rollout_weight(name, weight) for name, weight in weights)
+
+    def _reset_caches(self) -> None:
+        """Drops prefixes and image features, which belong to the weights that made them."""
+        self.engine.reset_prefix_cache()
+        self.engine.reset_encoder_cache()
+
+    def sleep(self) -> None:
+        """Lets go of the KV cache, processed images and, on CUDA, the weights."""
+        self._reset_caches()
+        self.llm.reset_mm_cache()  # both ends: one alone would look for what the other no longer has
+        if self.device.type == "cuda" and self._awake:
+            self.llm.sleep(level=self.sleep_level)
+            self._awake, self._has_kv_cache = False, False
+            self._has_weights = self.sleep_level == 1
+
+    def wake(self) -> bool:
+        """Makes room for the weights, and for the KV cache when generation begins. See `RolloutEngine.wake`."""
+        if not self._awake:
+            self.llm.wake_up(tags=["weights"])
+            self._awake = True
+        return self._has_weights
+
+    def _wake_kv_cache(self) -> None:
+        if not self._has_kv_cache:
+            self.llm.wake_up(tags=["kv_cache"])
+            self._has_kv_cache = True
+
+
+class ImageKeys:
+    """A content hash for each image, computed once for each image object for as long as it lives.
+
+    >>> keys = ImageKeys()
+    >>> white, same = Image.new("RGB", (2, 2), "white"), Image.new("RGB", (2, 2), "white")
+    >>> keys(white) == keys(same), len(keys)
+    (True, 2)
+    >>> del same
+    >>> len(keys)
+    1
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[ref[Image.Image], str]] = {}
+
+    def __call__(self, image: Image.Image) -> str:
+        number = id(image)
+        if number not in self._keys:
+            digest = blake2b(image.tobytes(), digest_size=16, person=f"{image.mode}{image.size}".encode()[:16])
+            self._keys[number] = ref(image, lambda _: self._keys.pop(number, None)), digest.hexdigest()
+        return self._keys[number][1]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def check_expansion(engine_ids: Sequence[int], input_ids: Tensor) -> None:
+    """Raises `MediaMismatch` where the engine reads other tokens than the model that trains.
+
+    >>> import torch
+    >>> check_expansion([1, 7, 7], torch.tensor([1, 7, 7, 7]))
+    Traceback (most recent call last):
+    ...
+    dataproto.errors.MediaMismatch: vLLM expands the prompt to 3 tokens, the training side to 4; they differ from token 3 on
+    """
+    ours = input_ids.tolist()
+    if list(engine_ids) != ours:
+        pairs = zip(engine_ids, ours)
+        first = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(engine_ids), len(ours)))
+        raise MediaMismatch(
+            f"vLLM expands the prompt to {len(engine_ids)} tokens, the training side to {len(ours)}; they differ from token "
+            f"{first} on"
+        )
+
+
+def _processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The image processor's settings: PIL's backend, as everywhere in this project, and the builder's own."""
+    return {"use_fast": False} | dict(image_options or {})
+
+
+def _completion(number: int, output: Any) -> Completion:
+    reason = "stop" if output.finish_reason == "stop" else "length"
+    return Completion(number, list(output.token_ids), list(output.logprobs.logprobs), reason)
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong at the bottom of it, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

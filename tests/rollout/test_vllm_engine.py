@@ -1,0 +1,276 @@
+"""The vLLM engine against the Hugging Face engine and the actor, on real prompts with several images."""
+
+import gc
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import AutoModelForImageTextToText
+
+from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.vlm import family_of
+from helpers.checkpoints import write_checkpoint
+from rollout.engine import SamplingParams, create_engine
+from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
+from rollout.responses import attach_responses, build_requests
+from workers.actor import ActorConfig, ActorWorker
+from workers.optimizer import OptimizerConfig
+
+pytestmark = pytest.mark.vllm
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
+def picture(width, height, seed):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+ROWS = [
+    {"prompt": "<image>what <image> is", "images": [picture(24, 40, 0), picture(64, 17, 1)]},
+    {"prompt": "no picture", "images": []},
+    {"prompt": "<image><image><image>", "images": [picture(100, 90, 2), picture(24, 40, 0), picture(16, 16, 3)]},
+    {"prompt": "one <image>", "images": [picture(40, 40, 4)]},
+]
+
+
+def write_published(model_type, path):
+    """A checkpoint with other weights, in the layout of published ones."""
+    checkpoint = write_checkpoint(model_type, path, seed=1)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in model.named_parameters())
+    save_file({name: weight.contiguous() for name, weight in named}, path / "model.safetensors", {"format": "pt"})
+    return checkpoint
+
+
+def start(model_type, path):
+    """A checkpoint's builder, actor and both engines, all with the same weights."""
+    checkpoint = write_checkpoint(model_type, path / "actor")
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)
+    actor = ActorWorker(
+        ActorConfig(checkpoint, temperature=0.8, optimizer=OptimizerConfig(lr=1e-2)), torch.device("cpu")
+    )
+    vllm = create_engine(
+        "vllm",
+        write_published(model_type, path / "engine"),
+        max_num_seqs=16,
+        max_model_len=400,
+        max_images=3,
+        kv_cache_bytes=1 << 26,
+        image_options=builder.image_options,
+    )
+    assert vllm.differing_weights(actor.named_weights())
+    vllm.load_weights(actor.named_weights())
+    hf = HFEngine(checkpoint, device=torch.device("cpu"))
+    return SimpleNamespace(builder=builder, actor=actor, vllm=vllm, hf=hf, prompts=builder(ROWS))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    return start(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    return start("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+def generate(setup, engine, sampling, prompts=None):
+    prompts = setup.prompts if prompts is None else prompts
+    completions = engine.generate(build_requests(prompts, sampling), sampling)
+    return attach_responses(prompts, completions, sampling, setup.builder.family, pad_token_id=0)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+SAMPLED = SamplingParams(n=3, temperature=0.8, max_tokens=8, seed=1)
+RESTRICTED = SamplingParams(n=3, temperature=0.8, top_p=0.8, top_k=30, max_tokens=8, seed=2)
+
+
+def assert_same_as_actor(setup, sampling):
+    data = generate(setup, setup.vllm, sampling)
+    scored = setup.actor.log_probs(data)["old_log_probs"]
+    mask = data["response_mask"].bool()
+    assert mask.any(1).all()
+    torch.testing.assert_close(data["rollout_log_probs"][mask], scored[mask], atol=1e-4, rtol=0)
+    return data
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESTRICTED], ids=["greedy", "sampled", "restricted"])
+def test_tokens_are_those_of_the_hf_engine(family, sampling):
+    ours, theirs = (generate(family, engine, sampling) for engine in (family.vllm, family.hf))
+    assert torch.equal(ours["responses"], theirs["responses"])
+    assert torch.equal(ours["response_mask"], theirs["response_mask"])
+    torch.testing.assert_close(ours["rollout_log_probs"], theirs["rollout_log_probs"], atol=2e-5, rtol=0)
+
+
+def test_log_probs_are_the_actors_before_and_after_updates(family):
+    assert_same_as_actor(family, RESTRICTED)
+    assert family.vllm.differing_weights(family.actor.named_weights()) == []
+    data = assert_same_as_actor(family, SAMPLED)
+    for _ in range(3):
+        data["advantages"] = torch.randn(data["responses"].shape, generator=torch.Generator().manual_seed(0))
+        family.actor.update(data, lambda outputs, rows: (-outputs.log_probs * rows["advantages"], {}))
+        old = set(family.vllm.differing_weights(family.actor.named_weights()))
+        assert any("visual" in name for name in old)
+        assert any("layers.0" in name for name in old)
+        family.vllm.load_weights(family.actor.named_weights())
+        assert family.vllm.differing_weights(family.actor.named_weights()) == []
+        data = assert_same_as_actor(family, SAMPLED)  # the same images: nothing old may come out of a cache
+    family.vllm.load_weights(family.hf.model.named_parameters())
+
+
+def test_samples_do_not_depend_on_the_batch_around_them(setup):
+    together = generate(setup, setup.vllm, SAMPLED)
+    alone = generate(setup, setup.vllm, SAMPLED, setup.prompts[2:3])
+    assert torch.equal(together["responses"][6:9], alone["responses"])
+    assert len({tuple(row) for row in alone["responses"].tolist()}) > 1
+
+
+def test_completions_come_as_they_finish(setup):
+    whole = generate(setup, setup.vllm, SAMPLED)
+    stop = int(whole["responses"][3, 1])
+    sampling = SamplingParams(n=3, temperature=0.8, max_tokens=8, seed=1, stop_token_ids=(stop,))
+    order, ended = [], {}
+    for completion in setup.vllm.generate(build_requests(setup.prompts, sampling), sampling):
+        order.append(completion.request)
+        ended[completion.request] = completion
+    for row, tokens in enumerate(whole["responses"].tolist()):
+        length = tokens.index(stop) + 1 if stop in tokens else int(whole["response_mask"][row].sum())
+        assert ended[row].token_ids == tokens[:length]
+        assert ended[row].finish_reason == (
+            "stop" if length < 8 or tokens[7] in (stop, *setup.vllm.end_ids) else "length"
+        )
+    lengths = [len(ended[request].token_ids) for request in order]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) > 1
+
+
+def test_media_tokens_are_never_sampled(setup):
+    weights = {name: weight.clone() for name, weight in setup.hf.model.named_parameters()}
+    weights["lm_head.weight"].fill_(0)  # all tokens equally likely
+    setup.vllm.load_weights(weights.items())
+    data = generate(setup, setup.vllm, SamplingParams(n=40, temperature=1.0, max_tokens=8, seed=3))
+    setup.vllm.load_weights(setup.hf.model.named_parameters())
+    mask = data["response_mask"].bool()
+    assert not np.isin(data["responses"][mask].numpy(), setup.vllm.banned_ids).any()
+    likely = np.log(1 / (len(weights["lm_head.weight"]) - len(setup.vllm.banned_ids)))
+    torch.testing.assert_close(
+        data["rollout_log_probs"][mask], torch.full((int(mask.sum()),), likely, dtype=torch.float32)
+    )
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x" * 396, "images": []}, r"row 1: \d+ prompt tokens and max_tokens=8 exceed max_model_len=400"),
+        ({"prompt": "<image>" * 4, "images": [picture(16, 16, 0)] * 4}, "row 1: 4 images exceed max_images=3"),
+    ],
+)
+def test_a_prompt_beyond_the_limits_is_named_and_the_next_one_works(setup, row, message):
+    builder = PromptBuilder(
+        setup.builder.tokenizer, setup.builder.image_processor, setup.builder.config, max_prompt_length=500
+    )
+    before = generate(setup, setup.vllm, GREEDY)
+    with pytest.raises(InvalidPrompt, match=message):
+        generate(setup, setup.vllm, SAMPLED, builder([ROWS[0], row]))
+    assert torch.equal(generate(setup, setup.vllm, GREEDY)["responses"], before["responses"])
+
+
+def test_an_image_that_vllm_refuses_is_named_and_the_next_one_works(setup):
+    prompts = setup.prompts[:2]
+    before = generate(setup, setup.vllm, GREEDY, prompts)
+    broken = setup.prompts[:2]
+    broken["multi_modal_data"] = np.array([{"image": [picture(8, 4000, 5)] * 2}, {}], dtype=object)
+    with pytest.raises(InvalidPrompt, match=r"row 0: .*aspect ratio"):
+        generate(setup, setup.vllm, GREEDY, broken)
+    assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts)["responses"], before["responses"])
+
+
+def test_another_expansion_than_the_training_sides_is_named(setup):
+    other = setup.prompts[:]
+    other["multi_modal_data"] = setup.prompts[[3, 1, 2, 0]]["multi_modal_data"]
+    with pytest.raises(InvalidPrompt, match=r"row 0: .*; row 3: "):
+        generate(setup, setup.vllm, GREEDY, other)
+    swapped = setup.prompts[3:]
+    swapped["multi_modal_data"] = np.array([{"image": [picture(20, 60, 6)]}], dtype=object)
+    with pytest.raises(InvalidPrompt, match=r"row 0: vLLM expands the prompt to \d+ tokens, the training side to \d+"):
+        generate(setup, setup.vllm, GREEDY, swapped)
+
+
+def test_a_caller_who_stops_early_leaves_nothing_behind(setup):
+    before = generate(setup, setup.vllm, SAMPLED)
+    stream = setup.vllm.generate(build_requests(setup.prompts, SAMPLED), SAMPLED)
+    next(stream)
+    stream.close()
+    assert not setup.vllm.engine.has_unfinished_requests()
+    assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on(setup):
+    weights = dict(setup.hf.model.named_parameters())
+    before = generate(setup, setup.vllm, GREEDY)
+    with pytest.raises(InvalidConfig, match="nonsense"):
+        setup.vllm.load_weights([("nonsense.weight", torch.zeros(1))])
+    with pytest.raises(InvalidConfig, match="not handed over"):
+        setup.vllm.load_weights((name, weight) for name, weight in weights.items() if "norm" not in name)
+    setup.vllm.load_weights(weights.items())
+    assert torch.equal(generate(setup, setup.vllm, GREEDY)["responses"], before["responses"])
+
+
+# Memory and surroundings
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_fifty_cycles_leak_nothing(setup):
+    weights = [(name, weight.detach()) for name, weight in setup.hf.model.named_parameters()]
+    expected = generate(setup, setup.vllm, SAMPLED)
+    sizes = []
+    for cycle in range(60):
+        setup.vllm.sleep()
+        assert setup.vllm.wake()
+        setup.vllm.load_weights(iter(weights))
+        fresh = setup.builder([{"prompt": "<image>", "images": [picture(60, 60, 100 + cycle)]}])
+        generate(setup, setup.vllm, GREEDY, fresh)
+        del fresh
+        if cycle in (9, 59):
+            assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], expected["responses"])
+            setup.vllm.sleep()
+            gc.collect()
+            core = setup.vllm.engine.engine_core.engine_core
+            sizes.append(
+                {
+                    "images": len(setup.vllm._image_keys),
+                    "requests": len(core.scheduler.requests),
+                    "encoder": len(core.scheduler.encoder_cache_manager.cached),
+                    "bytes": resident_bytes(),
+                }
+            )
+    first, last = sizes
+    assert last["bytes"] - first["bytes"] < 32 << 20  # the model has 1 MiB, each cycle's image 100 KiB processed
+    assert {name: last[name] - first[name] for name in ("images", "requests", "encoder")} == {
+        "images": 0,
+        "requests": 0,
+        "encoder": 0,
+    }
+
+
+def test_random_states_are_left_alone(setup):
+    torch.manual_seed(3)
+    random.seed(3)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    generate(setup, setup.vllm, SAMPLED)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
