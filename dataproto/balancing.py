@@ -280,7 +280,7 @@ def first_fit_decreasing(lengths: Numbers, capacity: int, align: int = 1) -> lis
     [[0], [1], [2, 3], [4]]
     """
     capacity, align = int(_positive("capacity", capacity)), int(_positive("align", align))
-    exact = _amounts(lengths).astype(np.int64)
+    exact = np.ceil(_amounts(lengths)).astype(np.int64)
     sizes = -(-exact // align) * align
     if (wrong := np.flatnonzero(sizes > capacity)).size:
         row = int(wrong[0])

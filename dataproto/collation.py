@@ -109,22 +109,30 @@ def collate_supervised(
         "response_mask": learnt.to(torch.int64),
     }
     if token_types is not None:
-        columns["mm_token_type_ids"] = pad_rows(_alike(token_types, ids, "token_types"), length, 0)[0].to(torch.int8)
+        columns["mm_token_type_ids"] = pad_rows(_alike(token_types, ids, "token_types", 2), length, 0)[0].to(torch.int8)
     return DataProto.from_dict(columns)
 
 
 def loss_masks(rows: Rows, like: RaggedTensor) -> RaggedTensor:
-    """Loss masks as uint8, of the same lengths as other rows."""
-    return _alike(rows, like, "loss_mask")
+    """Loss masks of 0 and 1 as uint8, of the same lengths as other rows."""
+    return _alike(rows, like, "loss_mask", 1)
 
 
-def _alike(rows: Rows, like: RaggedTensor, name: str) -> RaggedTensor:
+def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor:
+    """Rows of numbers from 0 to ``most`` as uint8, of the same lengths as other rows."""
     if isinstance(rows, RaggedTensor) and not rows.dtype.is_floating_point:
-        rows = RaggedTensor.windows(rows.storage.to(torch.uint8), rows.starts, rows.lengths)
+        storage = rows.storage.to(torch.uint8)
+        if rows.dtype not in (torch.bool, torch.uint8):  # what uint8 cannot hold must not come around to 0 or 1
+            storage[storage != rows.storage] = 255
+        rows = RaggedTensor.windows(storage, rows.starts, rows.lengths)
     made = ragged_rows(rows, "B", name)
     if len(made) != len(like):
         raise RowCountMismatch(f"{len(like)} rows of input_ids, but {len(made)} of {name}")
     if (wrong := (made.lengths != like.lengths).nonzero()).numel():
         row = int(wrong[0])
         raise InvalidRow(row, f"{int(like.lengths[row])} input_ids, but {int(made.lengths[row])} of {name}")
+    if len(made.storage) and int(made.storage.max()) > most:  # which may hold more than the rows
+        for row, numbers in enumerate(made):
+            if (numbers > most).any():
+                raise InvalidRow(row, f"{name} are numbers from 0 to {most}, not {numbers.tolist()}")
     return made

@@ -40,10 +40,10 @@ def as_positions(index: Index, rows: int) -> np.ndarray:
         return np.empty(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
         raise InvalidIndex(f"rows are selected by whole numbers or a mask, not by {array.dtype}")
-    array = array.astype(np.int64, copy=False)
     wrong = (array < -rows) | (array >= rows)
     if wrong.any():
         raise InvalidIndex(f"row {array[wrong][0]} is out of range for {rows} rows")
+    array = array.astype(np.int64, copy=False)
     return np.where(array < 0, array + rows, array) if (array < 0).any() else array
 
 
@@ -75,6 +75,8 @@ def whole_numbers(numbers: Any, name: str) -> np.ndarray:
     """``(B,)`` int64 of at least 0, a copy; InvalidColumn where they are something else."""
     array = numbers.detach().cpu().numpy() if isinstance(numbers, torch.Tensor) else np.asarray(numbers)
     array = array.astype(np.int64) if array.size == 0 else array
-    if array.ndim != 1 or array.dtype.kind not in "iu" or (array < 0).any():
+    whole = array.ndim == 1 and array.dtype.kind in "iu"
+    array = np.array(array, dtype=np.int64) if whole else array
+    if not whole or (array < 0).any():
         raise InvalidColumn(f"{name} are whole numbers of at least 0, one a row, not {numbers!r}")
-    return np.array(array, dtype=np.int64)
+    return array

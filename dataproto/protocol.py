@@ -316,6 +316,8 @@ class DataProto(Table):
         rows = len(self)
         if mini_batch_size < 1 or rows % mini_batch_size:
             raise IndivisibleBatch(f"{rows} rows do not divide into mini-batches of {mini_batch_size}")
+        if rows == 0:
+            return iter(())
         options = dict(dataloader_kwargs or {})
         if seed is not None and not options.keys() & {"sampler", "batch_sampler"}:
             options.setdefault("shuffle", True)

@@ -90,11 +90,12 @@ class RaggedTensor:
         >>> RaggedTensor.from_list([[1, 2], [], [3]]).values
         tensor([1, 2, 3])
         """
-        found: dict[int, int] = {}
-        places = [found.setdefault(id(row), len(found)) for row in rows]
-        distinct = alike_tensors([rows[places.index(place)] for place in range(len(found))], dtype)
+        rows = list(rows)  # keeps alive what an array makes for each row, so that no two of them are one object
+        first: dict[int, int] = {}
+        owners = [first.setdefault(id(row), number) for number, row in enumerate(rows)]
+        distinct = alike_tensors({number: rows[number] for number in first.values()}, dtype)
         values = torch.cat(distinct) if distinct else torch.empty(0, dtype=dtype)
-        return cls(values, [len(row) for row in distinct])[places]
+        return cls(values, [len(row) for row in distinct])[np.unique(owners, return_inverse=True)[1]]
 
     @classmethod
     def from_padded(cls, tensor: torch.Tensor, mask: torch.Tensor) -> Self:

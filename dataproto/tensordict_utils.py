@@ -91,19 +91,20 @@ def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: 
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 
-def alike_tensors(rows: Sequence[Any], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Rows as tensors of one dtype, device and tail."""
-    for number, row in enumerate(rows):
+def alike_tensors(rows: Mapping[int, Any], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Rows, by their numbers, as tensors of one dtype, device and tail."""
+    for number, row in rows.items():
         if row is None:
             raise InvalidColumn(f"row {number} is None; an empty row is a tensor of length 0, or an empty list")
-    tensors = [row if isinstance(row, torch.Tensor) else _as_tensor(row, dtype) for row in rows]
-    example = next((made for made, row in zip(tensors, rows) if not _is_blank(row)), None)
+    tensors = [row if isinstance(row, torch.Tensor) else _as_tensor(row, dtype) for row in rows.values()]
+    example = next((made for made, row in zip(tensors, rows.values()) if not _is_blank(row)), None)
     if example is None:
         return tensors
     tensors = [
-        example.new_empty((0, *example.shape[1:])) if _is_blank(row) else made for made, row in zip(tensors, rows)
+        example.new_empty((0, *example.shape[1:])) if _is_blank(row) else made
+        for made, row in zip(tensors, rows.values())
     ]
-    for number, made in enumerate(tensors):
+    for number, made in zip(rows, tensors):
         if made.ndim == 0 or _kind(made) != _kind(example):
             raise InvalidColumn(
                 f"row {number} is {tuple(made.shape)} {made.dtype} on {made.device}, "

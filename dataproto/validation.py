@@ -154,8 +154,9 @@ def _check_media(known: Mapping[str, Any]) -> None:
         if objects is not None:
             for row, (media, given) in enumerate(zip(inputs, objects)):
                 grid = media.get(f"{kind}_grid_thw")
-                if grid is not None and kind in given and len(grid) != len(given[kind]):
-                    expected = f"{len(given[kind])} {kind}s as in 'multi_modal_data'"
+                objects_given = given.get(kind)
+                if grid is not None and objects_given is not None and len(grid) != len(objects_given):
+                    expected = f"{len(objects_given)} {kind}s as in 'multi_modal_data'"
                     raise InvalidColumn(
                         f"column 'multi_modal_inputs', row {row}: expected {expected}, found {len(grid)}"
                     )

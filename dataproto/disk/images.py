@@ -7,8 +7,8 @@ from typing import Any
 
 from dataproto.errors import FileFormatError
 
-# An image this much larger than its bytes is a bomb. What this module writes stays below: at its level, zlib does not reach it.
-MAX_RATIO = 256
+# An image that takes this many times the memory of its bytes is a bomb; what this module would write larger, it writes raw.
+MAX_RATIO = 342
 
 _PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -37,8 +37,9 @@ def encode(image: Any) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
         plain = Image.frombytes("L" if image.mode == "P" else image.mode, image.size, pixels)
         buffer = io.BytesIO()
         plain.save(buffer, format="PNG", compress_level=1)
-        if len(buffer.getvalue()) < len(pixels) <= MAX_RATIO * len(buffer.getvalue()):
-            data = buffer.getvalue()
+        packed = buffer.getvalue()
+        if len(packed) < len(pixels) and _memory(plain.mode, *image.size) <= MAX_RATIO * len(packed):
+            data = packed
     described["codec"] = "raw" if data is pixels else "png"
     return described, data, {key: value for key, value in image.info.items() if _is_plain(key) and _is_plain(value)}
 
@@ -59,7 +60,8 @@ def decode(described: dict[str, Any], data: memoryview, info: dict[str, Any]) ->
     plane = "L" if mode == "P" else mode
     bits = len(Image.new(plane, (8, 1)).tobytes())  # of a pixel: bytes of eight
     claimed = -(-width * bits // 8) * height
-    if codec not in ("raw", "png") or (claimed != len(data) if codec == "raw" else claimed > MAX_RATIO * len(data)):
+    bomb = _memory(plane, width, height) > MAX_RATIO * len(data)
+    if codec not in ("raw", "png") or (claimed != len(data) if codec == "raw" else bomb):
         raise FileFormatError(f"{len(data)} bytes claim to be an image of {width} x {height} pixels, mode {mode}")
     image: Any
     if codec == "raw":
@@ -75,6 +77,11 @@ def decode(described: dict[str, Any], data: memoryview, info: dict[str, Any]) ->
         image.load()
     image.info = info
     return image
+
+
+def _memory(mode: str, width: int, height: int) -> int:
+    """Bytes that Pillow takes for an image of a mode that PNG has."""
+    return width * height * (1 if mode in ("1", "L") else 4)
 
 
 def _is_plain(value: Any) -> bool:

@@ -124,7 +124,7 @@ class Writer:
             columns = [[name, self.at("column", name, column)] for name, column in value.items()]
             size = list(value.batch_size)
             return {"$": "tensordict", "size": size, "on_device": value.device is not None, "columns": columns}
-        if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in _ARRAY_KINDS:
+        if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in _ARRAY_KINDS and value.dtype.itemsize:
             return self._array(value)
         if type(value) is np.ndarray and value.dtype == object:
             items = [self.at("row", row, item) for row, item in enumerate(value.reshape(-1).tolist())]
@@ -279,6 +279,8 @@ class Reader:
             return self._ragged(node)
         if tag == "array":
             entry, dtype = self._sections.take(node["data"]), _dtype(node["dtype"])
+            if dtype.itemsize == 0:  # of which numpy makes elements of one byte, as many as are claimed
+                raise FileFormatError("elements of an array take no bytes")
             if dtype.kind == "U":
                 _check_text(self._sections.checked(entry), dtype)
             return self._sections.array(entry, dtype, tuple(node["shape"]))

@@ -203,6 +203,7 @@ def test_a_row_that_fits_only_before_alignment_is_named():
     assert caught.value.index == 1
     with pytest.raises(InvalidRow, match="row 0: 11 tokens do not fit into a bin of 10"):
         first_fit_decreasing([11], 10)
+    assert len(first_fit_decreasing([2.5, 7.75], 10)) == 2
 
 
 # Mini-batches, and what is refused

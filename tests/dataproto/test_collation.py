@@ -110,6 +110,18 @@ def test_rows_that_do_not_go_together_are_refused():
         collate_supervised([[5, 6]], pad_token_id=0, width=1)
 
 
+@pytest.mark.parametrize("mask", [[0, 2], RaggedTensor(torch.tensor([0, 1, 0, 256]), [2, 2])[1:]])
+def test_masks_hold_nothing_but_0_and_1(mask):
+    masks = mask if isinstance(mask, RaggedTensor) else [mask]
+    for collate in (collate_supervised, lambda *rows, **pad: pack_supervised(*rows, capacity=4, **pad)):
+        with pytest.raises(InvalidRow, match="row 0: loss_mask are numbers from 0 to 1, not"):
+            collate([[5, 6]], masks, pad_token_id=0)
+    good = RaggedTensor(torch.tensor([0, 9, 0, 1]), [2, 2])[1:]
+    assert collate_supervised([[5, 6]], good, pad_token_id=0)["response_mask"].tolist() == [[1]]
+    with pytest.raises(InvalidRow, match="row 1: token_types are numbers from 0 to 2, not"):
+        collate_supervised([[5], [6]], None, [[2], [3]], pad_token_id=0)
+
+
 # Bins
 
 

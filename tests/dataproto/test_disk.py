@@ -260,6 +260,12 @@ def test_pictures_are_compressed_and_blank_ones_can_be_read(tmp_path: Path) -> N
     assert os.path.getsize(tmp_path / "file") < 50_000
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+def test_blank_images_are_never_taken_for_bombs(mode: str, tmp_path: Path) -> None:
+    data = DataProto.from_dict(non_tensors={"image": [Image.new(mode, (side, side)) for side in (100, 1000, 3000)]})
+    assert_same(round_trip(data, tmp_path / "file"), data)
+
+
 def test_shared_objects_are_written_once_and_shared_again(tmp_path: Path) -> None:
     image, pixels = Image.effect_noise((64, 64), 50), torch.randn(64, 64)
     data = DataProto.from_dict(non_tensors={"media": [{"image": [image], "pixels": pixels}, {}]})

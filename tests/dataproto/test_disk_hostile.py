@@ -1,6 +1,7 @@
 """Damaged and hostile files end in one error, in little time and memory."""
 
 import functools
+import io
 import json
 import math
 import os
@@ -164,6 +165,7 @@ LIES: list[Any] = [
     fact(image("L", [50, 50], codec="png", data="png")),
     fact(image("RGB", [50, 50], codec="png", data="cut png")),
     fact(image("RGB", [20_000, 20_000], codec="png", data="bomb")),
+    fact(image("1", [8000, 8000], codec="png", data="bits")),
     fact({**image("L", [8, 1]), "info": [1]}),
     fact(node("unknown")),
     fact(node("unknown", data="spare")),
@@ -218,6 +220,9 @@ def sections_to_use() -> dict[str, Section]:
     whole = png(zlib.compress(noise), 50, 50)
     blobs = {"a": b"12", "spare": b"\xff" * 8, "empty": b"", "png": whole, "cut png": whole[:3000]}
     blobs["bomb"] = png(black, 10_000, 10_000)
+    bits = io.BytesIO()
+    Image.new("1", (8000, 8000)).save(bits, "PNG")
+    blobs["bits"] = bits.getvalue().ljust(33_000, b"\0")  # 8 MB of bits, which Pillow keeps in 64 MB
     words = {"starts": [0, 0], "lengths": [4, 4], "huge": [2**62, 2**62], "negative": [-1, 9]}
     numbers = {name: Section("I64", (2,), np.array(values), 8) for name, values in words.items()}
     return {**{name: Section("U8", (len(blob),), blob) for name, blob in blobs.items()}, **numbers}
@@ -246,6 +251,17 @@ def test_a_header_that_lies_is_refused(number: int, tmp_path: Path) -> None:
     forge(tmp_path / "file", LIES[number])
     with pytest.raises(FileFormatError, match=str(tmp_path / "file")):
         DataProto.load_from_disk(tmp_path / "file")
+
+
+def test_elements_that_take_no_bytes_are_refused(tmp_path: Path) -> None:
+    lie = json.dumps({**GOOD, "batch": None, **column(node("array", dtype="|S0", shape=[2**40], data="none"))}).encode()
+    parts = {"none": Section("U8", (0,), b"", 16), "header": Section("U8", (len(lie),), lie)}
+    sections.write(tmp_path / "file", parts)
+    with pytest.raises(FileFormatError, match="elements of an array take no bytes"):
+        DataProto.load_from_disk(tmp_path / "file")
+    text = np.zeros(2, dtype=[("none", "S0"), ("n", "i4")])["none"]
+    with pytest.raises(FileFormatError, match="column 'text' holds a ndarray"):
+        DataProto(non_tensor_batch={"text": text}).save_to_disk(tmp_path / "file")
 
 
 def test_a_section_that_nothing_uses_is_refused(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def circle() -> np.ndarray:
     return array
 
 
+TURNING = torch.tensor([1 + 2j, 3 - 4j])
 SAME = [
     (NAN, NAN),
     ({"a": [1, NAN]}, {"a": [1, NAN]}),
@@ -168,6 +169,8 @@ SAME = [
     (np.array(["2020-01-01", "NaT"], dtype="M8[D]"), np.array(["2020-01-01", "NaT"], dtype="M8[D]")),
     (np.array(["a", "b"]), np.array(["a", "b"])),
     (torch.empty(0, 3), torch.empty(0, 3)),
+    (TURNING, TURNING.clone()),
+    (TURNING.conj(), TURNING.conj().resolve_conj()),
 ]
 DIFFERENT = [
     (NAN, 1.0),
@@ -184,6 +187,8 @@ DIFFERENT = [
     (circle(), np.array([None], dtype=object)),
     (torch.ones(3).to(torch.float8_e4m3fn), torch.zeros(3).to(torch.float8_e4m3fn)),
     (torch.zeros(2), torch.zeros(3)),
+    (TURNING, TURNING.conj()),  # the same memory, read in another way
+    (TURNING.imag, TURNING.conj().imag),
 ]
 
 
@@ -196,6 +201,13 @@ def test_same(pair: tuple) -> None:
 def test_different(pair: tuple) -> None:
     assert not same_value(*pair)
     assert not same_value(*reversed(pair))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_short_complex_numbers_are_compared_by_their_parts() -> None:
+    short = TURNING.to(torch.complex32)
+    assert same_value(short, short.clone())
+    assert not same_value(short, TURNING.conj().to(torch.complex32))
 
 
 def test_one_memory_is_equal_without_looking() -> None:

@@ -189,6 +189,11 @@ def test_wrong_lengths(lengths: Any) -> None:
         RaggedTensor(torch.arange(2 if lengths == [3] else 3), lengths)
 
 
+def test_unsigned_lengths_do_not_come_around() -> None:
+    with pytest.raises(InvalidColumn, match="lengths are whole numbers"):
+        RaggedTensor(torch.arange(3), np.array([4, 2**64 - 1], dtype=np.uint64))
+
+
 @pytest.mark.parametrize("values", [torch.tensor(1), [1, 2], None, torch.eye(2).to_sparse()])
 def test_wrong_values(values: Any) -> None:
     with pytest.raises(InvalidColumn, match="values"):
@@ -279,6 +284,14 @@ def test_other_nested_tensors() -> None:
             RaggedTensor.from_nested(wrong)
 
 
+SHARED = torch.ones(2)
+
+
+@pytest.mark.parametrize("rows", [np.arange(8).reshape(4, 2), torch.arange(8).view(4, 2)])
+def test_from_rows_that_an_array_makes_as_it_is_read(rows: Any) -> None:
+    assert lists(RaggedTensor.from_list(rows)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_from_list() -> None:
     assert lists(RaggedTensor.from_list([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)])) == [[1, 2], []]
     assert lists(RaggedTensor.from_list([[1, 2], [], np.array([3])])) == [[1, 2], [], [3]]
@@ -303,6 +316,8 @@ def test_from_list() -> None:
         ([torch.ones(1), torch.ones(1, device="meta")], "row 1"),
         ([[1], [1.5]], "row 1"),
         ([torch.tensor(1)], "row 0"),
+        ([SHARED, SHARED, None], "row 2 is None"),
+        ([SHARED, SHARED, torch.ones(1).long()], "row 2 is"),
     ],
 )
 def test_from_list_names_the_row_that_does_not_fit(rows: list[Any], said: str) -> None:

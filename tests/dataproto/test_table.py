@@ -275,6 +275,7 @@ def test_rows_are_chosen_as_in_numpy(index: object, rows: list[int]) -> None:
             (0, 1),
             1.0,
         ),
+        np.array([2**64 - 1], dtype=np.uint64),
         *(None, True, ["a"], [[0], [1, 2]], slice(None, None, 0), slice("a", None), torch.tensor([1.5])),
     ],
 )

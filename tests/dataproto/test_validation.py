@@ -171,3 +171,5 @@ def test_as_many_images_for_the_engine_as_for_the_models():
         InvalidColumn, match="'multi_modal_inputs', row 2: expected 0 images as in 'multi_modal_data', found 1"
     ):
         data.validate()
+    data["multi_modal_data"] = object_array([{"image": [picture] * 2}, {"video": None}, {"image": None}])
+    data.validate()  # not known
