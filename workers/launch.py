@@ -11,6 +11,7 @@ from workers.actor import ActorConfig, ActorWorker
 from workers.critic import CriticConfig, CriticWorker
 from workers.group import LocalGroup
 from workers.layout import Layout
+from workers.model_reward import ModelReward, ModelRewardWorker
 from workers.policy import PolicyConfig, ReferenceWorker
 from workers.reward import RewardFunction, RewardWorker
 from workers.rollout import RolloutConfig, RolloutWorker
@@ -66,7 +67,7 @@ class Roles:
 def launch(
     actor: ActorConfig,
     reference: PolicyConfig | None = None,
-    reward: RewardFunction | None = None,
+    reward: RewardFunction | ModelReward | None = None,
     rollout: str | RolloutConfig = "hf",
     on: str = "local",
     layout: Layout | None = None,
@@ -76,6 +77,7 @@ def launch(
     """Starts the roles of a recipe.
 
     Args:
+        reward: a function of rows, or a model.
         rollout: an engine's name, or a `RolloutConfig` with options for it.
         on: where: ``"local"`` is this process, ``"ray"`` one process for each rank of ``layout``, each with all roles.
         layout: how actor, reference and critic are spread over processes.
@@ -100,7 +102,7 @@ class Plan:
 
     actor: ActorConfig
     reference: PolicyConfig | None
-    reward: RewardFunction | None
+    reward: RewardFunction | ModelReward | None
     rollout: RolloutConfig
     layout: Layout
     critic: CriticConfig | None = None
@@ -117,6 +119,12 @@ def launch_local(plan: Plan) -> Roles:
     optional = {
         "reference": plan.reference and LocalGroup(ReferenceWorker(plan.reference)),
         "critic": plan.critic and LocalGroup(CriticWorker(plan.critic)),
-        "reward": plan.reward and LocalGroup(RewardWorker(plan.reward, plan.actor.model_path)),
+        "reward": plan.reward and LocalGroup(_reward_worker(plan.reward, plan.actor.model_path)),
     }
     return Roles(LocalGroup(policy), LocalGroup(RolloutWorker(plan.rollout, policy.named_weights)), optional)
+
+
+def _reward_worker(reward: RewardFunction | ModelReward, model_path: str) -> RewardWorker:
+    return (
+        ModelRewardWorker(reward, model_path) if isinstance(reward, ModelReward) else RewardWorker(reward, model_path)
+    )

@@ -10,6 +10,7 @@ from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.launch import Plan, Roles
 from workers.layout import Layout
+from workers.model_reward import ModelReward, ModelRewardWorker
 from workers.policy import ReferenceWorker
 from workers.ray_config import RayConfig
 from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray, send_code_of_lone_modules
@@ -30,7 +31,9 @@ def launch_ray(plan: Plan, **options: Any) -> Roles:
     config, blobs = RayConfig(**options), StepBlobs()
     send_code_of_lone_modules()
     with ExitStack() as stack:
-        stack.enter_context(running_ray(config, plan.layout.world_size + config.rollout_processes + 1))
+        stack.enter_context(
+            running_ray(config, plan.layout.world_size + config.rollout_processes + config.reward_processes)
+        )
         pool = RayPool(plan.layout, config, blobs)
         stack.callback(pool.close)
         actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
@@ -44,7 +47,7 @@ def launch_ray(plan: Plan, **options: Any) -> Roles:
             critic = plan.critic
             optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
         if plan.reward is not None:
-            optional["reward"] = build_reward(plan, plan.reward, config, blobs, stack)
+            optional["reward"] = build_reward(plan.reward, plan.actor.model_path, pool, stack)
         rollout, hand_over = build_rollout(plan, pool, config, blobs, stack)
 
         def after_sync() -> None:
@@ -69,9 +72,11 @@ def build_rollout(
     return rollout, lambda: pool.hand_over("actor", rollout)
 
 
-def build_reward(plan: Plan, reward: RewardFunction, config: RayConfig, blobs: StepBlobs, stack: ExitStack) -> RayGroup:
-    """A process without a device, so that scoring overlaps with the models' work."""
-    model_path = plan.actor.model_path
-    scorers = RayPool(Layout(), replace(config, gpus=0.0), blobs)
+def build_reward(reward: RewardFunction | ModelReward, model_path: str, pool: RayPool, stack: ExitStack) -> RayGroup:
+    """A model beside the others; a function in processes without a device, so that scoring overlaps with the models' work."""
+    if isinstance(reward, ModelReward):
+        return pool.build("reward", lambda host: ModelRewardWorker(reward, model_path, host.device, host.ranks))
+    config = replace(pool.config, gpus=0.0, timeout_s=pool.config.reward_timeout_s)
+    scorers = RayPool(Layout(dp=pool.config.reward_processes), config, pool.blobs)
     stack.callback(scorers.close)
     return scorers.build("reward", lambda host: RewardWorker(reward, model_path))

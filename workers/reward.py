@@ -49,7 +49,7 @@ class RewardWorker:
         """
         require(data, "responses", "response_mask")
         texts = self.decode(data)
-        results = list(self.score_rows(reward_rows(data, texts)))
+        results = list(self.results(data, texts))
         check_results(results, len(data))
         scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)
         names = sorted({name for result in results for name in result})
@@ -58,6 +58,10 @@ class RewardWorker:
             {"token_level_rewards": place_on_last_token(scores, data["response_mask"])},
             non_tensors=numbers | {"response_text": np.array(texts, dtype=object)},
         )
+
+    def results(self, data: DataProto, texts: Sequence[str]) -> Sequence[Mapping[str, float]]:
+        """One ``{"score": float, ...}`` for each row."""
+        return self.score_rows(reward_rows(data, texts))
 
     def decode(self, data: DataProto) -> list[str]:
         mask = data["response_mask"].bool()

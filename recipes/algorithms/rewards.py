@@ -5,6 +5,7 @@ from typing import Any
 
 from dataproto.errors import RewardError
 from recipes.algorithms.checking import AnswerChecker, default_checker
+from recipes.algorithms.remote_reward import remote_reward
 from recipes.algorithms.reward_functions import as_reward_function, from_trl, from_verl, load_function
 from workers.reward import RewardFunction, RewardRow
 
@@ -18,6 +19,7 @@ __all__ = [
     "from_verl",
     "geo3k_reward",
     "load_reward",
+    "remote_reward",
 ]
 
 FORMAT_WEIGHT = 0.1
@@ -78,8 +80,11 @@ def format_score(response: str) -> float:
 
 
 def load_reward(name: str) -> RewardFunction:
-    """The reward that a command line names: ``geo3k``, or ``file.py:function`` with one of the known signatures.
+    """The reward that a command line names: ``geo3k``, ``file.py:function`` with one of the known signatures, or the address
+    of a server (see `remote_reward`).
 
     Raises `RewardError` if there is no such file or function, or its signature is of no known kind.
     """
+    if name.startswith(("http://", "https://")):
+        return remote_reward(name)
     return geo3k_reward if name == "geo3k" else as_reward_function(load_function(name))
