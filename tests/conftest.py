@@ -14,13 +14,16 @@ def _cache_of_its_own(tmp_path_factory):
         yield
 
 
+def pytest_report_header(config):
+    """Says that tests which need vLLM are left out, where it is not installed."""
+    if find_spec("vllm") is None:
+        return "vLLM is not installed: tests marked vllm are left out (see .ci/install_vllm_cpu)"
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
-    """Tests that need vLLM count as deselected, with a line that says so, where it is not installed."""
-    if find_spec("vllm") is not None:
-        return
-    left_out = [item for item in items if item.get_closest_marker("vllm")]
-    if left_out:
+    """Tests that need vLLM count as deselected where it is not installed."""
+    if find_spec("vllm") is None:
+        left_out = [item for item in items if item.get_closest_marker("vllm")]
         items[:] = [item for item in items if not item.get_closest_marker("vllm")]
         config.hook.pytest_deselected(items=left_out)
-        reporter = config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line(f"vLLM is not installed: {len(left_out)} tests are left out (see .ci/install_vllm_cpu)")
