@@ -91,7 +91,8 @@ def _pack_experts_anew(model: nn.Module) -> None:
     """vLLM's CPU kernels pack experts' weights where they are set up, which happens once: so they are set up again."""
     for module in model.modules():
         if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
-            module.quant_method.moe_kernel = None
+            method: Any = module.quant_method
+            method.moe_kernel = None
 
 
 def is_packed(model: nn.Module) -> bool:
