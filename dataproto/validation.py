@@ -169,8 +169,8 @@ def _check_patches(inputs: np.ndarray, tokens: Sequence[int], kind: str, pixels:
     share: int | None = None
     for row, (media, count) in enumerate(zip(inputs, tokens)):
         where = f"column 'multi_modal_inputs', row {row}: expected"
-        if (pixels in media) != (count > 0):
-            raise InvalidColumn(f"{where} {kind}s for {count} tokens, found {'some' if pixels in media else 'none'}")
+        if (there := media.get(pixels) is not None) != (count > 0):
+            raise InvalidColumn(f"{where} {kind}s for {count} tokens, found {'some' if there else 'none'}")
         if count == 0 or (grid := media.get(f"{kind}_grid_thw")) is None:
             continue
         patches = int(torch.as_tensor(grid).prod(-1).sum())

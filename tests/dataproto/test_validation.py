@@ -160,6 +160,13 @@ def test_media_that_disagree_with_their_tokens_are_named():
     with pytest.raises(InvalidColumn, match="row 0: expected images for 12 tokens, found none"):
         changed_media(0, pixel_values=None).validate()
     changed_media(0, image_grid_thw=None).validate()  # models without grids
+    absent = changed_media(2)
+    absent["multi_modal_inputs"][2] = {"pixel_values": None, "image_grid_thw": None}
+    with pytest.raises(InvalidColumn, match="row 2: expected images for 4 tokens, found none"):
+        absent.validate()
+    absent = changed_media(1)
+    absent["multi_modal_inputs"][1] = {"pixel_values": None}
+    absent.validate()
 
 
 def test_as_many_images_for_the_engine_as_for_the_models():
