@@ -22,8 +22,10 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.is_nested:
         parts = left.unbind(), right.unbind()
         return len(parts[0]) == len(parts[1]) and all(same_tensor(a, b) for a, b in zip(*parts))
-    if left.shape != right.shape:
+    if left.shape != right.shape or left.layout != right.layout:
         return False
+    if left.layout != torch.strided:
+        return same_tensor(left.to_dense(), right.to_dense())
     if _view(left) == _view(right):
         return True
     if left.dtype == torch.complex32:  # which has no comparison

@@ -169,6 +169,7 @@ SAME = [
     (np.array(["2020-01-01", "NaT"], dtype="M8[D]"), np.array(["2020-01-01", "NaT"], dtype="M8[D]")),
     (np.array(["a", "b"]), np.array(["a", "b"])),
     (torch.empty(0, 3), torch.empty(0, 3)),
+    (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
     (TURNING, TURNING.clone()),
     (TURNING.conj(), TURNING.conj().resolve_conj()),
 ]
@@ -187,6 +188,8 @@ DIFFERENT = [
     (circle(), np.array([None], dtype=object)),
     (torch.ones(3).to(torch.float8_e4m3fn), torch.zeros(3).to(torch.float8_e4m3fn)),
     (torch.zeros(2), torch.zeros(3)),
+    (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+    (torch.eye(2).to_sparse(), torch.eye(2)),
     (TURNING, TURNING.conj()),  # the same memory, read in another way
     (TURNING.imag, TURNING.conj().imag),
 ]
