@@ -35,6 +35,9 @@ class Ranks:
     layout: Layout = field(default_factory=Layout)
     mesh: DeviceMesh | None = None  # dims "pp", "dp", "sp", "tp"; None in a world of one, which has no process group
     joined: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)  # flattened, by their axes
+    experts: DeviceMesh | None = field(
+        default=None, repr=False
+    )  # dims "edp", "ep": dp x sp, by who holds which experts
 
     def size(self, *axes: str) -> int:
         """Product of the degrees of ``axes``."""
@@ -119,4 +122,12 @@ def join(layout: Layout, device: torch.device) -> Ranks:
     mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
     several: tuple[tuple[str, ...], ...] = (*JOINED_AXES, AXES)
     joined = {axes: mesh[axes]._flatten("_".join(axes)) for axes in several}
-    return Ranks(layout, mesh, joined)
+    return Ranks(layout, mesh, joined, _experts(layout, device))
+
+
+def _experts(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """The ranks of dp x sp once more: neighbours along "ep" hold different experts, those along "edp" the same ones."""
+    if layout.ep == 1:
+        return None
+    shape = (layout.pp, layout.dp * layout.sp // layout.ep, layout.ep, layout.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "edp", "ep", "tp"))["edp", "ep"]

@@ -127,6 +127,8 @@ class VLMFamily:
     decoder_layers: str = "model.language_model.layers"
     final_norm: str = "model.language_model.norm"
     head: str = "lm_head"
+    experts: str | None = None
+    """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer; ``None``: all are dense."""
 
     # Tokens
 

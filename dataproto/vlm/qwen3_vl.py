@@ -91,6 +91,7 @@ QWEN3_VL_MOE = replace(
     model_type="qwen3_vl_moe",
     layer_weights=_expert_layer_weights,
     rollout_weight=_expert_weight,
+    experts="model.language_model.layers.*.mlp.experts",
     tensor_plan=(
         *DECODER_PLAN,
         ("model.language_model.layers.*.mlp.experts.gate_up_proj", "packed_colwise"),

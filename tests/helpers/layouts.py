@@ -1,5 +1,6 @@
 """One packed forward and backward pass of a tiny model, by one process or spread over the ranks of a layout."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,16 +55,24 @@ def one_image(config: Any) -> DataProto:
     return with_responses(config, prompt_batch(config, [[(4, 4)]], texts=[5]), lengths=[3], width=4)
 
 
-def run_pass(config: Any, data: DataProto, ranks: Ranks | None = None, **options: Any) -> Result:
+def run_pass(
+    config: Any,
+    data: DataProto,
+    ranks: Ranks | None = None,
+    prepare: Callable[[PackedVLM], None] | None = None,
+    **options: Any,
+) -> Result:
     """Log-probs, entropies and the whole gradients of a weighted sum of both; with dp > 1 each rank has every dp-th row.
 
-    ``options`` are those of `EngineConfig`.
+    ``options`` are those of `EngineConfig`; ``prepare`` changes the model before it is spread.
     """
     ranks = ranks or Ranks()
     model = tiny_model(config.model_type, config=config)
     module = PackedVLM(model, family_of(config), TEMPERATURE)
     if options.get("freeze_vision"):
         model.get_submodule(module.family.vision_tower).requires_grad_(False)
+    if prepare is not None:
+        prepare(module)
     parallelize(module, ranks, EngineConfig(**options))
     generator = torch.Generator().manual_seed(5)
     weights = torch.randn(2, *data["response_mask"].shape, generator=generator) * data["response_mask"]

@@ -33,6 +33,13 @@ def exchange(x: Tensor, peers: Peers) -> Tensor:
     return cast(Tensor, _Exchange.apply(x, peers.name))
 
 
+def exchange_tokens(x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
+    """``(sum(sent), H)``: the first ``sent[0]`` rows go to rank 0 and so on, and what ranks sent stands in their order,
+    ``(sum(received), H)``. Either may be nothing.
+    """
+    return cast(Tensor, _ExchangeTokens.apply(x, sent, received, peers.name))
+
+
 def gather_shared(x: Tensor, peers: Peers) -> Tensor:
     """``(n, ...)`` of every rank joined ``(size * n, ...)``; what is computed from it is shared, so its gradient is too, and
     each rank keeps that of its own part.
@@ -72,6 +79,11 @@ def all_gather(x: Tensor, peers: Peers) -> Tensor:
     return _done(_c10d.all_gather_into_tensor(x.contiguous(), peers.size, peers.name))
 
 
+def all_to_all(x: Tensor, peers: Peers) -> Tensor:
+    """`exchange` without gradient."""
+    return _all_to_all(x, peers.name)
+
+
 _c10d = torch.ops._c10d_functional  # what torch.distributed.tensor stands on; traced by torch.compile
 
 
@@ -97,6 +109,18 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(gradient, ctx.name), None
+
+
+class _ExchangeTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+        ctx.settings = received, sent, name
+        return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, name))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, name = ctx.settings
+        return _done(_c10d.all_to_all_single(gradient.contiguous(), received, sent, name)), None, None, None
 
 
 class _GatherShared(torch.autograd.Function):

@@ -3,7 +3,8 @@
 Groups that are gathered together: each decoder layer, each vision block, the rest of the vision tower (patch embedding and
 mergers), and with the root what is left: embedding, final norm and head. The root stays gathered from the beginning of the
 forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a bare weight, and tied weights stand in
-one group. The tower's own group is gathered by its own forward, so text-only batches never touch it.
+one group. Experts that are dealt out (`workers.parallel.expert`) are groups of their own, over fewer ranks. The tower's own
+group is gathered by its own forward, so text-only batches never touch it.
 
 Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the one loss of the mini-batch.
 """
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from workers.engine_config import EngineConfig, compute_dtype
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
+from workers.parallel.expert import split_experts
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
@@ -43,6 +45,8 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
         for path in (family.vision_blocks, family.decoder_layers)
         for block in model.get_submodule(path).children()
     ]
+    for experts in split_experts(module):  # over the ranks that hold the same ones, be it one alone
+        shard(experts, mesh=ranks.experts["edp"], reshard_after_forward=options.reshard_after_forward)  # type: ignore[index]
     for block in (*blocks, model.get_submodule(family.vision_tower)):
         shard(block, reshard_after_forward=options.reshard_after_forward)
     shard(module, reshard_after_forward=False)

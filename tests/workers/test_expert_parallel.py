@@ -1,0 +1,184 @@
+"""Experts dealt out over two and four processes against one process in float32: log-probs and entropies within 1e-5 absolute,
+each parameter's gradient within 1e-4 of its norm. All cases of a number of processes run in one start of them.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
+from helpers.layouts import CPU, config_with_heads, differences, joined, mixed_rows, run_pass, text_rows
+from helpers.processes import run_ranks
+from helpers.tiny_models import tiny_config, tiny_model
+from workers.actor import ActorConfig, ActorWorker
+from workers.engine_config import EngineConfig
+from workers.layout import Layout
+from workers.optimizer import OptimizerConfig
+from workers.packed import PackedVLM
+from workers.parallel import parallelize
+from workers.parallel.collectives import Peers, exchange_tokens
+
+MOE = "qwen3_vl_moe"
+
+
+# What all ranks run
+
+
+def equals_one_process(layout, rows=mixed_rows, prepare=None, **options):
+    config = config_with_heads(MOE, heads=4, key_value_heads=2)
+    data = rows(config)
+    found = run_pass(config, data, joined(layout), prepare, **options)
+    return differences(found, run_pass(config, data, prepare=prepare)) if distributed.get_rank() == 0 else []
+
+
+def send_all_to(favourites, module):
+    """Makes the routers send every token to these two experts."""
+    for layer in module.model.model.language_model.layers:
+        layer.mlp.gate.register_forward_hook(partial(choose, favourites))
+
+
+def choose(favourites, gate, args, output):
+    logits, weights, index = output
+    return logits, weights, torch.tensor(favourites).expand_as(index)
+
+
+def tokens_go_and_come_back():
+    """Rank r sends r + 1 rows to rank 0 and none to rank 1; gradients take the same way back."""
+    peers = Peers.of(joined(Layout(dp=2, ep=2)).experts["ep"].get_group())
+    rank = peers.rank
+    x = torch.full((rank + 1, 2), float(rank + 1), requires_grad=True)
+    found = exchange_tokens(x, [rank + 1, 0], [1, 2] if rank == 0 else [0, 0], peers)
+    assert found.tolist() == ([[1, 1], [2, 2], [2, 2]] if rank == 0 else [])
+    (found * torch.arange(1.0, 1 + len(found))[:, None]).sum().backward()
+    assert x.grad.tolist() == ([[1, 1]] if rank == 0 else [[2, 2], [3, 3]])
+
+
+def a_rank_holds_its_experts():
+    config = config_with_heads(MOE, heads=2, key_value_heads=1)
+    ranks = joined(Layout(dp=2, ep=2))
+    module = PackedVLM(tiny_model(MOE, config=config), family_of(config), 1.0)
+    parallelize(module, ranks, EngineConfig())
+    experts = module.model.model.language_model.layers[0].mlp.experts
+    assert [name for name, _ in experts.named_parameters()] == ["gate_up_proj", "down_proj"]
+    weight = experts.down_proj
+    assert isinstance(weight, DTensor)
+    assert weight.to_local().shape[0] == weight.shape[0] // 2 == 2
+
+
+def refusals():
+    said = []
+    for model_type, layout in (("qwen3_vl", Layout(dp=2, ep=2)), (MOE, Layout(dp=2, ep=2))):
+        config = tiny_config(model_type)
+        if model_type == MOE:
+            config.text_config.num_experts = 3
+        module = PackedVLM(tiny_model(model_type, config=config), family_of(config), 1.0)
+        try:
+            parallelize(module, joined(layout), EngineConfig())
+        except InvalidConfig as error:
+            said.append(str(error))
+    return said
+
+
+def pg_loss(outputs, rows):
+    return -outputs.log_probs * rows["advantages"], {}
+
+
+def learn(path, data, layout=None, folder=None):
+    """Gradient norms and losses of five updates with clipping, and log-probs and weights after them."""
+    actor = ActorWorker(
+        ActorConfig(path, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.1), token_budget=60),
+        CPU,
+        None if layout is None else joined(layout),
+    )
+    metrics = [actor.update(data, pg_loss) for _ in range(5)]
+    curve = [(step["actor/loss"], step["actor/grad_norm"]) for step in metrics]
+    scores = actor.log_probs(data)["old_log_probs"]
+    weights = {name: weight.clone() for name, weight in actor.named_weights()}
+    if folder is None:
+        return curve, scores, weights
+    actor.save(folder)
+    distributed.barrier()
+    actor.update(data, pg_loss)
+    actor.load(folder)
+    restored = all(torch.equal(weight, weights[name]) for name, weight in actor.named_weights())
+    return curve, scores, weights, restored
+
+
+TWO = {
+    "dp 2": partial(equals_one_process, Layout(dp=2, ep=2)),
+    "sp 2": partial(equals_one_process, Layout(sp=2, ep=2)),
+    "computed again": partial(equals_one_process, Layout(dp=2, ep=2), activation_checkpointing="full"),
+    "all but products computed again": partial(
+        equals_one_process, Layout(sp=2, ep=2), activation_checkpointing="selective"
+    ),
+    "text": partial(equals_one_process, Layout(dp=2, ep=2), text_rows),
+    "a rank without tokens": partial(equals_one_process, Layout(dp=2, ep=2), prepare=partial(send_all_to, [3, 2])),
+}
+FOUR = {
+    "dp 4, ep 2": partial(equals_one_process, Layout(dp=4, ep=2)),
+    "sp 2 x dp 2, ep 2": partial(equals_one_process, Layout(sp=2, dp=2, ep=2)),
+    "ep 4": partial(equals_one_process, Layout(sp=2, dp=2, ep=4)),
+    "tp 2 x dp 2, ep 2": partial(equals_one_process, Layout(dp=2, tp=2, ep=2)),
+    "ranks without tokens": partial(equals_one_process, Layout(dp=4, ep=2), prepare=partial(send_all_to, [0, 1])),
+}
+CHECKS = {"exchange": tokens_go_and_come_back, "shares": a_rank_holds_its_experts}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    config = config_with_heads(MOE, heads=4, key_value_heads=2)
+    tiny_model(MOE, config=config).save_pretrained(path)
+    data = mixed_rows(config)
+    data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
+    return str(path), data
+
+
+@pytest.fixture(scope="module")
+def outcomes(checkpoint, tmp_path_factory):
+    # Ranks along sp share their rows, so that both are given all of them.
+    learning = partial(learn, *checkpoint, Layout(sp=2, ep=2), tmp_path_factory.mktemp("saved"))
+    cases = TWO | CHECKS | {"refusals": refusals, "learning": learning}
+    return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_four(tmp_path_factory):
+    return run_ranks(4, FOUR, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_equal_one_process(outcomes, case):
+    assert outcomes[case] == [[]] * 2
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_equal_one_process(outcomes_of_four, case):
+    assert outcomes_of_four[case] == [[]] * 4
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_between_two_ranks(outcomes, check):
+    assert outcomes[check] == [None, None]
+
+
+def test_what_cannot_be_dealt_out_is_named(outcomes):
+    for said in outcomes["refusals"]:
+        assert len(said) == 2, said
+        assert "qwen3_vl has no experts" in said[0]
+        assert "layout.ep=2 must divide the 3 experts" in said[1]
+
+
+def test_five_steps_are_those_of_one_process(outcomes, checkpoint):
+    curve, scores, weights = learn(*checkpoint)
+    assert all(norm > 0.1 for _, norm in curve)  # clipped
+    for outcome in outcomes["learning"]:
+        assert not isinstance(outcome, str), outcome
+        torch.testing.assert_close(torch.tensor(outcome[0]), torch.tensor(curve), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(outcome[1], scores, atol=1e-3, rtol=0)
+        assert outcome[2].keys() == weights.keys()
+        assert outcome[3]  # what was saved came back

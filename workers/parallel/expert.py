@@ -1,0 +1,104 @@
+"""Expert parallelism: the experts of each sparse layer dealt out over ep ranks, and tokens sent to where their experts are.
+
+ep divides dp x sp, whose ranks hold different tokens. A rank holds ``experts / ep`` whole experts of each layer, as DTensors, so
+that FSDP2, the norm of gradients, checkpoints and weight export treat them as any other. It sends each of its tokens to the
+ranks of the experts that the router, which is whole everywhere, has chosen for it, computes what it is sent, and sends that
+back (all-to-all, as in arXiv:2006.16668). So the gradient of an expert is whole within an ep group; FSDP shards the experts over
+the dp x sp / ep ranks that hold the same ones, and sums over those alone. Ranks of tp do the same work with the same experts.
+"""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+
+from dataproto.errors import InvalidConfig
+from workers.engine_config import EngineConfig
+from workers.mesh import Ranks
+from workers.packed import PackedVLM
+from workers.parallel.collectives import Peers, all_to_all, exchange_tokens
+
+
+def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+    """Deals out the experts of ``module`` over ep, in place.
+
+    Raises:
+        InvalidConfig: the model has no experts, or their number does not divide.
+    """
+    if ranks.experts is None:
+        return
+    model, degree = module.model, ranks.size("ep")
+    pattern = module.family.experts
+    names = [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
+    experts = getattr(model.config.text_config, "num_experts", 0)
+    if not names:
+        raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to deal out; use ep=1")
+    if experts % degree:
+        raise InvalidConfig(f"layout.ep={degree} must divide the {experts} experts of this model")
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, SplitExperts(model.get_submodule(name), ranks.experts["ep"]))
+
+
+def split_experts(module: nn.Module) -> Iterator["SplitExperts"]:
+    """The layers' experts, where they are dealt out."""
+    return (part for part in module.modules() if isinstance(part, SplitExperts))
+
+
+class SplitExperts(nn.Module):
+    """This rank's experts in the place of all: parameters of the same names, split along the first dimension over ``mesh``."""
+
+    def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
+        """``experts`` holds fused weights ``(experts, ...)`` alone; it computes with parts of them from now on."""
+        super().__init__()
+        self.peers = Peers.of(mesh.get_group())
+        self.experts = int(experts.num_experts)  # type: ignore[arg-type]
+        for name, weight in list(experts.named_parameters()):
+            part = weight.detach().chunk(self.peers.size)[self.peers.rank].clone()
+            if part.device.type != "meta":
+                part = part.to(mesh.device_type)
+            split = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            self.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
+            setattr(experts, name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+        experts.num_experts = self.experts // self.peers.size  # type: ignore[assignment]
+        self.compute = (experts,)  # in a tuple, so that its empty parameters are not this module's
+
+    @torch.compiler.disable  # sizes of what is exchanged are known on the host alone
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """What the chosen experts make of this rank's tokens, weighted and added up.
+
+        Args:
+            hidden_states: ``(N, H)``.
+            top_k_index: ``(N, k)`` of all experts; top_k_weights ``(N, k)``.
+
+        Returns:
+            ``(N, H)``.
+        """
+        count, choices = top_k_index.shape
+        order = top_k_index.flatten().argsort(stable=True)  # by expert, so by rank
+        counts = torch.bincount(top_k_index.flatten(), minlength=self.experts).view(self.peers.size, -1)
+        asked = all_to_all(counts, self.peers)  # (size, experts here): how many tokens each rank sends to each
+        sent, received = torch.stack([counts.sum(1), asked.sum(1)]).tolist()
+        tokens = exchange_tokens(hidden_states.index_select(0, order // choices), sent, received, self.peers)
+        here = torch.arange(asked.shape[1], device=asked.device).repeat(self.peers.size)
+        made = self._compute(tokens, here.repeat_interleave(asked.flatten(), output_size=len(tokens)))
+        returned = exchange_tokens(made, received, sent, self.peers).index_select(0, order.argsort())
+        weighted = returned.view(count, choices, -1) * top_k_weights[..., None]
+        return weighted.sum(1).to(hidden_states.dtype)
+
+    def _compute(self, tokens: Tensor, experts: Tensor) -> Tensor:
+        """``(n, H)`` through the expert of each ``(n,)``, counted from this rank's first one."""
+        weights = {name: _local(weight) for name, weight in self.named_parameters()}
+        if not len(tokens):  # others have some: a gradient of zero, and the way back for the exchange of gradients
+            return tokens + 0.0 * sum(weight.sum() for weight in weights.values()).to(tokens.dtype)  # type: ignore[union-attr]
+        ones = tokens.new_ones(len(tokens), 1)
+        made: Tensor = functional_call(self.compute[0], weights, (tokens, experts[:, None], ones))
+        return made
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
