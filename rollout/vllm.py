@@ -74,7 +74,7 @@ class VLLMEngine:
             "limit_mm_per_prompt": {"video": 0} | ({} if max_images is None else {"image": max_images}),
             "mm_processor_kwargs": _processor_options(image_options),
             "tensor_parallel_size": tensor_parallel,
-            "distributed_executor_backend": "external_launcher" if tensor_parallel > 1 else None,
+            "distributed_executor_backend": vllm_versions.executor(tensor_parallel),
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enable_sleep_mode": on_cuda,

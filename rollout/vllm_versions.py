@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
+
+from dataproto.errors import InvalidConfig
 
 FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
@@ -54,6 +56,17 @@ def process_settings_kept() -> Iterator[None]:
             os.environ.pop("LD_PRELOAD", None)
         else:
             os.environ["LD_PRELOAD"] = preload
+
+
+def executor(tensor_parallel: int) -> str | None:
+    """How vLLM runs: among several processes it takes its place from what launched them (RANK, LOCAL_RANK, ...)."""
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if tensor_parallel > 1 and not several:
+        raise InvalidConfig(
+            f"tensor_parallel={tensor_parallel} needs as many processes: start them by torchrun or Ray and call "
+            "torch.distributed.init_process_group first"
+        )
+    return "external_launcher" if several else None
 
 
 def model_of(worker: Any) -> nn.Module:

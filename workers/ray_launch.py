@@ -62,11 +62,13 @@ def build_rollout(
 ) -> tuple[RayGroup, Callable[[], None]]:
     """The engines, beside the actor or on devices of their own, and what brings them new weights at the end of a step."""
     if not config.rollout_processes:
-        beside = pool.build("rollout", lambda host: RolloutWorker(plan.rollout, host.roles["actor"].named_weights))
+        beside = pool.build(
+            "rollout", lambda host: RolloutWorker(plan.rollout, host.roles["actor"].named_weights, host.ranks)
+        )
         return beside, lambda: None  # they stream from the actor before they next generate
     engines = RayPool(Layout(dp=config.rollout_processes), config, blobs)
     stack.callback(engines.close)
-    rollout = engines.build("rollout", lambda host: RolloutWorker(plan.rollout, host.receive_weights))
+    rollout = engines.build("rollout", lambda host: RolloutWorker(plan.rollout, host.receive_weights, host.ranks))
     pool.open_channel(engines)
     pool.hand_over("actor", rollout)
     return rollout, lambda: pool.hand_over("actor", rollout)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
@@ -12,7 +12,8 @@ from rollout.engine import SamplingParams, create_engine
 from rollout.responses import attach_responses, build_requests
 from workers.group import dispatch
 from workers.loading import checkpoint_family
-from workers.sharding import ShardingManager
+from workers.mesh import Ranks
+from workers.sharding import ShardingManager, neighbours
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,23 @@ class RolloutConfig:
 class RolloutWorker:
     """Generates with an engine whose weights follow the actor's."""
 
-    def __init__(self, config: RolloutConfig, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """``weights`` gives the actor's (name, tensor) pairs; it is asked whenever they have changed."""
+    def __init__(
+        self,
+        config: RolloutConfig,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        ranks: Ranks | None = None,
+    ) -> None:
+        """``weights`` gives the actor's (name, tensor) pairs; it is asked whenever they have changed.
+
+        ``ranks`` is this process's place in the training layout, by which rows come and go; the engine's option
+        ``tensor_parallel`` is independent of it.
+        """
+        ranks = ranks or Ranks()
+        tensor_parallel = int(config.options.get("tensor_parallel", 1))
+        block = neighbours(ranks, tensor_parallel)
         self.engine = create_engine(config.engine, config.model_path, **config.options)
-        self.sharding = ShardingManager(self.engine, weights)
+        number = 0 if ranks.mesh is None else distributed.get_rank() // tensor_parallel
+        self.sharding = ShardingManager(self.engine, weights, block, number)
         self.family = checkpoint_family(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
