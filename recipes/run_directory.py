@@ -15,7 +15,17 @@ from workers.checkpoint import write_json
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 # What a resumed run may change: none of it bears on the steps that follow, but for their number.
-FREE = ("resume", "overwrite", "output_dir", "steps", "save_every", "eval_every", "keep_checkpoints", "num_workers")
+FREE = (
+    "resume",
+    "overwrite",
+    "output_dir",
+    "steps",
+    "save_every",
+    "save_behind",
+    "eval_every",
+    "keep_checkpoints",
+    "num_workers",
+)
 FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps are made
 
 

@@ -1,5 +1,6 @@
 """The loop around a step function: data, evaluation, checkpoints, resume, metrics."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ class RunConfig:
     steps: int = 100  # of rollout and update
     eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
     save_every: int = 20  # steps between checkpoints; 0: after the last step only
+    save_behind: bool = False  # write checkpoints while training goes on, from a copy in host memory
     keep_checkpoints: int = 2  # the newest ones
     resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
     overwrite: bool = False  # begin anew, deleting the run that output_dir holds
@@ -93,7 +95,12 @@ def train(
     done = restore(run, roles, loader, progression) if run.resume else None
     first = 1 if done is None else done + 1
     keep = done if done is not None or not run.resume else -1
-    with MetricsLog(run.output_dir, resume_after=keep) as log, Progress(run.steps, first - 1) as progress:
+    checkpoints = Checkpoints(run, roles, save_processors)
+    with (
+        MetricsLog(run.output_dir, resume_after=keep) as log,
+        Progress(run.steps, first - 1) as progress,
+        contextlib.closing(checkpoints),
+    ):
         if done is None:
             progress.note("evaluating before the first step")
             log.write(0, evaluate(0))
@@ -104,7 +111,7 @@ def train(
             log.write(step, metrics)
             progress.update(step, metrics)
             if is_due(step, run.save_every, run.steps):
-                save(run, step, roles, loader, save_processors, progression)
+                checkpoints.save(step, loader, progression)
 
 
 def with_restarts(attempt: Callable[[RunConfig], None], run: RunConfig, loader: Loader, max_restarts: int) -> None:
@@ -151,26 +158,44 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def save(
-    run: RunConfig,
-    step: int,
-    roles: Roles,
-    loader: Loader,
-    save_processors: Callable[[Path], None],
-    progression: Stateful,
-) -> None:
-    with writing_checkpoint(run.output_dir, step, keep=run.keep_checkpoints) as directory:
-        roles.actor.save(directory / "actor")
-        if roles.has("critic"):
-            roles.critic.save(directory / "critic")
-        save_processors(directory / "actor" / "huggingface")
+class Checkpoints:
+    """Writes the checkpoints of a run, at once or behind its back; whole or not at all."""
+
+    def __init__(self, run: RunConfig, roles: Roles, save_processors: Callable[[Path], None]) -> None:
+        self.run, self.save_processors = run, save_processors
+        self.models = {"actor": roles.actor} | ({"critic": roles.critic} if roles.has("critic") else {})
+        self._open = contextlib.ExitStack()  # the checkpoint that is still being written
+
+    def save(self, step: int, loader: Loader, progression: Stateful) -> None:
+        """Writes the checkpoint of a step; the one before is finished first."""
+        self.finish()
         state = {
             "step": step,
             "loader": loader.state_dict(),
             "progression": progression.state_dict(),
             "random": random_states(),
         }
-        torch.save(state, directory / STATE_FILE)
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(writing_checkpoint(self.run.output_dir, step, self.run.keep_checkpoints))
+            for name, group in self.models.items():
+                group.save(directory / name, behind=self.run.save_behind)
+            self.save_processors(directory / "actor" / "huggingface")
+            torch.save(state, directory / STATE_FILE)
+            if self.run.save_behind:
+                self._open = stack.pop_all()
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is whole; raises what went wrong, which leaves the one before."""
+        with self._open.pop_all():
+            if self.run.save_behind:
+                for group in self.models.values():
+                    group.finish_save()
+
+    def close(self) -> None:
+        """As `finish`; after an error of the run a checkpoint that cannot be finished is only left out."""
+        failed = sys.exc_info()[0] is not None
+        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+            self.finish()
 
 
 def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful) -> int | None:

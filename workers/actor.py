@@ -19,11 +19,12 @@ from workers.accounting import Accounting, required_work
 from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
 from workers.mesh import Ranks
-from workers.optimizer import Optimizer, OptimizerConfig
+from workers.optimizer import AdamParams, Optimizer, OptimizerConfig
 from workers.planning import split_update
 from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
+from workers.primitives import StepByStep
 from workers.step import LossFn, check_rows, forward_rows
-from workers.training_state import load_training_state, save_training_state
+from workers.training_state import Saving, load_training_state
 from workers.transfer import move, rows_to_device
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class TrainedWorker(ModelWorker):
         super().__init__(config, device, ranks)
         self.optimizer = Optimizer(self.module.parameters(), config.optimizer)
         self.skipped: list[SkippedStep] = []
+        self.saving = Saving()
         self.accounting = Accounting(self.device, self.ranks.size("pp", "sp", "tp"))
 
     @dispatch(split=split_update)
@@ -109,9 +111,31 @@ class TrainedWorker(ModelWorker):
     def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
         weights = self._token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
         self.accounting.add(required_work(self.module, data))
+        self.module.train()
+        totals, finite = self.accumulate(data, loss_fn, weights, entropy)
+        return self._finish(data, weights, totals, finite)
+
+    def accumulate(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        weights: Tensor,
+        entropy: bool = False,
+        backward: bool = True,
+        scores: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Passes over the rows and adds to the gradients; an optimizer step is the caller's.
+
+        Args:
+            weights: ``(B, R)``; loss and metrics are weighted sums.
+            backward: also backward.
+            scores: ``(B, R)`` on the host, to be filled with the outputs' scores.
+
+        Returns:
+            Loss and metrics of this rank's rows, and which rows' were finite ``(B,)``.
+        """
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         finite = torch.ones(len(data), dtype=torch.bool, device=self.device)
-        self.module.train()
         phase = self.accounting.phase
         with self.compute():
             for part in self.micro_batches(data):
@@ -127,9 +151,12 @@ class TrainedWorker(ModelWorker):
                         for name, values in metrics.items():
                             totals[name] += weighted_sum(values.detach(), share)
                         finite[part.index] = all_finite(loss, outputs.scores, share)
-                with phase("backward"):
-                    total.backward()
-        return self._finish(data, weights, totals, finite)
+                        if scores is not None:
+                            scores[part.index] = outputs.scores.detach().cpu()
+                if backward:
+                    with phase("backward"):
+                        total.backward()
+        return totals, finite
 
     def _token_weights(self, mask: Tensor, aggregation: str) -> Tensor:
         """``(B, R)``, with the denominators of all ranks' rows."""
@@ -139,12 +166,16 @@ class TrainedWorker(ModelWorker):
             raise InvalidColumn(f"none of the {len(mask)} rows has a response token to learn from")
         return token_weights(mask, aggregation, total, max_length=max(width, 1))
 
-    def _finish(self, data: DataProto, weights: Tensor, totals: dict[str, Tensor], finite: Tensor) -> dict[str, float]:
-        """The optimizer's step, and the metrics of all ranks together."""
+    def step_optimizer(self, params: AdamParams | None = None) -> dict[str, float]:
+        """One step on the gradients that stand, on every rank; see `Optimizer.step`."""
         if self.ranks.size("tp") > 1:
             import_module("workers.parallel.tensor").sum_partial_gradients(self.module, self.ranks)
         with self.accounting.phase("optimizer"):
-            stepped = self.optimizer.step()
+            return self.optimizer.step(params)
+
+    def _finish(self, data: DataProto, weights: Tensor, totals: dict[str, Tensor], finite: Tensor) -> dict[str, float]:
+        """The optimizer's step, and the metrics of all ranks together."""
+        stepped = self.step_optimizer()
         sums = {name: float(value) for name, value in totals.items()}
         everybody = self.ranks.gather((float(weights.sum()), sums), "dp")
         weight = max(sum(weight for weight, _ in everybody), 1e-12)
@@ -165,9 +196,17 @@ class TrainedWorker(ModelWorker):
             log.warning("%s", self.skipped[-1])
 
     @dispatch("all")
-    def save(self, directory: Path) -> None:
-        """Writes the weights as a Hugging Face checkpoint, adapters merged, and what training goes on from beside it."""
-        save_training_state(directory, self.module, self.optimizer, self.ranks)
+    def save(self, directory: Path, behind: bool = False) -> None:
+        """Writes the weights as a Hugging Face checkpoint, adapters merged, and what training goes on from beside it.
+
+        With ``behind`` it returns as soon as the state is copied; `finish_save` waits for the rest.
+        """
+        self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind)
+
+    @dispatch("all")
+    def finish_save(self) -> None:
+        """Waits until what is saved behind the caller's back is on disk."""
+        self.saving.finish()
 
     @dispatch("all")
     def load(self, directory: Path) -> None:
@@ -175,8 +214,8 @@ class TrainedWorker(ModelWorker):
         load_training_state(directory, self.module, self.optimizer)
 
 
-class ActorWorker(TrainedWorker, PolicyWorker):
-    """The policy that learns."""
+class ActorWorker(StepByStep, TrainedWorker, PolicyWorker):
+    """The policy that learns, by whole updates or step by step."""
 
     role = "actor"
 

@@ -17,7 +17,6 @@ from workers.mesh import Ranks
 from workers.optimizer import OptimizerConfig
 from workers.packed import PackedVLM
 from workers.precision import HalfWeights
-from workers.training_state import save_training
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,6 @@ class CriticWorker(TrainedWorker):
         return self.scores(data, into)
 
     @dispatch("all")
-    def save(self, directory: Path) -> None:
-        """Writes what training goes on from, the value head with the rest."""
-        save_training(directory, self.module, self.optimizer)
+    def save(self, directory: Path, behind: bool = False) -> None:
+        """Writes what training goes on from, the value head with the rest; ``behind`` as the actor's."""
+        self.saving.save_training(directory, self.module, self.optimizer, behind)

@@ -9,8 +9,10 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.utils._pytree import tree_map
 
 from dataproto.errors import CheckpointError
 
@@ -28,6 +31,23 @@ def write(state: dict[str, Any], directory: Path) -> None:
     """Writes ``state``, sharded tensors and plain values, every rank its own part."""
     with alone_without_warning():
         checkpoint.save(state, checkpoint_id=directory, no_dist=not distributed.is_initialized())
+
+
+def write_behind(state: dict[str, Any], directory: Path) -> "Future[Any]":
+    """As `write`, of ``state`` as it is now, while the caller goes on. Every rank calls it, and waits for it before the next."""
+    if not distributed.is_initialized():
+        copy = tree_map(lambda value: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value, state)
+        return BEHIND.submit(write, copy, directory)
+    # A process group of its own: the ranks go on with other calls on the default one meanwhile.
+    return cast("Future[Any]", checkpoint.async_save(state, checkpoint_id=directory, process_group=_group_behind()))
+
+
+BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+
+@cache
+def _group_behind() -> Any:
+    return distributed.new_group(backend="gloo")
 
 
 def read_into(state: dict[str, Any], directory: Path) -> None:

@@ -1,5 +1,7 @@
 """What training goes on from: a model's weights and its optimizer's state, whole, sharded or adapted, on disk."""
 
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +10,51 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from workers.mesh import Ranks
 from workers.optimizer import Optimizer
 from workers.packed import PackedVLM
-from workers.plain_checkpoint import read_into, write
+from workers.plain_checkpoint import BEHIND, read_into, write, write_behind
 from workers.weights import bare_copy, named_weights
 
 
-def save_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Writes ``huggingface/``, a checkpoint that `from_pretrained` reads, and what training goes on from.
+class Saving:
+    """What is being written while training goes on."""
 
-    That is a distributed checkpoint, ``training/``, into which every rank writes its own part, and which any other layout reads.
-    """
-    weights = {}
-    for name, weight in named_weights(module.model):
-        if ranks.first:  # the others take part and keep nothing
-            weights[name] = weight.cpu()
-    if ranks.first:
-        bare_copy(module.model).save_pretrained(directory / "huggingface", state_dict=weights)
-    save_training(directory, module, optimizer)
+    def __init__(self) -> None:
+        self._writes: list[Future[Any]] = []
 
+    def save_all(self, directory: Path, module: PackedVLM, optimizer: Optimizer, ranks: Ranks, behind: bool) -> None:
+        """Writes ``huggingface/``, a checkpoint that `from_pretrained` reads, and what training goes on from.
 
-def save_training(directory: Path, module: PackedVLM, optimizer: Optimizer) -> None:
-    """Writes ``training/`` alone."""
-    write(_training_state(module, optimizer), directory / "training")
+        That is a distributed checkpoint, ``training/``, into which every rank writes its own part, and which any other layout
+        reads. With ``behind`` the state is copied to the host now and written while the caller goes on, until `finish`.
+        """
+        weights = {}
+        for name, weight in named_weights(module.model):
+            if ranks.first:  # the others take part and keep nothing
+                weights[name] = weight.cpu().clone() if behind else weight.cpu()
+        if ranks.first:
+            export = partial(bare_copy(module.model).save_pretrained, directory / "huggingface", state_dict=weights)
+            if behind:
+                self._writes.append(BEHIND.submit(export))
+            else:
+                export()
+        self.save_training(directory, module, optimizer, behind)
+
+    def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, behind: bool) -> None:
+        """Writes ``training/`` alone."""
+        state = _training_state(module, optimizer)
+        if behind:
+            self._writes.append(write_behind(state, directory / "training"))
+        else:
+            write(state, directory / "training")
+
+    def finish(self) -> None:
+        """Waits until all is written; raises what went wrong."""
+        writes, self._writes = self._writes, []
+        for each in writes:
+            each.result()
 
 
 def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer) -> None:
-    """Reads what `save_training_state` wrote, in this layout or another, to the last bit.
+    """Reads what `Saving` wrote, in this layout or another, to the last bit.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of another model.

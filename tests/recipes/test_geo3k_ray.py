@@ -18,7 +18,7 @@ from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
 from recipes.geo3k_grpo import main
 
-RAY = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2")
+RAY = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2", "--save-behind")
 SETTINGS = ("--steps", "4", "--save-every", "1", "--keep-checkpoints", "9", "--algorithm.kl-coef", "0.1")
 
 

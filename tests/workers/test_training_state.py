@@ -70,12 +70,13 @@ def test_what_does_not_fit_is_one_error(tmp_path, damage):
         read_into(wanted, tmp_path / "c")
 
 
-def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path):
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
     from dataproto.vlm import family_of
     from workers.mesh import Ranks
     from workers.optimizer import Optimizer, OptimizerConfig
     from workers.packed import PackedVLM
-    from workers.training_state import load_training_state, save_training_state
+    from workers.training_state import Saving, load_training_state
 
     def made(seed):
         torch.manual_seed(seed)
@@ -90,14 +91,38 @@ def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path):
 
     module, optimizer = made(0)
     step(module, optimizer)
-    save_training_state(tmp_path, module, optimizer, Ranks())
+    saving = Saving()
+    saving.save_all(tmp_path, module, optimizer, Ranks(), behind)
+    saved = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    if behind:  # training goes on while the checkpoint is written, which is of before
+        step(module, optimizer)
+        saving.finish()
     other, other_optimizer = made(1)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(1)
     load_training_state(tmp_path, other, other_optimizer)
-    for one in ((module, optimizer), (other, other_optimizer)):
-        step(*one)
+    for name, theirs in other.named_parameters():
+        assert torch.equal(saved[name], theirs), name
+    step(other, other_optimizer)
+    if not behind:
+        step(module, optimizer)
     assert other_optimizer.steps == 2
     for (name, mine), theirs in zip(module.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+def test_what_goes_wrong_behind_is_told_when_waited_for(tmp_path):
+    from dataproto.vlm import family_of
+    from workers.mesh import Ranks
+    from workers.optimizer import Optimizer, OptimizerConfig
+    from workers.packed import PackedVLM
+    from workers.training_state import Saving
+
+    model = tiny_model("qwen2_5_vl")
+    module, saving = PackedVLM(model, family_of(model), 1.0), Saving()
+    (tmp_path / "file").write_text("in the way")
+    saving.save_all(tmp_path / "file", module, Optimizer(module.parameters(), OptimizerConfig()), Ranks(), behind=True)
+    with pytest.raises((OSError, RuntimeError)):
+        saving.finish()
+    saving.finish()
