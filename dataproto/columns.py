@@ -48,7 +48,7 @@ class Column:
         return f"{self.inert}-{row}" if isinstance(self.inert, str) else type(self.inert)(self.inert)
 
 
-_DATA, _ENGINE, _ACTOR = "PromptBuilder", "RolloutWorker.generate", "ActorWorker"
+_DATA, _ENGINE, _ACTOR, _CHUNKS = "PromptBuilder", "RolloutWorker.generate", "ActorWorker", "ChunkRenderer.rows"
 
 COLUMNS: dict[str, Column] = {
     column.name: column
@@ -96,6 +96,9 @@ COLUMNS: dict[str, Column] = {
             allowed=(0, 1),
         ),
         Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
+        Column("loss_weights", "float32", "B R", _CHUNKS, "cross entropy", "weight of each token in the loss"),
+        Column("loss_mask", "float32", "B R", _CHUNKS, "actor", "1 on tokens in the loss, where more have a log-prob"),
+        Column("targets", "int64", "B R", _CHUNKS, "actor", "tokens to be learnt that are not the next ones"),
         Column("old_log_probs", "float32", "B R", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
         Column("ref_log_prob", "float32", "B R", "ReferenceWorker.log_probs", "KL terms", "log-probs of the reference"),
         Column("values", "float32", "B R", "CriticWorker.values", "advantages", "value of each token"),

@@ -53,7 +53,12 @@ class ChunkRenderer:
 
     def length(self, model_input: Any) -> int:
         """Tokens that a model input takes, images included. Raises `InvalidChunk`."""
-        return len(self._render(model_input, {}).input_ids)
+        return len(self.token_ids(model_input))
+
+    def token_ids(self, model_input: Any) -> list[int]:
+        """Its tokens, a placeholder for each feature of an image. Raises `InvalidChunk`."""
+        ids: list[int] = self._render(model_input, {}).input_ids.tolist()
+        return ids
 
     # For engines
 
@@ -88,6 +93,7 @@ class ChunkRenderer:
         Besides the columns of `collate_rows`: ``loss_weights``, ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32, for
         ``weights``, ``logprobs`` and ``advantages``. ``response_mask`` is ``mask`` or, without it, 1 where one of the others is
         not 0. Position i of a loss input stands in column i. A text token may have any id: types tell text from images.
+        The column ``targets`` is there only if some token to be learnt is not the next one of its sequence.
 
         Args:
             every_token: ``response_mask`` is 1 on all tokens that have a log-prob, and what it would have been is the
@@ -98,14 +104,14 @@ class ChunkRenderer:
                 token that the policy never gives; names its number.
         """
         seen: dict[Any, ProcessedImage] = {}
-        rows, inputs, masks = zip(
+        rows, targets, inputs, masks = zip(
             *(self._numbered(number, self._row, value, seen) for number, value in enumerate(data))
         )
         names = set(inputs[0])
         for number, found in enumerate(inputs):
             if set(found) != names:
                 raise InvalidRow(number, f"its loss inputs are {sorted(found)}, those of row 0 {sorted(names)}")
-        scored = [self._scored(row) for row in rows] if every_token else masks
+        scored = [self._scored(each).astype(np.uint8) for each in targets] if every_token else masks
         behind = [np.append(np.zeros(1, np.uint8), mask) for mask in scored]
         batch = collate_rows(self.builder, rows, behind, {"uid": [str(number) for number in range(len(rows))]})
         width = batch["response_mask"].shape[1]
@@ -114,48 +120,34 @@ class ChunkRenderer:
             columns["loss_mask"] = [mask.astype(np.float32) for mask in masks]
         for column, values in columns.items():
             batch[column] = pad_rows(ragged_rows(values, "f", column), width, 0.0)[0]
+        if any(np.any((row.input_ids[1:] != each) & mask) for row, each, mask in zip(rows, targets, scored)):
+            batch["targets"] = pad_rows(ragged_rows(targets), width, 0)[0]
         return batch
 
     def _row(
         self, value: Any, seen: dict[Any, ProcessedImage]
-    ) -> tuple[Prompt, dict[str, npt.NDArray[Any]], npt.NDArray[np.uint8]]:
-        """The sequence, the loss inputs, and the mask of targets to be learnt."""
+    ) -> tuple[Prompt, Ids, dict[str, npt.NDArray[Any]], npt.NDArray[np.uint8]]:
+        """The sequence, its targets, the other loss inputs, and the mask of targets to be learnt."""
         datum = read_datum(value)
         prompt = self._render(datum.model_input, seen)
         inputs = dict(datum.loss_fn_inputs)
         targets = _check_lengths(inputs, len(prompt.input_ids))
-        row = Prompt(
-            np.append(prompt.input_ids, targets[-1:]),
-            np.append(prompt.token_types, np.zeros(1, np.int8)),
-            [],
-            prompt.conversation,
-            prompt.images,
-            (),
-            {},
-        )
+        ids, types = np.append(prompt.input_ids, targets[-1:]), np.append(prompt.token_types, np.zeros(1, np.int8))
+        row = Prompt(ids, types, [], prompt.conversation, prompt.images, (), {})
         wanted = [inputs["mask"]] if "mask" in inputs else [inputs[name] for name in COLUMN_OF if name in inputs]
         mask = np.any([column != 0 for column in wanted], axis=0) if wanted else np.zeros(len(targets), dtype=bool)
-        self._check_targets(row, targets, mask)
-        return row, {name: inputs[name] for name in COLUMN_OF if name in inputs}, mask.astype(np.uint8)
-
-    def _scored(self, row: Prompt) -> npt.NDArray[np.uint8]:
-        """1 on the targets that have a log-prob under the policy."""
-        text = (row.token_types[1:] == 0) & ~np.isin(row.input_ids[1:], self._banned)
-        return text.astype(np.uint8)
-
-    def _check_targets(self, row: Prompt, targets: Ids, mask: npt.NDArray[np.bool_]) -> None:
-        wrong = np.flatnonzero(mask & ~self._scored(row).astype(bool))
+        wrong = np.flatnonzero(mask & ~self._scored(targets))
         if wrong.size:
             raise InvalidPrompt(
-                f"target_tokens[{wrong[0]}] = {targets[wrong[0]]} stands for media or encloses them: the policy gives it no "
-                "log-prob, so its mask (weight, advantage, logprob) must be 0"
+                f"target_tokens[{wrong[0]}] = {targets[wrong[0]]} is no token of the model, or stands for media or encloses "
+                "them: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0"
             )
-        other = np.flatnonzero(mask & (row.input_ids[1:] != targets))
-        if other.size:
-            raise InvalidPrompt(
-                f"target_tokens[{other[0]}] = {targets[other[0]]}, but the sequence goes on with {row.input_ids[other[0] + 1]}: "
-                "what is learnt must be the next token"
-            )
+        return row, targets, {name: inputs[name] for name in COLUMN_OF if name in inputs}, mask.astype(np.uint8)
+
+    def _scored(self, targets: Ids) -> npt.NDArray[np.bool_]:
+        """Which targets have a log-prob under the policy."""
+        known: npt.NDArray[np.bool_] = (targets >= 0) & (targets < self._vocabulary) & ~np.isin(targets, self._banned)
+        return known
 
     # One input
 

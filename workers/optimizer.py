@@ -12,6 +12,8 @@ from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
 
+EPS = 1e-8  # of a configured AdamW
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -31,6 +33,29 @@ class OptimizerConfig:
             raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
         if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """Settings of one step, for who drives steps by hand; names and defaults are those of the ``tinker`` package."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0  # 0: gradients are not clipped
+
+    def __post_init__(self) -> None:
+        if self.learning_rate < 0 or self.grad_clip_norm < 0 or self.eps < 0 or self.weight_decay < 0:
+            raise InvalidConfig(f"{self}: no number may be negative")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise InvalidConfig(f"beta1={self.beta1} and beta2={self.beta2}: must be at least 0 and below 1")
+
+    @classmethod
+    def of(cls, params: Any) -> "AdamParams":
+        """From an object with these attributes, such as ``tinker.AdamParams``."""
+        return cls(**{name: float(getattr(params, name)) for name in cls.__dataclass_fields__})
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
@@ -63,18 +88,24 @@ class Optimizer:
             [{"params": group} for group in self.groups],
             lr=config.lr,
             betas=config.betas,
+            eps=EPS,
             weight_decay=config.weight_decay,
             fused=True,
         )
         self.steps = 0  # of the schedule; skipped ones count
         self.skipped_steps = 0
 
-    def step(self) -> dict[str, float]:
-        """Clips, steps and clears the gradients; returns ``grad_norm`` before clipping, ``lr`` and ``skipped_steps``."""
-        norm = clip_by_global_norm(self.groups, self.config.max_grad_norm)
-        lr = self.config.lr * learning_rate_factor(self.steps, self.config)
+    def step(self, params: AdamParams | None = None) -> dict[str, float]:
+        """Clips, steps and clears the gradients; returns ``grad_norm`` before clipping, ``lr`` and ``skipped_steps``.
+
+        ``params`` stand for this step in place of the configuration and its schedule.
+        """
+        params = params or self._scheduled()
+        norm = clip_by_global_norm(self.groups, params.grad_clip_norm or math.inf)
+        lr = params.learning_rate
+        betas, eps, decay = (params.beta1, params.beta2), params.eps, params.weight_decay
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
         if math.isfinite(norm):
             self.adamw.step()
         else:
@@ -82,6 +113,10 @@ class Optimizer:
         self.steps += 1
         self.adamw.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "lr": lr, "skipped_steps": float(self.skipped_steps)}
+
+    def _scheduled(self) -> AdamParams:
+        config, factor = self.config, learning_rate_factor(self.steps, self.config)
+        return AdamParams(config.lr * factor, *config.betas, EPS, config.weight_decay, config.max_grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
         return {"adamw": self.adamw.state_dict(), "steps": self.steps, "skipped_steps": self.skipped_steps}

@@ -108,7 +108,7 @@ def check_rows(data: DataProto, module: PackedVLM) -> None:
 
 def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:
     width = data["response_mask"].shape[1]
-    responses = data["input_ids"][:, data["input_ids"].shape[1] - width :]
+    responses = data["targets"] if "targets" in data else data["input_ids"][:, data["input_ids"].shape[1] - width :]
     banned = torch.isin(responses, torch.tensor(banned_ids, dtype=responses.dtype, device=responses.device))
     cells = (banned & data["response_mask"].bool()).nonzero()
     if len(cells):
@@ -179,6 +179,8 @@ def prepare_rows(module: PackedVLM, rows: DataProto) -> tuple[PackedRows, dict[s
     packed = pack_rows(
         rows["input_ids"], rows["attention_mask"], rows["position_ids"], rows["response_mask"], types, shared
     )
+    if "targets" in rows:
+        packed = replace(packed, targets=rows["targets"].flatten()[packed.response_cells])
     inputs = [{} if skip else row for row, skip in zip(media_of(rows), shared.tolist(), strict=True)]
     media = module.family.distinct_media(inputs, module.model.config)
     return packed, media.inputs, media_spans(packed.token_types, media, packed.cu_seqlens)

@@ -248,7 +248,8 @@ def test_an_image_bomb_is_refused_unread(side):
         ({"weights": [1.0]}, "lack 'target_tokens'"),
         ({"target_tokens": [6]}, r"'target_tokens'\] has 1 numbers for 2 input tokens"),
         ({"target_tokens": [6, 7], "mask": [1, 1, 1]}, r"'mask'\] has 3 numbers for 2 input tokens"),
-        ({"target_tokens": [9, 7], "weights": [1, 1]}, r"target_tokens\[0\] = 9, but the sequence goes on with 6"),
+        ({"target_tokens": [6, 5000], "weights": [1, 1]}, r"target_tokens\[1\] = 5000 is no token of the model"),
+        ({"target_tokens": [-1, 7], "weights": [1, 1]}, r"target_tokens\[0\] = -1 is no token of the model"),
     ],
 )
 def test_loss_inputs_that_do_not_fit_are_refused(inputs, message):
@@ -259,6 +260,14 @@ def test_loss_inputs_that_do_not_fit_are_refused(inputs, message):
 def test_a_target_that_is_not_learnt_may_be_anything():
     batch = ChunkRenderer(builder()).rows([datum_of(ModelInput.from_ints([5, 6]), [9, 7], weights=[0, 1])])
     assert batch["input_ids"].tolist() == [[5, 6, 7]]
+    assert "targets" not in batch
+
+
+def test_what_is_learnt_may_be_another_token_than_the_next():
+    short, long = ModelInput.from_ints([5]), ModelInput.from_ints([5, 6])
+    batch = ChunkRenderer(builder()).rows([datum_of(long, [9, 7], weights=[1, 1]), datum_of(short, [6], weights=[1])])
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [5, 6, builder().pad_token_id]]
+    assert batch["targets"].tolist() == [[9, 7], [6, 0]]
 
 
 def test_media_tokens_cannot_be_learnt():
