@@ -10,7 +10,7 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
-from recipes.geo3k_grpo import run as run_grpo
+from recipes.geo3k_grpo import main as run_grpo
 from recipes.geo3k_ppo import TINY, main, parse
 from recipes.ppo import PPOConfig, add_advantages, critic_loss
 from workers.critic import Values
@@ -140,29 +140,34 @@ def test_in_the_warm_up_the_critic_alone_learns(finished_run):
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(finished_run, folder):
     assert main(arguments(folder, "resumed")) == 0
-    for name in ("global_step_4", "report.html"):
-        path = folder / "resumed" / name
-        path.rename(folder / f"away_{name}")
+    (folder / "resumed" / "global_step_4").rename(folder / "away")
     assert main(arguments(folder, "resumed", "--resume")) == 0
     assert rows_of(folder / "resumed") == rows_of(finished_run)
 
 
-def test_options_of_other_recipes_run_too(folder):
-    """Dynamic sampling, length punishment and GSPO in one GRPO run; its checkpoint has no critic."""
-    from recipes.geo3k_grpo import parse as parse_grpo
-
-    given = arguments(folder, "grpo", "--steps", "2")
-    dropped = ("--critic-optimizer.lr", "--algorithm.critic-epochs", "--algorithm.critic-warmup")
-    kept = [part for at, part in enumerate(given) if part not in dropped and given[max(at - 1, 0)] not in dropped]
-    more = (
-        "--algorithm.advantage rloo --algorithm.loss gspo --algorithm.dynamic-sampling 2 --algorithm.overlong-buffer 3"
-        " --algorithm.aggregation seq-mean-token-mean"
+def test_dynamic_sampling_draws_on_exactly_where_an_interrupted_run_stood(folder):
+    """In a run of RLOO with GSPO's loss and length punishment, whose scores are often equal within a group."""
+    (folder / "parity.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 2\n"
     )
-    run_grpo(parse_grpo([*kept, *more.split()]))
-    rows = rows_of(folder / "grpo")
-    assert {row["train/num_gen_batches"] for row in rows[1:]} <= {1, 2}
-    assert all(row["reward/overlong_penalty"] <= 0 for row in rows[1:])
-    assert not (folder / "grpo" / "global_step_2" / "critic").exists()
+    given = (
+        "--batch-size 3 --algorithm.n 2 --max-prompt-length 500 --max-response-length 6 --eval-rows 2 --steps 4"
+        " --save-every 2 --algorithm.advantage rloo --algorithm.loss gspo --algorithm.aggregation seq-mean-token-mean"
+        " --algorithm.dynamic-sampling 3 --algorithm.overlong-buffer 3 --optimizer.lr 1e-3"
+    )
+    paths = ["--model-path", str(folder / "model"), "--reward", f"{folder / 'parity.py'}:score"]
+    arguments = [*paths, "--output-dir", str(folder / "grpo"), *given.split()]
+    assert run_grpo(arguments) == 0
+    whole = rows_of(folder / "grpo")
+    generations = [row["train/num_gen_batches"] for row in whole[1:]]
+    assert max(generations) > 1
+    assert all(1 <= count <= 3 for count in generations)
+    assert sum(row["train/filtered_groups"] for row in whole[1:]) > 0
+    assert all(row["reward/overlong_penalty"] <= 0 for row in whole[1:])
+    assert not (folder / "grpo" / "global_step_4" / "critic").exists()
+    (folder / "grpo" / "global_step_4").rename(folder / "away_grpo")
+    assert run_grpo([*arguments, "--resume"]) == 0
+    assert rows_of(folder / "grpo") == whole
 
 
 @pytest.mark.long
