@@ -21,7 +21,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])  # of Ray's processes
+# Ray's processes find the project, and after it this file.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
 
 from PIL import Image, ImageDraw  # noqa: E402
 
@@ -124,14 +125,13 @@ def main() -> None:
         compile=arguments.compile,
     )
     options = json.loads(arguments.rollout)
-    if arguments.engine == "vllm":
-        ENGINES["vllm"] = "geo3k_step:VLLMOfDrawnLengths"
+    engine = "geo3k_step:VLLMOfDrawnLengths" if arguments.engine == "vllm" else arguments.engine
     started = time.perf_counter()
     with launch(
         actor=actor,
         reference=actor.frozen(),
         reward=load_reward("geo3k"),
-        rollout=RolloutConfig(path, arguments.engine, options),
+        rollout=RolloutConfig(path, engine, options),
         on="ray",
         layout=Layout(dp=arguments.gpus),
         timeout_s=500,

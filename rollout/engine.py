@@ -79,6 +79,10 @@ class RolloutEngine(Protocol):
         """Takes (Hugging Face parameter name, full tensor) pairs, one after the other, in place."""
         ...
 
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of the engine's weights that are not those handed in, in the engine's dtype."""
+        ...
+
     def sleep(self) -> None:
         """Gives up memory while others train."""
         ...
@@ -92,14 +96,14 @@ ENGINES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm:VLLMEngine"}
 
 
 def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
-    """Makes the engine registered under ``name``; its module is imported only now.
+    """Makes the engine registered under ``name``, or one's own, ``module:class``; its module is imported only now.
 
     Raises:
         InvalidConfig: no engine of that name.
     """
-    if name not in ENGINES:
-        raise InvalidConfig(f"engine {name!r} is unknown: choose one of {sorted(ENGINES)}")
-    module, _, attribute = ENGINES[name].partition(":")
+    if name not in ENGINES and ":" not in name:
+        raise InvalidConfig(f"engine {name!r} is unknown: choose one of {sorted(ENGINES)}, or name a module:class")
+    module, _, attribute = ENGINES.get(name, name).partition(":")
     engine: RolloutEngine = getattr(importlib.import_module(module), attribute)(model_path, **options)
     return engine
 
