@@ -16,12 +16,12 @@ Config = TypeVar("Config")
 
 
 def run_from_command_line(
-    run: Callable[[Any], Path], parse: Callable[[Sequence[str]], Any], arguments: Sequence[str]
+    run: Callable[[Any], Path], parse: Callable[[Sequence[str]], Any], arguments: Sequence[str], made: str = "report"
 ) -> int:
-    """Parses, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    """Parses, runs, and returns the exit status; a user's mistake is one line on stderr. ``made`` is what a run leaves."""
     disable_progress_bar()  # of transformers; ours is enough
     try:
-        print(f"report: {run(parse(arguments))}")
+        print(f"{made}: {run(parse(arguments))}")
     except (DataProtoError, OSError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
