@@ -50,6 +50,7 @@ from workers.actor import ActorConfig, ActorWorker
 from workers.layout import Layout
 from workers.mesh import join
 from workers.packed import PackedVLM
+from workers.planning import share_out
 from workers.step import micro_batches, prepare_rows
 from workers.transfer import to_device
 
@@ -232,14 +233,15 @@ class Bench:
         """Whole updates, batches drawn beforehand."""
         a = self.arguments
         batches = [
-            make_batch(self.config, self.shape, a.prompts, samples, seed=1000 * step + self.rank)
+            make_batch(self.config, self.shape, a.prompts * self.world, samples, seed=1000 * step)
             for step in range(a.steps + a.warmup)
         ]
         found = []
         for step, batch in enumerate(batches):
+            share = self.share(batch)
             self.synchronize()
             start = time.perf_counter()
-            metrics = worker.update(batch, policy_loss)
+            metrics = worker.update(share, policy_loss)
             self.synchronize()
             seconds = time.perf_counter() - start
             work = required_work(worker.module, batch)
@@ -247,10 +249,16 @@ class Bench:
             found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(work, seconds), "metrics": metrics})
         self.record(name, found[a.warmup :])
 
+    def share(self, batch: DataProto) -> DataProto:
+        """This rank's rows, as a group hands them out."""
+        return batch if self.world == 1 else share_out(batch, self.world)[self.rank]
+
     def mfu(self, work: Any, seconds: float) -> dict[str, float]:
+        """Of all devices together."""
         peak = peak_flops(self.device)
         if peak is None:
             return {"GFLOP/s": work.total / seconds / 1e9}
+        seconds *= self.world
         return {"mfu": work.total / seconds / peak, "mfu_language": work.language / seconds / peak}
 
     def text(self, worker: ActorWorker) -> None:
@@ -488,9 +496,9 @@ def main() -> None:
             with bench.attempt("ours, packed"):
                 bench.update(worker, "ours, packed", 1)
                 if arguments.profile:
-                    batch = make_batch(bench.config, bench.shape, arguments.prompts, 1, seed=7)
+                    batch = make_batch(bench.config, bench.shape, arguments.prompts * bench.world, 1, seed=7)
                     with profiled(bench, arguments.profile if bench.rank == 0 else None):
-                        worker.update(batch, policy_loss)
+                        worker.update(bench.share(batch), policy_loss)
         if "shared" in parts:
             name = f"ours, {arguments.samples} samples of each prompt"
             with bench.attempt(name):

@@ -12,7 +12,7 @@ def use_patch_products(model: nn.Module) -> None:
     """Lets convolutions that may meet one patch at a time be computed as products, in place; weights stay where they are."""
     for module in model.modules():
         if isinstance(module, nn.Conv3d) and module.stride == module.kernel_size and module.groups == 1:
-            module.forward = PatchProduct(module)  # of this instance
+            module.forward = PatchProduct(module)  # type: ignore[method-assign]  # of this instance
 
 
 class PatchProduct:

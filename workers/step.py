@@ -9,15 +9,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.batching import PackedRows, pack_rows, prompt_sharing, split_by_tokens, split_into, unpack_cells
+from dataproto.batching import PackedRows, pack_rows, prompt_sharing, unpack_cells
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn, MediaMismatch
 from dataproto.vlm import MediaSpans, media_spans, row_costs
 from workers.mesh import Ranks
+from workers.micro_planning import as_index, plan_rows
 from workers.packed import PackedVLM
 from workers.transfer import to_device
 
@@ -25,6 +27,7 @@ from workers.transfer import to_device
 # The outputs are `workers.packed.Outputs` of a policy, `workers.critic.Values` of a critic.
 LossFn = Callable[[Any, DataProto], tuple[Tensor, dict[str, Tensor]]]
 
+NOTHING = slice(0, 0)
 TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
@@ -45,37 +48,37 @@ class MicroBatch:
 def micro_batches(
     data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks | None = None
 ) -> list[MicroBatch]:
-    """Contiguous parts of at most ``token_budget`` packed tokens, a shared prompt counted once, as many on every rank.
+    """Parts of at most ``token_budget`` packed tokens, a shared prompt counted once, as many on every rank.
 
     Rows without response tokens (`pad_inert`) are in none of them: nothing is wanted of those. Every rank calls it; a rank
-    with fewer rows cuts them into more parts and, if that is not enough, gets inert ones.
+    with fewer rows spreads them over as many parts and, if that is not enough, gets inert ones.
     """
     ranks = ranks or Ranks()
     wanted = data["response_mask"].bool().any(1)
     places = None if bool(wanted.all()) else wanted.nonzero().squeeze(1)
     chosen = data if places is None else data[places]
-    parts = _equally_many(chosen, module, token_budget, ranks)
-    rows = [chosen[part] if part.start < part.stop else inert_rows(module) for part in parts]
-    indices: list[slice | Tensor] = [
-        part if places is None or part.start == part.stop else places[part] for part in parts
-    ]
+    parts = [as_index(rows) for rows in _plan(chosen, module, token_budget, ranks)]
+    rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
+    indices = [part if places is None or part == NOTHING else places[part] for part in parts]
     tower = ranks.any_of([has_media(part) for part in rows], "dp")
     return [MicroBatch(*each) for each in zip(indices, rows, tower, strict=True)]
 
 
-def _equally_many(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[slice]:
-    """At most ``token_budget`` tokens each, and about equal work: no small one at the end, and no rank that others wait for."""
+def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[np.ndarray]:
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
     saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
     whole = attended.sum(1)
-    parts = split_by_tokens(whole - saved, token_budget, lead=saved)
-    count = max(ranks.gather(len(parts), "dp"))
-    if not count or ranks.size("dp") == 1 == count:
-        return parts
-    costs, lead = row_costs(
-        module.family, module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1)
+    stages = ranks.size("pp")  # a pipeline takes as many micro-batches as it has, or a multiple
+    if ranks.size("dp") == stages == 1 and int((whole - saved).sum()) <= token_budget:
+        return [np.arange(len(data))] if len(data) else []
+    costs = row_costs(module.family, module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1))
+    return plan_rows(
+        whole - saved,
+        saved,
+        *costs,
+        token_budget,
+        agree=lambda count: -(-max(ranks.gather(count, "dp")) // stages) * stages,
     )
-    return split_into(whole - saved, count, token_budget, costs, lead=saved, lead_costs=lead)
 
 
 def inert_rows(module: PackedVLM) -> DataProto:
@@ -154,13 +157,7 @@ def forward_rows(
         phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
     """
     with phase("prepare"):
-        packed, media, spans = prepare_rows(module, rows)
-        if tower and not media:
-            media = module.family.dummy_media(module.model.config)
-        moved = replace(packed, **to_device(vars(packed), device))
-        # Grids stay on the host, where bounds of images and windows are told from them.
-        pixels = {name: value for name, value in media.items() if value.is_floating_point()}
-        media, places = media | to_device(pixels, device), MediaSpans(**to_device(vars(spans), device))
+        moved, media, places = to_forward(*prepare_rows(module, rows, tower), device)
     with phase("forward"):
         scores, entropies = module(moved, media, places, entropy)
     shape = tuple(rows["response_mask"].shape)
@@ -170,20 +167,45 @@ def forward_rows(
     )
 
 
-def prepare_rows(module: PackedVLM, rows: DataProto) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
-    """The rows packed, their distinct media, and where its features go. The media of a shared prompt stand with its first
-    row.
-    """
+def prepare_rows(
+    module: PackedVLM, rows: DataProto, tower: bool = False
+) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
+    """The rows packed, their distinct media, and where its features go; see `place_media`."""
     shared = sharing(rows)
-    types = token_types(module, rows)
-    packed = pack_rows(
-        rows["input_ids"], rows["attention_mask"], rows["position_ids"], rows["response_mask"], types, shared
-    )
+    packed = pack(module, rows, shared)
+    return packed, *place_media(module, rows, packed, shared, tower)
+
+
+def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
+    """The rows packed; those ``shared (B,)`` have the prompt of the row before."""
+    columns = (rows[name] for name in TRAINING_COLUMNS)
+    packed = pack_rows(*columns, token_types(module, rows), shared)
     if "targets" in rows:
         packed = replace(packed, targets=rows["targets"].flatten()[packed.response_cells])
+    return packed
+
+
+def place_media(
+    module: PackedVLM, rows: DataProto, packed: PackedRows, shared: Tensor, tower: bool = False
+) -> tuple[dict[str, Tensor], MediaSpans]:
+    """The rows' distinct media, and where its features go. The media of a shared prompt stand with its first row.
+
+    With ``tower`` rows without media get a dummy, which goes nowhere.
+    """
     inputs = [{} if skip else row for row, skip in zip(media_of(rows), shared.tolist(), strict=True)]
     media = module.family.distinct_media(inputs, module.model.config)
-    return packed, media.inputs, media_spans(packed.token_types, media, packed.cu_seqlens)
+    spans = media_spans(packed.token_types, media, packed.cu_seqlens)
+    return media.inputs or (module.family.dummy_media(module.model.config) if tower else {}), spans
+
+
+def to_forward(
+    packed: PackedRows, media: dict[str, Tensor], spans: MediaSpans, device: torch.device
+) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
+    """What a forward pass is given, where it is given it."""
+    moved = replace(packed, **to_device(vars(packed), device))
+    # Grids stay on the host, where bounds of images and windows are told from them.
+    pixels = {name: value for name, value in media.items() if value.is_floating_point()}
+    return moved, media | to_device(pixels, device), MediaSpans(**to_device(vars(spans), device))
 
 
 def sharing(rows: DataProto) -> Tensor:
