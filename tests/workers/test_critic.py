@@ -90,7 +90,7 @@ def test_values_and_gradients_are_those_of_the_padded_model(family, checkpoints)
     worker = critic(checkpoints / family)
     model, head = tiny_model(family), worker.module.value_head.weight.detach()[0].clone().requires_grad_()
     expected = padded_values(model, head, data)
-    torch.testing.assert_close(worker.values(data)["values"], expected.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(worker.values(data)["values"], expected.detach(), atol=5e-5, rtol=0)  # of about 8
 
     mask = data["response_mask"]
     ((expected - data["returns"]).square() / 2 * mask).sum().div(mask.sum()).backward()
