@@ -1,0 +1,182 @@
+"""Programs that drive training step by step, in the manner of the Tinker API: its objects go in, plain values come out.
+
+with start(config, model_path) as roles:
+    client = TrainingClient(roles, ChunkRenderer(builder))
+    client.forward_backward(data, "importance_sampling")
+    client.optim_step(tinker.AdamParams(learning_rate=1e-4))
+    client.save_weights_for_sampler()
+    client.sample(prompt, num_samples=4, sampling_params=tinker.SamplingParams(max_tokens=64))
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from dataproto.chunks import Datum, read_model_input
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.datum_losses import datum_loss
+from recipes.supervised import next_token_loss
+from rollout.chunks import ChunkRenderer, token_values
+from rollout.engine import SamplingParams
+from workers.launch import Roles
+from workers.optimizer import AdamParams
+from workers.primitives import LOSS_SUM
+from workers.step import LossFn
+
+DEFAULT_MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """``metrics`` are sums over tokens (``loss:sum``); ``loss_fn_outputs``, if asked for, hold for each datum ``logprobs``
+    ``(its input tokens,)``, 0 where a target has no log-prob.
+    """
+
+    metrics: dict[str, float]
+    loss_fn_outputs: list[dict[str, Tensor]]
+
+    @property
+    def loss(self) -> float:
+        return self.metrics[LOSS_SUM]
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One answer: its tokens, their log-probs under the policy, and why it ended."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: Literal["stop", "length"]
+
+
+class TrainingClient:
+    """One policy that is sampled from and trained, by calls that are each usable alone.
+
+    Inputs, data and parameters are those of the ``tinker`` package or of `dataproto.chunks`. Gradients add up until
+    `optim_step`; samples come from the weights of the last `save_weights_for_sampler`.
+    """
+
+    def __init__(self, roles: Roles, renderer: ChunkRenderer) -> None:
+        self.roles = roles
+        self.renderer = renderer
+        self._samplings = 0
+
+    def forward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossFn = "cross_entropy",
+        loss_fn_config: Mapping[str, Any] | None = None,
+        per_token: bool = False,
+    ) -> ForwardBackwardOutput:
+        """The loss, without gradients. ``per_token`` also returns the log-probs of all targets, which costs a little."""
+        return self._pass(self.roles.actor.forward, data, loss_fn, loss_fn_config, per_token)
+
+    def forward_backward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossFn = "cross_entropy",
+        loss_fn_config: Mapping[str, Any] | None = None,
+        per_token: bool = False,
+    ) -> ForwardBackwardOutput:
+        """The loss, and its gradients added to those that stand.
+
+        Args:
+            loss_fn: a name of `DATUM_LOSSES`, or a function ``(outputs, rows) -> (B, R)`` losses, metrics.
+            loss_fn_config: the named loss's options.
+
+        Raises:
+            InvalidRow: a datum cannot be used; names its number.
+            InvalidConfig, MissingColumn: see `datum_loss`.
+        """
+        return self._pass(self.roles.actor.forward_backward, data, loss_fn, loss_fn_config, per_token)
+
+    def _pass(
+        self,
+        method: Any,
+        data: Sequence[Any],
+        loss_fn: str | LossFn,
+        config: Mapping[str, Any] | None,
+        per_token: bool,
+    ) -> ForwardBackwardOutput:
+        if isinstance(loss_fn, str):
+            loss_fn = datum_loss(loss_fn, **(config or {}))
+        passed = method(self.renderer.rows(data, every_token=per_token), loss_fn, per_token)
+        outputs = [{"logprobs": values} for values in token_values(passed.log_probs, data)] if per_token else []
+        return ForwardBackwardOutput(dict(passed.metrics), outputs)
+
+    def optim_step(self, params: Any) -> dict[str, float]:
+        """One AdamW step with a ``tinker.AdamParams`` or `AdamParams`; ``grad_norm`` before clipping, ``lr``."""
+        metrics: dict[str, float] = self.roles.actor.optim_step(AdamParams.of(params))
+        return metrics
+
+    def compute_logprobs(self, prompt: Any) -> list[float | None]:
+        """Of each token of a prompt, given those before; ``None`` for the first, and where images are or begin or end."""
+        model_input = read_model_input(prompt)
+        ids = self.renderer.token_ids(model_input)
+        rows = self.renderer.rows([Datum(model_input, {"target_tokens": [*ids[1:], 0]})], every_token=True)
+        found = self.roles.actor.forward(rows, next_token_loss, per_token=True).log_probs[0].tolist()
+        wanted = (rows["response_mask"][0].bool() & (rows["mm_token_type_ids"][0, 1:] == 0)).tolist()
+        return [None, *(value if known else None for value, known in zip(found, wanted[: len(ids) - 1]))]
+
+    def sample(self, prompt: Any, num_samples: int = 1, sampling_params: Any = None) -> list[SampledSequence]:
+        """Answers to a prompt, by a ``tinker.SamplingParams`` or any object with some of its attributes.
+
+        Raises:
+            InvalidRow: the prompt cannot be rendered.
+            InvalidConfig: impossible parameters; a stop sequence of more than one token, or none at all.
+        """
+        sampling = self._sampling(sampling_params, num_samples)
+        self._samplings += 1
+        data = self.roles.rollout.generate(self.renderer.prompts([prompt]), sampling)
+        ends = {self.renderer.builder.tokenizer.eos_token_id, *sampling.stop_token_ids}
+        answers = []
+        for row, length in enumerate(data["response_mask"].sum(1).tolist()):
+            tokens, log_probs = (data[name][row, :length].tolist() for name in ("responses", "rollout_log_probs"))
+            cut = length == sampling.max_tokens and tokens[-1] not in ends
+            answers.append(SampledSequence(tokens, log_probs, "length" if cut else "stop"))
+        return answers if sampling.temperature else answers * num_samples
+
+    def _sampling(self, params: Any, num_samples: int) -> SamplingParams:
+        temperature = float(getattr(params, "temperature", 1.0))
+        seed = getattr(params, "seed", None)
+        return SamplingParams(
+            n=num_samples if temperature else 1,
+            temperature=temperature,
+            top_p=float(getattr(params, "top_p", 1.0)),
+            top_k=max(int(getattr(params, "top_k", -1)), 0),
+            max_tokens=getattr(params, "max_tokens", None) or DEFAULT_MAX_TOKENS,
+            stop_token_ids=self._stop_tokens(getattr(params, "stop", None)),
+            seed=self._samplings if seed is None else int(seed),
+        )
+
+    def _stop_tokens(self, stop: Any) -> tuple[int, ...]:
+        """Besides the model's own."""
+        if stop is None:
+            return ()
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if not stops:
+            raise InvalidConfig("stop=[]: the model's own end tokens always end an answer")
+        tokens = []
+        for one in stops:
+            ids = self.renderer.builder.encode_text(one) if isinstance(one, str) else [int(one)]
+            if len(ids) != 1:
+                raise InvalidConfig(f"stop sequence {one!r} is {len(ids)} tokens: only single tokens end an answer")
+            tokens += ids
+        return tuple(tokens)
+
+    def save_state(self, path: str | Path) -> None:
+        """Writes weights and optimizer to a directory."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.roles.actor.save_state(Path(path))
+
+    def load_state(self, path: str | Path) -> None:
+        """Reads what `save_state` wrote. Samples still come from the weights last given to the sampler."""
+        self.roles.actor.load_state(Path(path))
+
+    def save_weights_for_sampler(self) -> None:
+        """Gives the weights as they are now to the engine that samples."""
+        self.roles.sync_weights()
+        self.roles.rollout.refresh()

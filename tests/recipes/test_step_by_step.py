@@ -1,0 +1,257 @@
+"""A client with the tinker package's own types drives sampling, training and sampling again, with images."""
+
+import io
+import math
+
+import pytest
+import tinker
+import torch
+from PIL import Image
+
+from dataproto.chunks import Datum, ModelInput
+from dataproto.errors import InvalidConfig, InvalidRow
+from helpers.checkpoints import write_checkpoint
+from recipes.step_by_step import TrainingClient
+from recipes.supervised import SupervisedConfig, start
+from rollout.chunks import ChunkRenderer
+from rollout.prompts import PromptBuilder
+
+SIZES = [(16, 16), (24, 16), (40, 32)]
+RATE = tinker.AdamParams(learning_rate=2e-3, grad_clip_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+@pytest.fixture
+def client(path):
+    with start(SupervisedConfig(model_path=path, token_budget=120), path) as roles:
+        yield TrainingClient(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
+
+
+def png(size, colour=(200, 10, 30)):
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def prompt(client, text, *sizes):
+    """As the cookbook's renderers write it: text chunks with the vision tokens around image chunks."""
+    encode = client.renderer.builder.encode_text
+    chunks = [tinker.EncodedTextChunk(tokens=encode("<|im_start|>user\n"))]
+    for size in sizes:
+        chunks += [
+            tinker.EncodedTextChunk(tokens=encode("<|vision_start|>")),
+            tinker.types.ImageChunk(data=png(size), format="png", expected_tokens=size[0] * size[1] // 64),
+            tinker.EncodedTextChunk(tokens=encode("<|vision_end|>")),
+        ]
+    chunks.append(tinker.EncodedTextChunk(tokens=encode(f"{text}<|im_end|>\n<|im_start|>assistant\n")))
+    return tinker.ModelInput(chunks=chunks)
+
+
+def datum(asked, answer, **inputs):
+    """The answer behind the prompt; loss inputs are given for the answer's tokens and 0 before."""
+    before = asked.length - 1
+    whole = asked
+    for token in answer[:-1]:
+        whole = whole.append_int(token)
+    padded = {name: torch.tensor([0.0] * before + list(values)) for name, values in inputs.items()}
+    targets = torch.tensor([0] * before + list(answer))
+    return tinker.Datum(model_input=whole, loss_fn_inputs={"target_tokens": targets, **padded})
+
+
+def supervised(client, answers, *sizes):
+    data = []
+    for number, answer in enumerate(answers):
+        tokens = client.renderer.builder.encode_text(f"{answer}<|im_end|>")
+        asked = prompt(client, f"q{number}", *sizes[: number + 1])
+        data.append(datum(asked, tokens, weights=[1.0] * len(tokens)))
+    return data
+
+
+def test_sample_train_and_sample_again(client):
+    asked = prompt(client, "which?", *SIZES[:2])
+    sampling = tinker.SamplingParams(max_tokens=6, temperature=1.0, seed=7)
+    samples = client.sample(asked, num_samples=4, sampling_params=sampling)
+    assert len({tuple(sample.tokens) for sample in samples}) > 1
+    assert all(len(sample.tokens) == len(sample.logprobs) <= 6 for sample in samples)
+    again = client.sample(asked, num_samples=4, sampling_params=sampling)
+    assert [sample.tokens for sample in again] == [sample.tokens for sample in samples]
+
+    # The policy that trains gives the samples the log-probs that they were sampled with.
+    data = [
+        datum(
+            asked,
+            sample.tokens,
+            logprobs=sample.logprobs,
+            advantages=[1.0 if number == 0 else -0.3] * len(sample.tokens),
+        )
+        for number, sample in enumerate(samples)
+    ]
+    passed = client.forward(data, "importance_sampling", per_token=True)
+    for sample, outputs in zip(samples, passed.loss_fn_outputs, strict=True):
+        assert outputs["logprobs"][-len(sample.tokens) :].tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+    expected = -sum(len(sample.tokens) * (1.0 if number == 0 else -0.3) for number, sample in enumerate(samples))
+    assert passed.loss == pytest.approx(expected, abs=1e-3)  # all ratios are 1
+
+    for _ in range(8):
+        client.forward_backward(data, "importance_sampling")
+        client.optim_step(RATE)
+    likelier = client.forward(data, "importance_sampling", per_token=True).loss_fn_outputs[0]["logprobs"]
+    assert likelier[-len(samples[0].tokens) :].sum() > sum(samples[0].logprobs) + 1
+    assert [s.tokens for s in client.sample(asked, 4, sampling)] == [
+        sample.tokens for sample in samples
+    ]  # still the old
+    client.save_weights_for_sampler()
+    greedy = client.sample(asked, 2, tinker.SamplingParams(max_tokens=6, temperature=0))
+    assert greedy[0] == greedy[1]
+    weights = [1.0] * len(greedy[0].tokens)
+    trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)], per_token=True).loss_fn_outputs[0]
+    assert trained["logprobs"][-len(weights) :].tolist() == pytest.approx(greedy[0].logprobs, abs=1e-4)
+
+
+def test_cross_entropy_is_the_sum_that_a_loop_over_hugging_face_gives(client, path):
+    import transformers
+
+    data = supervised(client, ["yes", "no no", "perhaps"], *SIZES)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    total = 0.0
+    for one in data:
+        rows = client.renderer.rows([one])
+        with torch.no_grad():
+            logits = model(
+                input_ids=rows["input_ids"],
+                mm_token_type_ids=rows["mm_token_type_ids"].long(),
+                **rows["multi_modal_inputs"][0],
+            ).logits[0, :-1]
+        logits[:, list(client.renderer.builder.family.banned_ids(client.renderer.builder.config))] = -1e30
+        chosen = logits.log_softmax(-1).gather(1, rows["input_ids"][0, 1:, None]).squeeze(1)
+        total -= float((chosen * rows["loss_weights"][0]).sum())
+    assert client.forward(data).loss == pytest.approx(total, rel=1e-5)
+    assert client.forward_backward(data, "cross_entropy").loss == pytest.approx(total, rel=1e-5)
+
+
+def test_gradients_add_up_until_the_step_and_per_token_outputs_change_nothing(client):
+    data = supervised(client, ["one", "two", "three"], *SIZES)
+    parameters = [p for p in client.roles.actor.worker.module.parameters() if p.requires_grad]
+
+    def gradients():
+        taken = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+        for parameter in parameters:
+            parameter.grad = None
+        return taken
+
+    whole = client.forward_backward(data)
+    together = gradients()
+    parts = sum(client.forward_backward([one]).loss for one in data)
+    assert torch.allclose(gradients(), together, atol=1e-5)
+    assert whole.loss == pytest.approx(parts, rel=1e-5)
+    shown = client.forward_backward(data, per_token=True)
+    assert torch.allclose(gradients(), together, atol=1e-5)
+    assert shown.metrics.keys() == whole.metrics.keys()
+    assert shown.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert not whole.loss_fn_outputs
+    assert [len(outputs["logprobs"]) for outputs in shown.loss_fn_outputs] == [one.model_input.length for one in data]
+    client.forward(data)
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_a_step_is_torchs_adamw_with_the_given_settings(client):
+    data = supervised(client, ["one"], *SIZES)
+    parameters = [p for p in client.roles.actor.worker.module.parameters() if p.requires_grad]
+    client.forward_backward(data)
+    copies = [p.detach().clone().requires_grad_() for p in parameters]
+    for copy, parameter in zip(copies, parameters):
+        copy.grad = None if parameter.grad is None else parameter.grad.clone()
+    adamw = torch.optim.AdamW(copies, lr=3e-3, betas=(0.8, 0.9), eps=1e-9, weight_decay=0.1)
+    adamw.step()
+    norm = math.sqrt(sum(float(copy.grad.square().sum()) for copy in copies if copy.grad is not None))
+    params = tinker.AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-9, weight_decay=0.1)
+    metrics = client.optim_step(params)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["lr"] == 3e-3
+    for copy, parameter in zip(copies, parameters):
+        assert torch.allclose(copy, parameter, atol=1e-6)
+    with pytest.raises(InvalidConfig, match="negative"):
+        client.optim_step(tinker.AdamParams(learning_rate=-1.0))
+
+
+def test_state_is_saved_and_loaded_to_the_bit(client, tmp_path):
+    data = supervised(client, ["one", "two"], *SIZES)
+    client.forward_backward(data)
+    client.optim_step(RATE)
+    client.save_state(tmp_path / "state")
+    client.forward_backward(data)
+    client.optim_step(RATE)
+    expected = client.forward(data).loss
+    client.forward_backward(data)  # its gradients must not survive the loading
+    client.load_state(tmp_path / "state")
+    client.forward_backward(data)
+    client.optim_step(RATE)
+    assert client.forward(data).loss == expected
+
+
+def test_log_probs_of_a_prompt_are_those_of_its_tokens(client):
+    asked = prompt(client, "what is it?", SIZES[2])
+    found = client.compute_logprobs(asked)
+    assert len(found) == asked.length
+    ids = client.renderer.token_ids(asked)
+    banned = client.renderer.builder.family.banned_ids(client.renderer.builder.config)
+    assert [value is None for value in found] == [place == 0 or token in banned for place, token in enumerate(ids)]
+    rows = client.renderer.rows([Datum(ModelInput(asked.chunks), {"target_tokens": [*ids[1:], 0]})], every_token=True)
+    scored = client.roles.actor.log_probs(rows, into="x")["x"][0, :-1]
+    assert [value or 0.0 for value in found[1:]] == pytest.approx(scored.tolist(), abs=1e-5)
+
+
+def test_targets_other_than_the_next_tokens_are_learnt(client):
+    ids = client.renderer.builder.encode_text("some words here")
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(ids),
+            loss_fn_inputs={"target_tokens": torch.full((len(ids),), ids[0]), "weights": torch.ones(len(ids))},
+        )
+    ]
+    before = client.forward(data, per_token=True)
+    assert before.loss == pytest.approx(-float(before.loss_fn_outputs[0]["logprobs"].sum()), rel=1e-6)
+    for _ in range(10):
+        client.forward_backward(data)
+        client.optim_step(RATE)
+    assert client.forward(data).loss < before.loss / 2
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_every_published_loss_makes_its_step(client, name):
+    asked = prompt(client, "x", SIZES[0])
+    answer = client.renderer.builder.encode_text("abc")
+    data = [datum(asked, answer, logprobs=[-3.0] * len(answer), advantages=[1.0] * len(answer))]
+    first = client.forward_backward(data, name)
+    assert client.optim_step(RATE)["grad_norm"] >= 0
+    assert math.isfinite(first.loss)
+    assert client.forward(data, name, per_token=True).loss == pytest.approx(client.forward(data, name).loss, rel=1e-5)
+
+
+def test_a_custom_loss_sees_outputs_and_rows(client):
+    data = supervised(client, ["one"], *SIZES)
+
+    def squared(outputs, rows):
+        return outputs.log_probs**2, {"mine": torch.ones_like(outputs.log_probs)}
+
+    passed = client.forward_backward(data, squared, per_token=True)
+    own = passed.loss_fn_outputs[0]["logprobs"][data[0].loss_fn_inputs["weights"].to_torch() > 0]
+    assert passed.loss == pytest.approx(float((own**2).sum()), rel=1e-5)
+    assert passed.metrics["mine"] == len(own)
+
+
+def test_what_cannot_be_done_is_refused(client):
+    asked = prompt(client, "x", SIZES[0])
+    with pytest.raises(InvalidConfig, match="'sft' is unknown"):
+        client.forward([datum(asked, [5], weights=[1.0])], "sft")
+    with pytest.raises(InvalidRow, match="row 0: chunk 1"):
+        wrong = tinker.types.ImageChunk(data=png((16, 16)), format="png", expected_tokens=9)
+        client.sample(tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), wrong]))
+    with pytest.raises(InvalidConfig, match="only single tokens end an answer"):
+        client.sample(asked, 1, tinker.SamplingParams(max_tokens=2, stop=["two words"]))
+    with pytest.raises(InvalidConfig, match=r"stop=\[\]"):
+        client.sample(asked, 1, tinker.SamplingParams(max_tokens=2, stop=[]))
