@@ -82,7 +82,8 @@ class Geo3KConfig:
 
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     reward: str | None = None  # FILE.py:FUNCTION in verl's or TRL's form; Geo3K's reward by default
-    engine: str = "hf"  # what generates
+    engine: str = "hf"  # what generates: hf or vllm
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
     token_budget: int = 16_384  # tokens of one micro-batch
     freeze_vision: bool = False  # train the language model only
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
@@ -210,12 +211,25 @@ def start(config: Geo3KConfig, model_path: str, reward: RewardFunction, critic: 
         actor=actor,
         reference=actor.frozen() if config.algorithm.kl_coef else None,
         reward=reward,
-        rollout=RolloutConfig(model_path, config.engine),
+        rollout=rollout_config(config, model_path),
         on=config.on,
         layout=config.layout,
         critic=critic_config(config, model_path, critic) if critic else None,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
+
+
+def rollout_config(config: Geo3KConfig, model_path: str) -> RolloutConfig:
+    """The engine; one that processes images itself is told of their limits and of the longest row."""
+    if config.engine != "vllm":
+        return RolloutConfig(model_path, config.engine, dict(config.engine_options))
+    data = config.data
+    builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    options = {
+        "max_model_len": data.max_prompt_length + data.max_response_length,
+        "image_options": builder.image_options,
+    }
+    return RolloutConfig(model_path, config.engine, options | dict(config.engine_options))
 
 
 def critic_config(config: Geo3KConfig, model_path: str, optimizer: OptimizerConfig) -> CriticConfig:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from recipes.algorithms.correction import with_deviation
 from recipes.algorithms.kl import KLController, penalised_rewards
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, policy_loss
 from recipes.algorithms.sampling import overlong_penalty
@@ -64,6 +65,8 @@ def add_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, update
     With one update for each batch the old log-probs are those that the update computes itself. A batch that an older policy
     sampled has them already.
     """
+    if config.skip_old_log_probs and "old_log_probs" not in data:
+        data["old_log_probs"] = data["rollout_log_probs"]
     if (updates > 1 or config.kl_in_reward) and "old_log_probs" not in data:
         with timed(metrics, "old_log_prob"):
             data["old_log_probs"] = roles.actor.log_probs(data, into="old_log_probs")["old_log_probs"]
@@ -100,16 +103,15 @@ def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics
     if config.entropy_anneal:
         entropy_coef *= 1 - accuracy(data)
     with timed(metrics, "update_actor"):
-        metrics.update(
-            roles.actor.update(
-                data,
-                policy_loss(config, entropy_coef),
-                minibatch=config.minibatch,
-                epochs=config.epochs,
-                aggregation=config.aggregation,
-                entropy=True,
-            )
+        found = roles.actor.update(
+            data,
+            policy_loss(config, entropy_coef),
+            minibatch=config.minibatch,
+            epochs=config.epochs,
+            aggregation=config.aggregation,
+            entropy=True,
         )
+    metrics.update(with_deviation(found))
     roles.sync_weights()
     metrics["actor/entropy_coeff"] = entropy_coef
 

@@ -174,6 +174,16 @@ class HFEngine:
                 raise InvalidConfig(f"weight {name!r} {tuple(tensor.shape)} does not fit the engine's model: {known}")
             target.data.copy_(tensor)
 
+    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Names of parameters that are not those handed in, or that were not handed in under any name."""
+        left, differing = {id(parameter): name for name, parameter in self.model.named_parameters()}, []
+        for name, weight in weights:
+            target = self.parameters[name]
+            left.pop(id(target), None)
+            if not torch.equal(target, weight.to(target)):
+                differing.append(name)
+        return differing + list(left.values())
+
     def sleep(self) -> None:
         if self.device.type == "cuda":
             self.model.to("cpu")  # type: ignore[arg-type]

@@ -29,6 +29,8 @@ from workers.transfer import move, rows_to_device
 
 log = logging.getLogger(__name__)
 
+LARGEST = "_max"  # how the names of metrics end of which the largest counts, over tokens, ranks and steps
+
 
 @dataclass(frozen=True)
 class ActorConfig(PolicyConfig):
@@ -81,7 +83,8 @@ class TrainedWorker(ModelWorker):
         rows belong together (see `workers.planning.share_out`); without that column all rows are one mini-batch.
 
         Args:
-            loss_fn: see `LossFn`; its metrics are averaged with the loss's own weights.
+            loss_fn: see `LossFn`; its metrics are averaged with the loss's own weights; of those that end in ``_max``, which are
+                not negative, the largest counts.
             aggregation: how per-token losses become one number, see `workers.aggregation`.
             entropy: compute ``outputs.entropy`` for the loss function.
 
@@ -106,6 +109,7 @@ class TrainedWorker(ModelWorker):
         if not steps:
             return {}
         averages = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        averages |= {name: max(step[name] for step in steps) for name in steps[0] if name.endswith(LARGEST)}
         return averages | self.accounting.metrics(self.role)
 
     def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
@@ -149,7 +153,10 @@ class TrainedWorker(ModelWorker):
                         total = weighted_sum(loss, share)
                         totals[f"{self.role}/loss"] += total.detach()
                         for name, values in metrics.items():
-                            totals[name] += weighted_sum(values.detach(), share)
+                            if name.endswith(LARGEST):
+                                totals[name] = totals[name].maximum(largest(values.detach(), share))
+                            else:
+                                totals[name] += weighted_sum(values.detach(), share)
                         finite[part.index] = all_finite(loss, outputs.scores, share)
                         if scores is not None:
                             scores[part.index] = outputs.scores.detach().cpu()
@@ -182,7 +189,10 @@ class TrainedWorker(ModelWorker):
         metrics: dict[str, float] = defaultdict(float)
         for _, part in everybody:
             for name, value in part.items():
-                metrics[name] += value if name == f"{self.role}/loss" else value / weight
+                if name.endswith(LARGEST):
+                    metrics[name] = max(metrics[name], value)
+                else:
+                    metrics[name] += value if name == f"{self.role}/loss" else value / weight
         if not math.isfinite(stepped["grad_norm"]):
             self._report_skip(data, stepped["grad_norm"], finite)
         return dict(metrics) | {f"{self.role}/{name}": value for name, value in stepped.items()}
@@ -238,6 +248,11 @@ def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.n
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of values times weights over tokens of weight above 0; what stands elsewhere, NaN even, does not matter."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
+
+
+def largest(values: Tensor, weights: Tensor) -> Tensor:
+    """The largest value, at least 0, among tokens of weight above 0."""
+    return torch.where(weights > 0, values, 0.0).amax().clamp_min(0.0)
 
 
 def all_finite(loss: Tensor, scores: Tensor, weights: Tensor) -> Tensor:

@@ -70,3 +70,9 @@ class RolloutWorker:
         """Streams the actor's weights now if they are stale; where they come from elsewhere, the actor sends meanwhile."""
         with self.sharding:
             pass
+
+    @dispatch("all")
+    def differing_weights(self) -> list[str]:
+        """Names of the engine's weights that are not the actor's; a check, for it reads all of both."""
+        with self.sharding:
+            return self.engine.differing_weights(self.sharding.weights())

@@ -13,6 +13,7 @@ from recipes.algorithms.advantages import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
 )
+from recipes.algorithms.correction import Correction, importance_weights, rollout_difference
 from recipes.algorithms.kl import KLController, k1_kl, k2_kl, k3_kl
 from recipes.algorithms.losses import clipped_policy_loss, clipped_weight_loss, sequence_policy_loss
 from rollout.engine import SamplingParams
@@ -58,6 +59,11 @@ class AlgorithmConfig:
     dynamic_sampling: int = 0
     overlong_buffer: int = 0  # tokens before the longest response in which length costs reward; 0: none
     overlong_penalty: float = 1.0  # what a response of full length costs
+    # weigh tokens or responses by how likely the actor, and not the engine, would have sampled them; or leave responses out
+    correction: Correction = "none"
+    correction_limit: float = 2.0  # the largest weight; of mask: how far the ratio of a response may be from 1
+    # take the engine's log-probs for the actor's old ones: right while the actor has not changed since, and the two agree
+    skip_old_log_probs: bool = False
 
     def __post_init__(self) -> None:
         self.sampling(max_tokens=1, seed=0)  # refuses what cannot be sampled with
@@ -65,6 +71,7 @@ class AlgorithmConfig:
         self._check_advantage()
         self._check_loss()
         self._check_kl()
+        self._check_correction()
 
     def _check_ranges(self) -> None:
         if self.temperature <= 0:
@@ -111,6 +118,15 @@ class AlgorithmConfig:
         if self.kl_target is not None and (self.kl_in != "reward" or not self.kl_coef):
             raise InvalidConfig("algorithm.kl_target adapts a penalty in the reward: set kl_in=reward and kl_coef")
         self.kl_controller()  # refuses an impossible target or horizon
+
+    def _check_correction(self) -> None:
+        if self.correction_limit <= 1:
+            raise InvalidConfig(f"algorithm.correction_limit={self.correction_limit}: must be above 1")
+        if self.skip_old_log_probs and self.correction != "none":
+            raise InvalidConfig(
+                f"algorithm.correction={self.correction} compares the actor's old log-probs with the engine's, which "
+                "skip_old_log_probs takes for equal: choose one"
+            )
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -173,6 +189,13 @@ def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
                 loss, metrics = sequence_policy_loss(new, old, advantages, data["response_mask"], clip)
             case "cispo":
                 loss, metrics = clipped_weight_loss(new, old, advantages, data["response_mask"], clip)
+        if "rollout_log_probs" in data and not config.skip_old_log_probs:
+            rollout, mask = data["rollout_log_probs"], data["response_mask"]
+            metrics |= rollout_difference(old, rollout, mask)
+            if config.correction != "none":
+                weights = importance_weights(old, rollout, mask, config.correction, config.correction_limit)
+                loss = loss * weights
+                metrics |= {"rollout_corr/rollout_is_mean": weights, "rollout_corr/rollout_is_max": weights}
         metrics |= {"actor/pg_loss": loss, "actor/entropy": outputs.entropy}
         if entropy_coef:
             loss = loss - entropy_coef * outputs.entropy

@@ -1,0 +1,177 @@
+"""How far an engine's log-probs are from the actor's: ``python -m recipes.parity``.
+
+The engine takes the weights of the actor and answers prompts with and without images; the actor scores them. With no arguments:
+vLLM and the small model in float32. Ends with status 1 where a difference exceeds ``--tolerance``.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from dataproto import DataProto
+from dataproto.errors import DataProtoError, InvalidConfig
+from recipes.command_line import parse_config
+from recipes.geo3k import load_rows
+from recipes.synthetic.rows import ProblemRows
+from recipes.tiny import tiny_checkpoint
+from rollout.engine import ENGINES, SamplingParams
+from rollout.prompts import PromptBuilder
+from workers.actor import ActorConfig
+from workers.launch import Roles, launch
+from workers.rollout import RolloutConfig
+
+MARKER = "<image>"
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """What is compared, on how many rows."""
+
+    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
+    data_path: str | None = (
+        None  # parquet file, folder, or data set name; drawn problems with and without pictures by default
+    )
+    engine: str = "vllm"  # what generates
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of engine and actor
+    tolerance: float | None = None  # largest difference of a log-prob that ends with status 0
+    rows: int = 32  # prompts
+    n: int = 4  # samples of each
+    temperature: float = 1.0
+    max_prompt_length: int = 2048  # tokens
+    max_response_length: int = 64  # tokens
+    seed: int = 0  # of sampling, and of the small model
+    check_weights: bool = False  # compare every weight of the engine with the actor's
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+        if self.rows < 1:
+            raise InvalidConfig(f"rows={self.rows}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Statistics of |actor - engine| over the log-probs of some tokens, and of the ratio of their probabilities."""
+
+    tokens: int
+    mean: float
+    p99: float
+    max: float
+    ratio_mean: float  # of importance ratios exp(actor - engine); 1 without a difference
+    ratio_off: float  # share of tokens whose ratio is further than 0.01 from 1
+
+    @classmethod
+    def of(cls, actor: Tensor, engine: Tensor) -> "Differences":
+        """Of log-probs ``(N,)``.
+
+        >>> half = torch.tensor([0.5, 0.5]).log()
+        >>> found = Differences.of(half, torch.tensor([0.5, 0.25]).log())
+        >>> found.tokens, round(found.max, 4), round(found.ratio_mean, 4), found.ratio_off
+        (2, 0.6931, 1.5, 0.5)
+        """
+        log_ratio = (actor - engine).double()
+        difference, ratio = log_ratio.abs(), log_ratio.exp()
+        place = max(1, round(0.99 * len(difference)))
+        return cls(
+            len(difference),
+            float(difference.mean()),
+            float(difference.kthvalue(place).values),
+            float(difference.max()),
+            float(ratio.mean()),
+            float(((ratio - 1).abs() > 0.01).double().mean()),
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, compares, prints, and returns the exit status."""
+    disable_progress_bar()
+    try:
+        options = sys.argv[1:] if arguments is None else arguments
+        config = parse_config(options, ParityConfig(), __doc__, "recipes.parity")
+        found, differing = compare(config)
+    except (DataProtoError, OSError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    print("\n".join(table(found)))
+    if config.check_weights:
+        print(f"weights that differ: {', '.join(differing) or 'none'}")
+    too_far = config.tolerance is not None and not found["all"].max <= config.tolerance  # NaN is too far
+    if too_far:
+        print(f"the largest difference exceeds --tolerance {config.tolerance:g}")
+    return int(too_far or bool(differing))
+
+
+def compare(config: ParityConfig) -> tuple[dict[str, Differences], list[str]]:
+    """Differences over all rows, those with images and those without (where there are any), and weights that differ."""
+    path = str(tiny_checkpoint(config.seed)) if config.model_path is None else config.model_path
+    builder = PromptBuilder.from_pretrained(path, config.max_prompt_length)
+    prompts = builder([_with_uid(row, number) for number, row in enumerate(prompt_rows(config))])
+    sampling = SamplingParams(config.n, config.temperature, max_tokens=config.max_response_length, seed=config.seed)
+    with start(config, path, builder) as roles:
+        data = roles.rollout.generate(prompts, sampling)
+        data |= roles.actor.log_probs(data, into="old_log_probs")
+        differing = roles.rollout.differing_weights() if config.check_weights else []
+    return differences(data), differing
+
+
+def start(config: ParityConfig, path: str, builder: PromptBuilder) -> Roles:
+    actor = ActorConfig(path, temperature=config.temperature, dtype=config.dtype)
+    options: dict[str, Any] = {"dtype": config.dtype}
+    if config.engine == "vllm":
+        options["max_model_len"] = config.max_prompt_length + config.max_response_length
+        options["image_options"] = builder.image_options
+    return launch(actor=actor, rollout=RolloutConfig(path, config.engine, options | dict(config.engine_options)))
+
+
+def prompt_rows(config: ParityConfig) -> list[Mapping[str, Any]]:
+    """The first rows of the data, or drawn problems of which every second one has lost its picture."""
+    if config.data_path is not None:
+        rows = load_rows(config.data_path, "train")
+        return [rows[number] for number in range(min(config.rows, len(rows)))]
+    problems = ProblemRows(1, config.seed, "test", "")
+    return [_without_images(problems[number]) if number % 2 else problems[number] for number in range(config.rows)]
+
+
+def differences(data: DataProto) -> dict[str, Differences]:
+    """Of the columns ``old_log_probs`` and ``rollout_log_probs``, by kind of row; kinds without a token are left out."""
+    mask = data["response_mask"].bool()
+    pictured = torch.tensor([bool(media) for media in data["multi_modal_inputs"]])
+    kinds = {"all": torch.ones(len(data), dtype=torch.bool), "text": ~pictured, "images": pictured}
+    cells = {kind: mask & rows[:, None] for kind, rows in kinds.items()}
+    return {
+        kind: Differences.of(data["old_log_probs"][chosen], data["rollout_log_probs"][chosen])
+        for kind, chosen in cells.items()
+        if chosen.any()
+    }
+
+
+def table(found: Mapping[str, Differences]) -> list[str]:
+    """Lines for a person, and one ``max ...`` for a script."""
+    lines = [f"{'rows':8}{'tokens':>8}{'mean':>11}{'99 %':>11}{'max':>11}{'ratio':>11}{'off by 1 %':>12}"]
+    for kind, one in found.items():
+        values = f"{one.mean:11.2e}{one.p99:11.2e}{one.max:11.2e}{one.ratio_mean:11.6f}{one.ratio_off:12.2%}"
+        lines.append(f"{kind:8}{one.tokens:8}{values}")
+    return [*lines, f"max {found['all'].max:.3e}"]
+
+
+def _with_uid(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    return {**row, "uid": f"parity-{number}"}
+
+
+def _without_images(row: Mapping[str, Any]) -> dict[str, Any]:
+    messages = row["prompt"]
+    if isinstance(messages, str):
+        messages = messages.replace(MARKER, "")
+    else:
+        messages = [{**message, "content": message["content"].replace(MARKER, "")} for message in messages]
+    return {**row, "prompt": messages, "images": []}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
