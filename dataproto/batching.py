@@ -14,7 +14,7 @@ from dataproto.balancing import (
 )
 from dataproto.bins import BinLayout, pack_supervised
 from dataproto.collation import collate_supervised, pad_rows, ragged_rows
-from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
+from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
 
 __all__ = [
     "BinLayout",
@@ -22,6 +22,7 @@ __all__ = [
     "balance",
     "collate_supervised",
     "cut_minibatches",
+    "fill_up",
     "first_fit_decreasing",
     "pack_rows",
     "pack_supervised",

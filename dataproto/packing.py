@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dataproto.errors import InvalidColumn
 
@@ -103,6 +104,34 @@ def pack_rows(
         predictors=predictors,
         targets=input_ids[row, column],
         response_cells=cells,
+    )
+
+
+def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:
+    """The rows with an inert tail up to ``length`` tokens: segments of at most ``segment`` tokens that nothing is wanted of.
+
+    >>> ids, mask = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.int64)
+    >>> filled = fill_up(pack_rows(ids, mask, mask.cumsum(1) - 1, mask[:, :1]), 8, segment=3)
+    >>> filled.input_ids.tolist(), filled.cu_seqlens.tolist()
+    ([[5, 6, 7, 0, 0, 0, 0, 0]], [0, 3, 6, 8])
+    """
+    tokens = rows.input_ids.shape[-1]
+    if tokens >= length:
+        return rows
+    tail = length - tokens
+    ends = torch.tensor([*range(segment, tail, segment), tail], dtype=torch.int32)
+    longest = min(segment, tail)
+    key_index = rows.key_index
+    return replace(
+        rows,
+        input_ids=pad(rows.input_ids, (0, tail)),
+        position_ids=pad(rows.position_ids, (0, tail)),
+        token_types=pad(rows.token_types, (0, tail)),
+        cu_seqlens=torch.cat([rows.cu_seqlens, rows.cu_seqlens[-1] + ends]),
+        max_length=max(rows.max_length, longest),
+        key_index=None if key_index is None else torch.cat([key_index, torch.arange(tokens, length)]),
+        key_cu_seqlens=torch.cat([rows.key_cu_seqlens, rows.key_cu_seqlens[-1] + ends]),
+        key_max_length=max(rows.key_max_length, longest),
     )
 
 

@@ -8,7 +8,7 @@ of the whole step and the device's peak.
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,12 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
         language=(rows.language - shared.language) * _passes(module, family.decoder_layers, frozen=2),
         tokens=int((whole - saved).sum()),
     )
+
+
+def whole_work(stages: Sequence[Work]) -> Work:
+    """What the update requires, from what each stage of a pipeline makes of it: those without a tower know no training of it."""
+    vision, language = (max(getattr(work, part) for work in stages) for part in ("vision", "language"))
+    return Work(vision, language, stages[0].tokens)
 
 
 def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:

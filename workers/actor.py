@@ -3,19 +3,21 @@
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dataproto import DataProto
 from dataproto.batching import cut_minibatches
 from dataproto.errors import InvalidColumn, InvalidConfig
-from workers.accounting import Accounting, required_work
+from workers.accounting import Accounting, required_work, whole_work
 from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
 from workers.mesh import Ranks
@@ -23,9 +25,9 @@ from workers.optimizer import AdamParams, Optimizer, OptimizerConfig
 from workers.planning import split_update
 from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
 from workers.primitives import StepByStep
-from workers.step import LossFn, check_rows, forward_rows
+from workers.step import LossFn, MicroBatch, check_rows
 from workers.training_state import Saving, load_training_state
-from workers.transfer import move, rows_to_device
+from workers.transfer import index_on, move, rows_to_device
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +63,16 @@ class TrainedWorker(ModelWorker):
 
     def __init__(self, config: Any, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
         super().__init__(config, device, ranks)
-        self.optimizer = Optimizer(self.module.parameters(), config.optimizer)
+        self.optimizer = Optimizer(self.module.parameters(), config.optimizer, *self._other_stages())
         self.skipped: list[SkippedStep] = []
         self.saving = Saving()
         self.accounting = Accounting(self.device, self.ranks.size("pp", "sp", "tp"))
+
+    def _other_stages(self) -> tuple[ProcessGroup | None, Sequence[nn.Parameter]]:
+        """The pipeline's group, and weights that count on another stage."""
+        if self.ranks.size("pp") == 1:
+            return None, ()
+        return self.ranks.group("pp"), import_module("workers.parallel.pipeline").staged(self.module).repeats
 
     @dispatch(split=split_update)
     def update(
@@ -114,7 +122,7 @@ class TrainedWorker(ModelWorker):
 
     def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
         weights = self._token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
-        self.accounting.add(required_work(self.module, data))
+        self.accounting.add(whole_work(self.ranks.gather(required_work(self.module, data), "pp")))
         self.module.train()
         totals, finite = self.accumulate(data, loss_fn, weights, entropy)
         return self._finish(data, weights, totals, finite)
@@ -140,30 +148,35 @@ class TrainedWorker(ModelWorker):
         """
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         finite = torch.ones(len(data), dtype=torch.bool, device=self.device)
-        phase = self.accounting.phase
+
+        def conclude(part: MicroBatch, outputs: Any) -> Tensor:
+            if part.inert:
+                return cast(
+                    Tensor, outputs.scores.sum()
+                )  # of no token: the backward pass that other ranks need, and zero
+            share = move(weights[part.index], self.device)
+            loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
+            total = weighted_sum(loss, share)
+            totals[f"{self.role}/loss"] += total.detach()
+            for name, values in metrics.items():
+                if name.endswith(LARGEST):
+                    totals[name] = totals[name].maximum(largest(values.detach(), share))
+                else:
+                    totals[name] += weighted_sum(values.detach(), share)
+            finite[index_on(part.index, self.device)] = all_finite(loss, outputs.scores, share)
+            if scores is not None:
+                scores[part.index] = outputs.scores.detach().cpu()
+            return total
+
         with self.compute():
-            for part in self.micro_batches(data):
-                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
-                with phase("forward"):
-                    if part.inert:
-                        total = outputs.scores.sum()  # of no token: the backward pass that other ranks need, and zero
-                    else:
-                        share = move(weights[part.index], self.device)
-                        loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
-                        total = weighted_sum(loss, share)
-                        totals[f"{self.role}/loss"] += total.detach()
-                        for name, values in metrics.items():
-                            if name.endswith(LARGEST):
-                                totals[name] = totals[name].maximum(largest(values.detach(), share))
-                            else:
-                                totals[name] += weighted_sum(values.detach(), share)
-                        finite[part.index] = all_finite(loss, outputs.scores, share)
-                        if scores is not None:
-                            scores[part.index] = outputs.scores.detach().cpu()
-                if backward:
-                    with phase("backward"):
-                        total.backward()
-        return totals, finite
+            self.passes(data, conclude, entropy, backward, self.accounting.phase)
+        if self.ranks.size("pp") == 1:
+            return totals, finite
+        found = {name: value.cpu() for name, value in totals.items()}, finite.cpu(), scores
+        found = self.ranks.from_last(found, "pp")
+        if scores is not None and found[2] is not None:
+            scores.copy_(found[2])
+        return found[:2]
 
     def _token_weights(self, mask: Tensor, aggregation: str) -> Tensor:
         """``(B, R)``, with the denominators of all ranks' rows."""
@@ -177,6 +190,8 @@ class TrainedWorker(ModelWorker):
         """One step on the gradients that stand, on every rank; see `Optimizer.step`."""
         if self.ranks.size("tp") > 1:
             import_module("workers.parallel.tensor").sum_partial_gradients(self.module, self.ranks)
+        if self.ranks.size("pp") > 1:
+            import_module("workers.parallel.pipeline").sum_tied_gradients(self.module, self.ranks)
         with self.accounting.phase("optimizer"):
             return self.optimizer.step(params)
 

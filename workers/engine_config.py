@@ -33,10 +33,17 @@ class EngineConfig:
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
     lora: LoraConfig | None = None  # train low-rank adapters instead of the weights
+    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = (
+        "1f1b"  # of forward and backward passes, with layout.pp > 1
+    )
+    pipeline_chunks: int = 2  # stages that each rank holds, with "interleaved"
+    pipeline_layers: tuple[int, ...] | None = None  # decoder layers of each stage, in order; None: about equally many
 
     def __post_init__(self) -> None:
         if self.token_budget < 1:
             raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")
+        if self.pipeline_chunks < 2:
+            raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:

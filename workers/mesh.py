@@ -74,6 +74,17 @@ class Ranks:
         """Place by place, whether a flag is set on any rank along ``axes``; all have as many."""
         return [any(flag) for flag in zip(*self.gather(list(flags), *axes), strict=True)]
 
+    def from_last(self, value: T, axis: str) -> T:
+        """The ``value``, any picklable object, of the last rank along ``axis``."""
+        group = self.group(axis)
+        if group is None:
+            return value
+        held = [value]
+        distributed.broadcast_object_list(
+            held, src=distributed.get_global_rank(group, self.size(axis) - 1), group=group
+        )
+        return held[0]
+
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
         """What raises on one rank raises on all, so that none waits for ever in a collective that others never reach.

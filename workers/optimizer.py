@@ -1,7 +1,7 @@
 """AdamW, its learning-rate schedule, and one guarded step."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,7 +79,14 @@ def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
 class Optimizer:
     """AdamW with clipping by global norm; a non-finite gradient skips the step, on all ranks, and is counted."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        config: OptimizerConfig,
+        stages: distributed.ProcessGroup | None = None,
+        repeated: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """``stages``: ranks that hold other parameters of the same model; those ``repeated`` here are counted there."""
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
         learning_rate_factor(config.warmup_steps, config)  # refuses a schedule without its length now, not in mid-run
@@ -92,6 +99,7 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.stages, self.repeated = stages, frozenset(map(id, repeated))
         self.steps = 0  # of the schedule; skipped ones count
         self.skipped_steps = 0
 
@@ -101,7 +109,7 @@ class Optimizer:
         ``params`` stand for this step in place of the configuration and its schedule.
         """
         params = params or self._scheduled()
-        norm = clip_by_global_norm(self.groups, params.grad_clip_norm or math.inf)
+        norm = clip_by_global_norm(self.groups, params.grad_clip_norm or math.inf, self.stages, self.repeated)
         lr = params.learning_rate
         betas, eps, decay = (params.beta1, params.beta2), params.eps, params.weight_decay
         for group in self.adamw.param_groups:
@@ -135,7 +143,12 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def clip_by_global_norm(groups: Sequence[Sequence[nn.Parameter]], max_norm: float) -> float:
+def clip_by_global_norm(
+    groups: Sequence[Sequence[nn.Parameter]],
+    max_norm: float,
+    stages: distributed.ProcessGroup | None = None,
+    repeated: Collection[int] = (),
+) -> float:
     """Scales the gradients so that the 2-norm of all of them together is at most ``max_norm``; returns the norm before.
 
     Each element counts once, however it is laid out: squares of shards are summed over the mesh dimensions that shard them,
@@ -143,12 +156,19 @@ def clip_by_global_norm(groups: Sequence[Sequence[nn.Parameter]], max_norm: floa
 
     Args:
         groups: see `alike`; parameters without gradient are passed over.
+        stages: ranks that hold other parameters of the same model.
+        repeated: ids of parameters that are scaled here, and counted by another of the stages.
     """
     gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
-    norms = [group_norm(group) for group in gradients if group]
+    counted = [[p.grad for p in group if p.grad is not None and id(p) not in repeated] for group in groups]
+    norms = [float(group_norm(group)) for group in counted if group]
+    if stages is not None:
+        everybody = [norms] * distributed.get_world_size(stages)
+        distributed.all_gather_object(everybody, norms, group=stages)
+        norms = [norm for stage in everybody for norm in stage]
     if not norms:
         return 0.0
-    norm = float(norms[0]) if len(norms) == 1 else math.hypot(*map(float, norms))
+    norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
     if max_norm < norm < math.inf:
         for group in gradients:
             torch._foreach_mul_([local(gradient) for gradient in group], max_norm / (norm + 1e-6))

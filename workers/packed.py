@@ -61,7 +61,8 @@ class TokenShare:
 class PackedVLM(nn.Module):
     """A Hugging Face VLM behind one packed forward; the root that parallel wrappers wrap.
 
-    Transforms in `workers.parallel` replace ``tokens``, ``features`` and ``score``.
+    Transforms in `workers.parallel` replace ``tokens``, ``features``, ``score`` and, where layers are spread over stages,
+    ``forward``.
     """
 
     outputs: Callable[[Tensor, Tensor | None], Any] = Outputs
@@ -89,10 +90,14 @@ class PackedVLM(nn.Module):
         features = self.features(self.model, media) if media else None
         mine, spans = self.tokens.rows(rows, spans)
         embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
-        hidden = self.family.decode(
+        return self.finish(self.decode(embeddings, mine.position_ids, extras, rows), rows, entropy)
+
+    def decode(self, embeddings: Tensor, position_ids: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
+        """States ``(1, S, H)`` of this process's tokens behind the decoder."""
+        return self.family.decode(
             self.model,
             embeddings,
-            mine.position_ids,
+            position_ids,
             extras,
             use_cache=False,
             cu_seq_lens_q=rows.cu_seqlens,
@@ -102,6 +107,9 @@ class PackedVLM(nn.Module):
             key_index=rows.key_index,
             **self.tokens.attention(rows),
         )
+
+    def finish(self, hidden: Tensor, rows: PackedRows, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probs ``(N,)`` and, if asked for, entropies, from states ``(1, S, H)``."""
         scores, entropies = self.head(*self.tokens.states(hidden[0], rows), entropy)
         return self.tokens.join(scores, rows), None if entropies is None else self.tokens.join(entropies, rows)
 

@@ -1,7 +1,8 @@
 """What actor and reference share: a packed model that scores responses."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
@@ -20,7 +21,7 @@ from workers.mesh import Ranks
 from workers.packed import PackedVLM
 from workers.precision import HalfWeights
 from workers.step import MicroBatch, check_rows, forward_rows, micro_batches
-from workers.weights import named_weights
+from workers.weights import all_named_weights
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,64 @@ class ModelWorker:
         shape = tuple(data["response_mask"].shape)
         columns = {name: torch.zeros(shape) for name in (into, "entropys")[: 1 + entropy]}
         self.module.eval()
-        with torch.no_grad(), self.compute():
-            for part in self.micro_batches(data):
-                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower)
-                if part.inert:
-                    continue
+
+        def keep(part: MicroBatch, outputs: Any) -> Tensor:
+            if not part.inert:
                 columns[into][part.index] = outputs.scores.cpu()
                 if entropy:
                     columns["entropys"][part.index] = outputs.entropy.cpu()
+            return outputs.scores.new_zeros(())
+
+        with torch.no_grad(), self.compute():
+            self.passes(data, keep, entropy)
         if self.sharded:
             import_module("workers.parallel.fsdp").reshard(self.module)
-        return DataProto.from_dict(columns)
+        return DataProto.from_dict(self.ranks.from_last(columns, "pp"))
+
+    def passes(
+        self,
+        data: DataProto,
+        conclude: Callable[[MicroBatch, Any], Tensor],
+        entropy: bool = False,
+        backward: bool = False,
+        phase: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Passes over the rows, micro-batch by micro-batch.
+
+        Args:
+            conclude: from a micro-batch and its outputs to the number that the backward pass begins at; called on the ranks of
+                the last pipeline stage.
+            backward: also backward.
+            phase: times the parts, see `Accounting.phase`.
+        """
+        parts = self.micro_batches(data)
+        if self.ranks.size("pp") > 1:
+            with phase("pipeline"):
+                import_module("workers.parallel.schedules").run_pipeline(
+                    self.module,
+                    parts,
+                    self.ranks,
+                    self.device,
+                    conclude,
+                    schedule=self.config.pipeline_schedule,
+                    dtype=self.stream_dtype,
+                    entropy=entropy,
+                    backward=backward,
+                )
+            return
+        for part in parts:
+            outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
+            with phase("forward"):
+                total = conclude(part, outputs)
+            if backward:
+                with phase("backward"):
+                    total.backward()
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the states that go from layer to layer: under autocast (see `compute`) sums stay in float32."""
+        autocast = not self.sharded and self.ranks.size("tp") > 1
+        return torch.float32 if autocast else compute_dtype(self.config.dtype, self.device.type)
 
     @property
     def sharded(self) -> bool:
@@ -127,7 +175,7 @@ class PolicyWorker(ModelWorker):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part."""
-        return named_weights(self.module.model)
+        return all_named_weights(self.module.model, self.ranks)
 
 
 class ReferenceWorker(PolicyWorker):

@@ -4,9 +4,10 @@ Ranks that share a model do everything in step: FSDP gathers weights layer by la
 micro-batches, and in each the vision tower if one of them has media there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -178,8 +179,8 @@ def prepare_rows(
 
 def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
     """The rows packed; those ``shared (B,)`` have the prompt of the row before."""
-    columns = (rows[name] for name in TRAINING_COLUMNS)
-    packed = pack_rows(*columns, token_types(module, rows), shared)
+    ids, mask, positions, responses = (rows[name] for name in TRAINING_COLUMNS)
+    packed = pack_rows(ids, mask, positions, responses, token_types(module, rows), shared)
     if "targets" in rows:
         packed = replace(packed, targets=rows["targets"].flatten()[packed.response_cells])
     return packed
@@ -200,12 +201,14 @@ def place_media(
 
 def to_forward(
     packed: PackedRows, media: dict[str, Tensor], spans: MediaSpans, device: torch.device
-) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
+) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
     """What a forward pass is given, where it is given it."""
     moved = replace(packed, **to_device(vars(packed), device))
     # Grids stay on the host, where bounds of images and windows are told from them.
     pixels = {name: value for name, value in media.items() if value.is_floating_point()}
-    return moved, media | to_device(pixels, device), MediaSpans(**to_device(vars(spans), device))
+    # FSDP moves all tensors that lie in a plain dict.
+    inputs = MappingProxyType(media | to_device(pixels, device))
+    return moved, inputs, MediaSpans(**to_device(vars(spans), device))
 
 
 def sharing(rows: DataProto) -> Tensor:

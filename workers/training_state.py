@@ -11,7 +11,7 @@ from workers.mesh import Ranks
 from workers.optimizer import Optimizer
 from workers.packed import PackedVLM
 from workers.plain_checkpoint import BEHIND, read_into, write, write_behind
-from workers.weights import bare_copy, named_weights
+from workers.weights import all_named_weights, bare_copy
 
 
 class Saving:
@@ -27,7 +27,7 @@ class Saving:
         reads. With ``behind`` the state is copied to the host now and written while the caller goes on, until `finish`.
         """
         weights = {}
-        for name, weight in named_weights(module.model):
+        for name, weight in all_named_weights(module.model, ranks):
             if ranks.first:  # the others take part and keep nothing
                 weights[name] = weight.cpu().clone() if behind else weight.cpu()
         if ranks.first:
@@ -78,4 +78,5 @@ def _training_state(module: PackedVLM, optimizer: Optimizer) -> dict[str, Any]:
 
 
 # What is frozen comes from the model's own checkpoint.
-TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False)
+# Optimizer settings stand with each weight, since the stages of a pipeline have groups of their own.
+TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False, flatten_optimizer_state_dict=True)

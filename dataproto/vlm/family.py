@@ -79,6 +79,16 @@ def no_extras(features: Tensor, shape: torch.Size, spans: MediaSpans) -> dict[st
     return {}
 
 
+def no_deep_layers(config: Any) -> int:
+    """The decoder layers add nothing."""
+    return 0
+
+
+def no_dense_extras(levels: Tensor) -> dict[str, Any]:
+    """There are no deep features that a decoder could need."""
+    return {}
+
+
 def whole_videos(grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
     """A video is one piece; its time steps are one position apart."""
     return Pieces.of_grids(grids, config.vision_config.spatial_merge_size)
@@ -115,6 +125,12 @@ class VLMFamily:
     """Further levels ``(F, H)`` in the tower's output, besides the features that take the placeholders' places."""
     extras: Callable[[Tensor, torch.Size, MediaSpans], dict[str, Tensor]] = no_extras
     """What the decoder needs of features ``(F, levels, H)`` besides the first level, for a sequence of this shape."""
+    deep_layers: Callable[[Any], int] = no_deep_layers
+    """From the config, behind how many of the first decoder layers a level of deep features is added."""
+    dense_extras: Callable[[Tensor], dict[str, Any]] = no_dense_extras
+    """What a decoder that begins at some layer needs of ``(D, L, H)``, what is added behind its first D layers to each of the
+    L tokens: `extras` for a part of the layers (`deep_layers` above 0 only).
+    """
     rollout_weight: RenameWeight = same_weight
     """A parameter under the name, and in the layout, of the family's checkpoints, which engines load."""
     tensor_plan: TensorPlan = DECODER_PLAN

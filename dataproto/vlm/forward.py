@@ -70,6 +70,12 @@ def feature_levels(output: Any, deep: Sequence[Any] = ()) -> Tensor:
     return torch.stack([pooled(output), *map(pooled, deep)], dim=1)
 
 
+def dense_levels(features: Tensor, tokens: int, spans: MediaSpans) -> Tensor:
+    """Features ``(F, levels, H)`` at their places in a sequence of ``tokens``, zero elsewhere: ``(levels, tokens, H)``."""
+    chosen = features.index_select(0, spans.features).transpose(0, 1)
+    return features.new_zeros(features.shape[1], tokens, features.shape[2]).index_copy(1, spans.positions, chosen)
+
+
 def place(embeddings: Tensor, features: Tensor, spans: MediaSpans) -> Tensor:
     """``embeddings (B, L, H)`` with ``features (F, H)`` written at the spans; out of place, so gradients reach both.
 

@@ -44,6 +44,16 @@ def _deepstack(features: Tensor, shape: torch.Size, spans: MediaSpans) -> dict[s
     return {"visual_pos_masks": mask, "deepstack_visual_embeds": deep.transpose(0, 1)}
 
 
+def _deep_layers(config: Any) -> int:
+    return len(config.vision_config.deepstack_visual_indexes)
+
+
+def _dense_deepstack(levels: Tensor) -> dict[str, Tensor]:
+    """Every token takes part; most of them get zeros."""
+    everywhere = torch.ones(1, levels.shape[1], dtype=torch.bool, device=levels.device)
+    return {"visual_pos_masks": everywhere, "deepstack_visual_embeds": levels}
+
+
 def _vision_flops(config: Any, grids: Tensor) -> Tensor:
     vision = config.vision_config
     width = int(vision.hidden_size)
@@ -83,6 +93,8 @@ QWEN3_VL = VLMFamily(
     videos_by_frame=True,
     deep_features=_deep_features,
     extras=_deepstack,
+    deep_layers=_deep_layers,
+    dense_extras=_dense_deepstack,
     mergers=("model.visual.merger", "model.visual.deepstack_merger_list"),
 )
 

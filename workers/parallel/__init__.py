@@ -12,6 +12,7 @@ from workers.packed import PackedVLM
 
 # Import path of each transform and when it is due, in the order in which they are applied: each one wraps what those before left.
 TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
+    ("workers.parallel.pipeline", lambda ranks, options: ranks.size("pp") > 1),
     ("workers.parallel.tensor", lambda ranks, options: ranks.size("tp") > 1),
     ("workers.parallel.expert", lambda ranks, options: ranks.size("ep") > 1),
     ("workers.parallel.ulysses", lambda ranks, options: ranks.size("sp") > 1),

@@ -1,0 +1,302 @@
+"""Pipelines over two and four processes against plain Hugging Face and one process, in float32: log-probs within 1e-4, five
+training steps with losses within 1e-3. All cases of a number of processes run in one start of them.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto.batching import fill_up
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import MediaSpans, family_of
+from helpers.batches import padded_log_probs
+from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows
+from helpers.processes import run_ranks
+from helpers.tiny_models import tiny_config, tiny_model
+from workers.actor import ActorConfig, ActorWorker
+from workers.critic import CriticConfig, CriticWorker
+from workers.engine_config import EngineConfig, LoraConfig
+from workers.layout import Layout
+from workers.mesh import Ranks
+from workers.optimizer import OptimizerConfig
+from workers.packed import PackedVLM
+from workers.parallel import parallelize
+from workers.parallel.pipeline import stage_layers
+from workers.planning import share_out
+from workers.step import pack, sharing
+
+MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+PP2 = Layout(pp=2)
+CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
+
+
+def config_with_layers(model_type, layers=2, tied=False):
+    config = config_with_heads(model_type, heads=4, key_value_heads=2, tied=tied)
+    text = config.text_config
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1] * layers
+    return config
+
+
+# What all ranks run, and the test itself
+
+
+def pg_loss(outputs, rows):
+    entropy = 0.1 * outputs.entropy
+    return -outputs.log_probs * rows["advantages"] - entropy, {"actor/entropy": outputs.entropy}
+
+
+def value_loss(outputs, rows):
+    return (outputs.values - rows["advantages"]) ** 2, {"critic/value": outputs.values}
+
+
+def learn(path, data, layout=None, folder=None, resume=None, **options):
+    """Log-probs and entropies, loss and norm of five updates, and log-probs and weights after them, of the rows of this rank."""
+    ranks = Ranks() if layout is None else joined(layout)
+    size, rank = ranks.size("dp"), ranks.rank("dp")
+    config = ActorConfig(path, optimizer=CLIPPED, temperature=TEMPERATURE, token_budget=60, **options)
+    actor = ActorWorker(config, CPU, ranks)
+    if resume is not None:
+        actor.load(resume)
+    mine = np.arange(rank, len(data), size)
+    before = actor.log_probs(data[mine], entropy=True)
+    share = share_out(data, size)[rank]
+    metrics = [actor.update(share, pg_loss, entropy=True) for _ in range(5)]
+    after = actor.log_probs(data[mine])["old_log_probs"]
+    if folder is not None:
+        actor.save(folder)
+    return {
+        "rows": mine,
+        "before": before["old_log_probs"],
+        "entropy": before["entropys"],
+        "curve": torch.tensor(
+            [[step[f"actor/{name}"] for name in ("loss", "grad_norm", "entropy")] for step in metrics]
+        ),
+        "after": after,
+        "weights": {name: weight.clone() for name, weight in actor.named_weights()},
+    }
+
+
+def learn_values(path, data, layout=None):
+    critic = CriticWorker(CriticConfig(path, optimizer=CLIPPED, token_budget=60), CPU, layout and joined(layout))
+    losses = [critic.update(data, value_loss)["critic/loss"] for _ in range(3)]
+    return losses, critic.values(data)["values"]
+
+
+def a_pass_without_step(path, data, layout=None):
+    """Training step by step: two passes whose gradients add up, then the optimizer."""
+    actor = ActorWorker(ActorConfig(path, token_budget=60), CPU, layout and joined(layout))
+    passes = [actor.forward_backward(data, token_loss, per_token=True) for _ in range(2)]
+    stepped = actor.optim_step()
+    return [(each.metrics["loss:sum"], each.log_probs) for each in passes], stepped["grad_norm"]
+
+
+def token_loss(outputs, rows):
+    return -outputs.log_probs, {}
+
+
+def what_a_rank_holds(config):
+    ranks = joined(PP2)
+    module = PackedVLM(tiny_model(config.model_type, config=config), family_of(config), 1.0)
+    parallelize(module, ranks, EngineConfig())
+    return [name for name, _ in module.model.named_parameters()]
+
+
+def refusals():
+    """What is said to layouts that cannot be."""
+    said = []
+    layers = [{"pipeline_layers": given} for given in ((2, 1, 1), (2, 0))]
+    for options in ({"pipeline_schedule": "interleaved"}, *layers):
+        config = tiny_config("qwen3_vl")
+        module = PackedVLM(tiny_model("qwen3_vl", config=config), family_of(config), 1.0)
+        try:
+            parallelize(module, joined(PP2), EngineConfig(**options))
+        except InvalidConfig as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Paths and rows, by model, and one with four layers, tied."""
+    found = {}
+    for name, config in {
+        **{model: config_with_layers(model) for model in MODELS},
+        "deep": config_with_layers("qwen3_vl", layers=4, tied=True),
+        "text": config_with_layers("qwen2_5_vl"),
+    }.items():
+        path = tmp_path_factory.mktemp(name)
+        tiny_model(config.model_type, config=config).save_pretrained(path)
+        data = text_rows(config) if name == "text" else mixed_rows(config)
+        data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
+        found[name] = str(path), data
+    return found
+
+
+TWO = {
+    **{f"{model}, tp 2": (model, Layout(tp=2), {}) for model in MODELS},
+    **{f"{model}, pp 2": (model, PP2, {}) for model in MODELS},
+    "ep 2": ("qwen3_vl_moe", Layout(dp=2, ep=2), {}),
+    "gpipe": ("qwen3_vl", PP2, {"pipeline_schedule": "gpipe"}),
+    "interleaved, tied": ("deep", PP2, {"pipeline_schedule": "interleaved"}),
+    "uneven, tied": ("deep", PP2, {"pipeline_layers": (1, 3), "activation_checkpointing": "full"}),
+    "no image": ("text", PP2, {}),
+    "a frozen tower": ("qwen3_vl", PP2, {"freeze_vision": True}),
+    "adapters": ("qwen3_vl", PP2, {"lora": LoraConfig(rank=4)}),
+}
+FOUR = {
+    **{f"{model}, tp 2 x pp 2": (model, Layout(tp=2, pp=2), {}) for model in MODELS},
+    **{f"{model}, sp 2 x pp 2": (model, Layout(sp=2, pp=2), {}) for model in MODELS},
+    "dp 2 x pp 2": ("qwen3_vl", Layout(dp=2, pp=2), {}),
+    "dp 2 x pp 2, interleaved, tied": ("deep", Layout(dp=2, pp=2), {"pipeline_schedule": "interleaved"}),
+    "dp 2 x pp 2, ep 2": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {}),
+    "pp 4, tied": ("deep", Layout(pp=4), {}),
+}
+
+
+def cases_of(table, checkpoints):
+    return {
+        name: partial(learn, *checkpoints[model], layout, **options) for name, (model, layout, options) in table.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(checkpoints, tmp_path_factory):
+    saved = tmp_path_factory.mktemp("saved")
+    path, data = checkpoints["deep"]
+    alone = tmp_path_factory.mktemp("alone")
+    learn(path, data, folder=alone)
+    more = {
+        "values": partial(learn_values, *checkpoints["qwen3_vl"], PP2),
+        "step by step": partial(a_pass_without_step, *checkpoints["qwen2_5_vl"], PP2),
+        "parts": partial(what_a_rank_holds, config_with_layers("qwen3_vl", tied=True)),
+        "refusals": refusals,
+        "saved": partial(learn, path, data, PP2, saved),
+        "resumed": partial(learn, path, data, PP2, None, alone),
+    }
+    return run_ranks(2, cases_of(TWO, checkpoints) | more, tmp_path_factory.mktemp("two")) | {"folders": (saved, alone)}
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_four(checkpoints, tmp_path_factory):
+    return run_ranks(4, cases_of(FOUR, checkpoints), tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints):
+    """What one process learns, computed once for each set of options."""
+    found = {}
+
+    def learnt(model, **options):
+        options = {name: value for name, value in options.items() if not name.startswith("pipeline")}
+        key = model, str(options)
+        if key not in found:
+            found[key] = learn(*checkpoints[model], **options)
+        return found[key]
+
+    return learnt
+
+
+def check(outcome, expected):
+    """Every rank's rows, losses and weights are those of one process."""
+    for rank in outcome:
+        assert not isinstance(rank, str), rank
+        rows = rank["rows"]
+        torch.testing.assert_close(rank["before"], expected["before"][rows], atol=1e-4, rtol=0)
+        torch.testing.assert_close(rank["entropy"], expected["entropy"][rows], atol=1e-4, rtol=0)
+        torch.testing.assert_close(rank["curve"], expected["curve"], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(rank["after"], expected["after"][rows], atol=1e-3, rtol=0)
+        assert rank["weights"].keys() == expected["weights"].keys()
+        for name, weight in rank["weights"].items():
+            assert (weight - expected["weights"][name]).abs().mean() < 1e-4, name
+        assert all(torch.equal(weight, outcome[0]["weights"][name]) for name, weight in rank["weights"].items())
+        assert torch.equal(rank["curve"], outcome[0]["curve"])
+
+
+# The tests
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_is_hugging_face(alone, checkpoints, model):
+    _, data = checkpoints[model]
+    reference = padded_log_probs(tiny_model(model, config=config_with_layers(model)), data, TEMPERATURE)
+    torch.testing.assert_close(alone(model)["before"], reference.detach(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_learn_what_one_learns(outcomes, alone, case):
+    model, _, options = TWO[case]
+    check(outcomes[case], alone(model, **options))
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_learn_what_one_learns(outcomes_of_four, alone, case):
+    model, _, options = FOUR[case]
+    check(outcomes_of_four[case], alone(model, **options))
+
+
+def test_a_critic_learns_the_same(outcomes, checkpoints):
+    losses, values = learn_values(*checkpoints["qwen3_vl"])
+    for outcome in outcomes["values"]:
+        assert not isinstance(outcome, str), outcome
+        assert outcome[0] == pytest.approx(losses, abs=1e-4)
+        torch.testing.assert_close(outcome[1], values, atol=1e-4, rtol=0)
+
+
+def test_gradients_of_several_passes_add_up(outcomes, checkpoints):
+    passes, norm = a_pass_without_step(*checkpoints["qwen2_5_vl"])
+    for outcome in outcomes["step by step"]:
+        assert not isinstance(outcome, str), outcome
+        assert outcome[1] == pytest.approx(norm, rel=1e-4)
+        for (loss, log_probs), (expected, reference) in zip(outcome[0], passes, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-4)
+            torch.testing.assert_close(log_probs, reference, atol=1e-4, rtol=0)
+
+
+def test_a_checkpoint_goes_on_in_another_layout(outcomes, checkpoints):
+    saved, alone = outcomes["folders"]
+    path, data = checkpoints["deep"]
+    for outcome, folder in ((outcomes["resumed"], alone), ([learn(path, data, resume=saved)], saved)):
+        again = learn(path, data, resume=folder)
+        check(outcome, again)
+    weights = dict(ActorWorker(ActorConfig(str(saved / "huggingface")), CPU).named_weights())
+    assert all(torch.equal(weight, weights[name]) for name, weight in outcomes["saved"][0]["weights"].items())
+
+
+def test_each_rank_holds_its_stages_alone(outcomes):
+    first, last = outcomes["parts"]
+    layer = "model.language_model.layers."
+    assert {name.split(".")[1] for name in first} == {"visual", "language_model"}
+    assert any(name.startswith(f"{layer}0.") for name in first)
+    assert not any(name.startswith(f"{layer}1.") for name in first)
+    ends = {name for name in last if not name.startswith(f"{layer}1.")}
+    assert ends == {"model.language_model.norm.weight", "model.language_model.embed_tokens.weight"}  # which is the head
+
+
+def test_what_cannot_be_staged_is_named(outcomes):
+    for said in outcomes["refusals"]:
+        assert len(said) == 3, said
+        assert "makes 4 stages, but the model has 2 decoder layers" in said[0]
+        assert "pipeline_layers=(2, 1, 1): must name at least one layer for each of 2 stages" in said[1]
+        assert "pipeline_layers=(2, 0)" in said[2]
+
+
+def test_layers_are_dealt_out_evenly():
+    assert [len(layers) for layers in stage_layers(36, 4)] == [9, 9, 9, 9]
+    assert [len(layers) for layers in stage_layers(28, 8)] == [3, 4, 4, 4, 4, 3, 3, 3]
+    assert stage_layers(5, 5)[4] == range(4, 5)
+
+
+def test_a_tail_changes_nothing(checkpoints):
+    """Rows, some of which share their prompt, filled up by several segments: the same log-probs."""
+    config = config_with_layers("qwen3_vl")
+    rows = text_rows(config)[[0, 0, 1]]
+    module = PackedVLM(tiny_model("qwen3_vl", config=config), family_of(config), 1.0)
+    packed = pack(module, rows, sharing(rows))
+    assert packed.key_index is not None
+    nowhere = MediaSpans(*[torch.zeros(0, dtype=torch.int64)] * 2)
+    expected, found = (module(each, {}, nowhere)[0] for each in (packed, fill_up(packed, 40, 8)))
+    torch.testing.assert_close(found, expected)
