@@ -21,6 +21,11 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def index_on(index: slice | Tensor, device: torch.device) -> slice | Tensor:
+    """An index of rows for tensors on ``device``."""
+    return move(index, device) if isinstance(index, Tensor) else index
+
+
 def rows_to_device(rows: DataProto, device: torch.device) -> DataProto:
     """A batch with its dense columns on ``device``; the others are shared with ``rows``."""
     if device.type != "cuda" or rows.batch is None:
