@@ -48,36 +48,38 @@ def assert_same_run(directory: Path, other: Path) -> None:
             assert math.isclose(value, expected[name], rel_tol=2e-4, abs_tol=2e-5), (row["step"], name)
 
 
-def kill_a_worker_after(directory: Path, step: int) -> threading.Thread:
-    """Kills a process of the actor once the run has written the metrics of a step."""
+def kill_a_worker_after(directory: Path, step: int, mark: str) -> threading.Thread:
+    """Kills a process of the actor once the run has written the checkpoint of a step."""
 
     def watch() -> None:
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and not (directory / f"global_step_{step}").exists():
             time.sleep(0.02)
-        os.kill(processes_named("ray::RayHost")[0], signal.SIGKILL)
+        os.kill(processes_of(mark, "ray::RayHost")[0], signal.SIGKILL)
 
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
 
 
-def processes_named(text: str) -> list[int]:
+def processes_of(mark: str, text: str = "") -> list[int]:
+    """Processes that were started with ``mark`` in their environment, and have ``text`` in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                command = (entry / "cmdline").read_bytes()
+                command, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
             except OSError:  # it has ended
                 continue
-            if text.encode() in command:
+            if text.encode() in command and f"RUN_MARK={mark}\0".encode() in environment:
                 found.append(int(entry.name))
     return found
 
 
-def test_two_processes_of_which_one_is_killed_make_the_run_of_one(files, one_process, tmp_path, capsys):
+def test_two_processes_of_which_one_is_killed_make_the_run_of_one(files, one_process, tmp_path, capsys, monkeypatch):
     directory = tmp_path / "two"
-    killer = kill_a_worker_after(directory, step=2)
+    monkeypatch.setenv("RUN_MARK", str(directory))
+    killer = kill_a_worker_after(directory, step=2, mark=str(directory))
     assert main(arguments(*files, directory, *SETTINGS, *RAY, "--max-restarts", "1")) == 0
     killer.join()
     told = capsys.readouterr().err
@@ -103,17 +105,21 @@ def test_a_run_goes_on_in_another_layout(files, one_process, tmp_path):
 def test_an_interrupted_driver_leaves_no_process(files, tmp_path, sign):
     directory = tmp_path / "interrupted"
     command = [sys.executable, "-m", "recipes.geo3k_grpo", *arguments(*files, directory, *SETTINGS, *RAY)]
-    before = set(processes_named("ray"))
     process = subprocess.Popen(
-        [*command, "--steps", "500"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, "--steps", "500"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"RUN_MARK": str(directory)},
     )
     deadline = time.monotonic() + 200
     while not (directory / "global_step_1").exists():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert processes_of(str(directory), "ray::RayHost")
     process.send_signal(sign)
     process.wait(60)
-    while (left := set(processes_named("ray")) - before - {os.getpid()}) and time.monotonic() < deadline:
+    while (left := processes_of(str(directory))) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left

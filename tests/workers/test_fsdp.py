@@ -5,6 +5,7 @@
 import os
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -114,12 +115,12 @@ def updates_equal_one_process(model_type: str, **options) -> None:
         (actor(model_type, optimizer=CLIPPED), data),
         (actor(model_type, ranks, CLIPPED, token_budget=30, **options), share_out(data, 2, 2)[ranks.rank("dp")]),
     ):
-        for group in worker.optimizer.adamw.param_groups:
-            group["eps"] = 1e-3  # at 1e-8 an element without gradient moves by the learning rate, to either side
-        metrics = worker.update(rows, pg_loss, minibatch=2)
-        assert worker.optimizer.steps == 2
-        assert metrics["actor/grad_norm"] > CLIPPED.max_grad_norm
-        worker.update(data[[0, 3]] if worker.ranks.mesh is None else data[[3 * ranks.rank("dp")]], pg_loss)
+        # At 1e-8 an element without gradient moves by the learning rate, to either side.
+        with patch("workers.optimizer.EPS", 1e-3):
+            metrics = worker.update(rows, pg_loss, minibatch=2)
+            assert worker.optimizer.steps == 2
+            assert metrics["actor/grad_norm"] > CLIPPED.max_grad_norm
+            worker.update(data[[0, 3]] if worker.ranks.mesh is None else data[[3 * ranks.rank("dp")]], pg_loss)
         weights.append({name: weight.clone() for name, weight in worker.named_weights()})
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
