@@ -10,6 +10,7 @@ import pytest
 
 from dataproto.columns import COLUMNS
 from recipes import geo3k_grpo, geo3k_ppo
+from recipes.algorithms.correction import Correction
 from recipes.algorithms.options import Advantage, AlgorithmConfig, PolicyLoss
 from recipes.ppo import PPOConfig
 from workers.aggregation import MODES
@@ -57,6 +58,7 @@ def test_every_value_of_a_choice_is_in_the_table_and_no_other():
     assert listed["advantage"] == set(get_args(Advantage)) | {"geo3k_ppo"}
     assert listed["loss"] == set(get_args(PolicyLoss))
     assert listed["aggregation"] == set(MODES)
+    assert listed["correction`, `correction_limit"] == set(get_args(Correction))
 
 
 def test_every_option_is_in_the_table_and_no_other():

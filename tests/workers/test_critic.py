@@ -12,6 +12,7 @@ from helpers.batches import prompt_batch, with_responses
 from helpers.metrics import learned
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
+from recipes.algorithms.advantages import gae, whiten
 from recipes.algorithms.losses import value_loss
 from workers import ActorConfig, CriticConfig, CriticWorker, launch
 from workers.layout import Layout
@@ -240,5 +241,11 @@ def test_roles_hold_a_critic_when_one_is_launched(checkpoints):
         assert roles.critic.values(rows())["values"].shape == (7, 6)
         with pytest.raises(InvalidConfig, match="no method 'log_probs'"):
             roles.critic.log_probs(rows())
+        data = rows()
+        data["token_level_rewards"] = data["returns"]
+        text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+        names = {"gae": gae, "whiten": whiten, "value_loss": value_loss}
+        exec(text.split("```python\n")[1].split("```")[0], names | {"roles": roles, "data": data})
+        assert roles.critic.values(data)["values"].any()  # it has learned something
     with launch(actor=ActorConfig(path), rollout="hf") as roles, pytest.raises(InvalidConfig, match=r"launch\(critic="):
         _ = roles.critic
