@@ -1,127 +1,25 @@
-"""The vLLM engine against the Hugging Face engine and the actor, on real prompts with several images."""
+"""What the vLLM engine promises besides the right numbers: streaming, errors that name rows, memory, random states."""
 
 import gc
 import os
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import save_file
-from transformers import AutoModelForImageTextToText
 
 from dataproto.errors import InvalidConfig, InvalidPrompt
-from dataproto.vlm import family_of
-from helpers.checkpoints import write_checkpoint
-from rollout.engine import SamplingParams, create_engine
-from rollout.hf import HFEngine
+from helpers.engines import GREEDY, ROWS, SAMPLED, generate, picture, start
+from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from rollout.responses import attach_responses, build_requests
-from workers.actor import ActorConfig, ActorWorker
-from workers.optimizer import OptimizerConfig
+from rollout.responses import build_requests
 
 pytestmark = pytest.mark.vllm
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-
-
-def picture(width, height, seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
-
-
-ROWS = [
-    {"prompt": "<image>what <image> is", "images": [picture(24, 40, 0), picture(64, 17, 1)]},
-    {"prompt": "no picture", "images": []},
-    {"prompt": "<image><image><image>", "images": [picture(100, 90, 2), picture(24, 40, 0), picture(16, 16, 3)]},
-    {"prompt": "one <image>", "images": [picture(40, 40, 4)]},
-]
-
-
-def write_published(model_type, path):
-    """A checkpoint with other weights, in the layout of published ones."""
-    checkpoint = write_checkpoint(model_type, path, seed=1)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
-    named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in model.named_parameters())
-    save_file({name: weight.contiguous() for name, weight in named}, path / "model.safetensors", {"format": "pt"})
-    return checkpoint
-
-
-def start(model_type, path):
-    """A checkpoint's builder, actor and both engines, all with the same weights."""
-    checkpoint = write_checkpoint(model_type, path / "actor")
-    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)
-    actor = ActorWorker(
-        ActorConfig(checkpoint, temperature=0.8, optimizer=OptimizerConfig(lr=1e-2)), torch.device("cpu")
-    )
-    vllm = create_engine(
-        "vllm",
-        write_published(model_type, path / "engine"),
-        max_num_seqs=16,
-        max_model_len=400,
-        max_images=3,
-        kv_cache_bytes=1 << 26,
-        image_options=builder.image_options,
-    )
-    assert vllm.differing_weights(actor.named_weights())
-    vllm.load_weights(actor.named_weights())
-    hf = HFEngine(checkpoint, device=torch.device("cpu"))
-    return SimpleNamespace(builder=builder, actor=actor, vllm=vllm, hf=hf, prompts=builder(ROWS))
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request, tmp_path_factory):
-    return start(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
     return start("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
-
-
-def generate(setup, engine, sampling, prompts=None):
-    prompts = setup.prompts if prompts is None else prompts
-    completions = engine.generate(build_requests(prompts, sampling), sampling)
-    return attach_responses(prompts, completions, sampling, setup.builder.family, pad_token_id=0)
-
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
-SAMPLED = SamplingParams(n=3, temperature=0.8, max_tokens=8, seed=1)
-RESTRICTED = SamplingParams(n=3, temperature=0.8, top_p=0.8, top_k=30, max_tokens=8, seed=2)
-
-
-def assert_same_as_actor(setup, sampling):
-    data = generate(setup, setup.vllm, sampling)
-    scored = setup.actor.log_probs(data)["old_log_probs"]
-    mask = data["response_mask"].bool()
-    assert mask.any(1).all()
-    torch.testing.assert_close(data["rollout_log_probs"][mask], scored[mask], atol=1e-4, rtol=0)
-    return data
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESTRICTED], ids=["greedy", "sampled", "restricted"])
-def test_tokens_are_those_of_the_hf_engine(family, sampling):
-    ours, theirs = (generate(family, engine, sampling) for engine in (family.vllm, family.hf))
-    assert torch.equal(ours["responses"], theirs["responses"])
-    assert torch.equal(ours["response_mask"], theirs["response_mask"])
-    torch.testing.assert_close(ours["rollout_log_probs"], theirs["rollout_log_probs"], atol=2e-5, rtol=0)
-
-
-def test_log_probs_are_the_actors_before_and_after_updates(family):
-    assert_same_as_actor(family, RESTRICTED)
-    assert family.vllm.differing_weights(family.actor.named_weights()) == []
-    data = assert_same_as_actor(family, SAMPLED)
-    for _ in range(3):
-        data["advantages"] = torch.randn(data["responses"].shape, generator=torch.Generator().manual_seed(0))
-        family.actor.update(data, lambda outputs, rows: (-outputs.log_probs * rows["advantages"], {}))
-        old = set(family.vllm.differing_weights(family.actor.named_weights()))
-        assert any("visual" in name for name in old)
-        assert any("layers.0" in name for name in old)
-        family.vllm.load_weights(family.actor.named_weights())
-        assert family.vllm.differing_weights(family.actor.named_weights()) == []
-        data = assert_same_as_actor(family, SAMPLED)  # the same images: nothing old may come out of a cache
-    family.vllm.load_weights(family.hf.model.named_parameters())
 
 
 def test_samples_do_not_depend_on_the_batch_around_them(setup):

@@ -1,0 +1,72 @@
+"""A checkpoint with an actor, a vLLM engine and a Hugging Face engine that hold the same weights, and prompts for them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import AutoModelForImageTextToText
+
+from dataproto.vlm import family_of
+from helpers.checkpoints import write_checkpoint
+from rollout.engine import SamplingParams, create_engine
+from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
+from rollout.responses import attach_responses, build_requests
+from workers.actor import ActorConfig, ActorWorker
+from workers.optimizer import OptimizerConfig
+
+
+def picture(width, height, seed):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+ROWS = [
+    {"prompt": "<image>what <image> is", "images": [picture(24, 40, 0), picture(64, 17, 1)]},
+    {"prompt": "no picture", "images": []},
+    {"prompt": "<image><image><image>", "images": [picture(100, 90, 2), picture(24, 40, 0), picture(16, 16, 3)]},
+    {"prompt": "one <image>", "images": [picture(40, 40, 4)]},
+]
+
+
+def write_published(model_type, path):
+    """A checkpoint with other weights, in the layout of published ones."""
+    checkpoint = write_checkpoint(model_type, path, seed=1)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in model.named_parameters())
+    save_file({name: weight.contiguous() for name, weight in named}, path / "model.safetensors", {"format": "pt"})
+    return checkpoint
+
+
+def start(model_type, path):
+    """A checkpoint's builder, actor and both engines, all with the same weights."""
+    checkpoint = write_checkpoint(model_type, path / "actor")
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)
+    actor = ActorWorker(
+        ActorConfig(checkpoint, temperature=0.8, optimizer=OptimizerConfig(lr=1e-2)), torch.device("cpu")
+    )
+    vllm = create_engine(
+        "vllm",
+        write_published(model_type, path / "engine"),
+        max_num_seqs=16,
+        max_model_len=400,
+        max_images=3,
+        kv_cache_bytes=1 << 26,
+        image_options=builder.image_options,
+    )
+    assert vllm.differing_weights(actor.named_weights())
+    vllm.load_weights(actor.named_weights())
+    hf = HFEngine(checkpoint, device=torch.device("cpu"))
+    return SimpleNamespace(builder=builder, actor=actor, vllm=vllm, hf=hf, prompts=builder(ROWS))
+
+
+def generate(setup, engine, sampling, prompts=None):
+    prompts = setup.prompts if prompts is None else prompts
+    completions = engine.generate(build_requests(prompts, sampling), sampling)
+    return attach_responses(prompts, completions, sampling, setup.builder.family, pad_token_id=0)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+SAMPLED = SamplingParams(n=3, temperature=0.8, max_tokens=8, seed=1)
+RESTRICTED = SamplingParams(n=3, temperature=0.8, top_p=0.8, top_k=30, max_tokens=8, seed=2)
