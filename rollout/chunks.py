@@ -5,13 +5,16 @@ row, R = L - 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from dataproto import DataProto
+from dataproto import DataProto, RaggedTensor
 from dataproto.chunks import (
     Datum,
     EncodedTextChunk,
@@ -20,7 +23,7 @@ from dataproto.chunks import (
     read_datum,
     read_model_input,
 )
-from dataproto.collation import pad_rows, ragged_rows
+from dataproto.collation import pad_rows
 from dataproto.errors import DataProtoError, InvalidChunk, InvalidMedia, InvalidPrompt, InvalidRow
 from rollout.media import load_image
 from rollout.messages import Conversation
@@ -33,6 +36,7 @@ Resolver = Callable[[str], bytes]
 Ids = npt.NDArray[np.int64]
 Part = tuple[Ids, npt.NDArray[np.int8], Sequence[int]]  # ids and token types with a placeholder a feature; ids with one
 
+_TEXT = np.zeros(1, dtype=np.int8)
 COLUMN_OF = {"weights": "loss_weights", "logprobs": "rollout_log_probs", "advantages": "advantages"}
 """Where loss inputs go; ``target_tokens`` are the tokens themselves, ``mask`` is ``response_mask``."""
 
@@ -48,8 +52,9 @@ class ChunkRenderer:
         """``builder`` has tokens, image processor and limits; ``resolve`` fetches assets (nothing is fetched without it)."""
         self.builder = builder
         self.resolve = resolve
-        self._banned = np.array(builder.family.banned_ids(builder.config))
         self._vocabulary = int(builder.config.text_config.vocab_size)
+        self._known = np.ones(self._vocabulary, dtype=bool)
+        self._known[list(builder.family.banned_ids(builder.config))] = False
 
     def length(self, model_input: Any) -> int:
         """Tokens that a model input takes, images included. Raises `InvalidChunk`."""
@@ -104,50 +109,64 @@ class ChunkRenderer:
                 token that the policy never gives; names its number.
         """
         seen: dict[Any, ProcessedImage] = {}
-        rows, targets, inputs, masks = zip(
-            *(self._numbered(number, self._row, value, seen) for number, value in enumerate(data))
-        )
-        names = set(inputs[0])
+        rows, inputs = zip(*(self._numbered(number, self._row, value, seen) for number, value in enumerate(data)))
+        names = inputs[0].keys()
         for number, found in enumerate(inputs):
-            if set(found) != names:
+            if found.keys() != names:
                 raise InvalidRow(number, f"its loss inputs are {sorted(found)}, those of row 0 {sorted(names)}")
-        scored = [self._scored(each).astype(np.uint8) for each in targets] if every_token else masks
-        behind = [np.append(np.zeros(1, np.uint8), mask) for mask in scored]
-        batch = collate_rows(self.builder, rows, behind, {"uid": [str(number) for number in range(len(rows))]})
-        width = batch["response_mask"].shape[1]
-        columns = {COLUMN_OF[name]: [found[name] for found in inputs] for name in COLUMN_OF if name in names}
+        flat = {name: np.concatenate([found[name] for found in inputs]) for name in names}
+        lengths = np.array([len(found["target_tokens"]) for found in inputs])
+        mask, known = self._masks(flat, lengths)
+        scored = known if every_token else mask
+        behind = np.zeros(len(scored) + len(rows), dtype=np.uint8)  # a row's first token follows none
+        behind[_not_first(lengths + 1)] = scored
+        batch = collate_rows(
+            self.builder,
+            rows,
+            RaggedTensor(torch.from_numpy(behind), lengths + 1),
+            {"uid": [str(number) for number in range(len(rows))]},
+        )
+        columns = {COLUMN_OF[name]: flat[name] for name in COLUMN_OF if name in names}
         if every_token:
-            columns["loss_mask"] = [mask.astype(np.float32) for mask in masks]
+            columns["loss_mask"] = mask.astype(np.float32)
+        next_tokens = np.concatenate([row.input_ids[1:] for row in rows])
+        if np.any((next_tokens != flat["target_tokens"]) & scored):
+            columns["targets"] = flat["target_tokens"]
+        width = batch["response_mask"].shape[1]
         for column, values in columns.items():
-            batch[column] = pad_rows(ragged_rows(values, "f", column), width, 0.0)[0]
-        if any(np.any((row.input_ids[1:] != each) & mask) for row, each, mask in zip(rows, targets, scored)):
-            batch["targets"] = pad_rows(ragged_rows(targets), width, 0)[0]
+            batch[column] = pad_rows(RaggedTensor(torch.from_numpy(values), lengths), width, 0)[0]
         return batch
 
-    def _row(
-        self, value: Any, seen: dict[Any, ProcessedImage]
-    ) -> tuple[Prompt, Ids, dict[str, npt.NDArray[Any]], npt.NDArray[np.uint8]]:
-        """The sequence, its targets, the other loss inputs, and the mask of targets to be learnt."""
+    def _row(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[Prompt, dict[str, npt.NDArray[Any]]]:
+        """The sequence and its loss inputs."""
         datum = read_datum(value)
         prompt = self._render(datum.model_input, seen)
         inputs = dict(datum.loss_fn_inputs)
         targets = _check_lengths(inputs, len(prompt.input_ids))
-        ids, types = np.append(prompt.input_ids, targets[-1:]), np.append(prompt.token_types, np.zeros(1, np.int8))
-        row = Prompt(ids, types, [], prompt.conversation, prompt.images, (), {})
-        wanted = [inputs["mask"]] if "mask" in inputs else [inputs[name] for name in COLUMN_OF if name in inputs]
-        mask = np.any([column != 0 for column in wanted], axis=0) if wanted else np.zeros(len(targets), dtype=bool)
-        wrong = np.flatnonzero(mask & ~self._scored(targets))
-        if wrong.size:
-            raise InvalidPrompt(
-                f"target_tokens[{wrong[0]}] = {targets[wrong[0]]} is no token of the model, or stands for media or encloses "
-                "them: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0"
-            )
-        return row, targets, {name: inputs[name] for name in COLUMN_OF if name in inputs}, mask.astype(np.uint8)
+        ids = np.concatenate([prompt.input_ids, targets[-1:]])
+        return replace(prompt, input_ids=ids, token_types=np.concatenate([prompt.token_types, _TEXT])), inputs
 
-    def _scored(self, targets: Ids) -> npt.NDArray[np.bool_]:
-        """Which targets have a log-prob under the policy."""
-        known: npt.NDArray[np.bool_] = (targets >= 0) & (targets < self._vocabulary) & ~np.isin(targets, self._banned)
-        return known
+    def _masks(
+        self, flat: dict[str, npt.NDArray[Any]], lengths: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which targets of all rows are to be learnt, and which have a log-prob under the policy."""
+        targets = flat["target_tokens"]
+        inside = (targets >= 0) & (targets < self._vocabulary)
+        known = inside & self._known[np.where(inside, targets, 0)]
+        mask = np.zeros(len(targets), dtype=bool)
+        for name in ("mask",) if "mask" in flat else COLUMN_OF:
+            if name in flat:
+                mask |= flat[name] != 0
+        wrong = np.flatnonzero(mask & ~known)
+        if wrong.size:
+            ends = np.cumsum(lengths)
+            row = int(np.searchsorted(ends, wrong[0], side="right"))
+            raise InvalidRow(
+                row,
+                f"target_tokens[{wrong[0] - ends[row] + lengths[row]}] = {targets[wrong[0]]} is no token of the model, or stands "
+                "for media or encloses them: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0",
+            )
+        return mask, known
 
     # One input
 
@@ -169,12 +188,12 @@ class ChunkRenderer:
         else:
             ids = np.concatenate([np.zeros(0, np.int64), *(part[0] for part in parts)])
             types = np.concatenate([np.zeros(0, np.int8), *(part[1] for part in parts)])
-            raw = [token for part in parts for token in part[2]]
+            raw = list(chain.from_iterable(part[2] for part in parts))
         return Prompt(ids, types, list(raw), Conversation([], [], []), tuple(images), (), {})
 
     def _text(self, chunk: EncodedTextChunk) -> Part:
         ids = chunk.ids()
-        if ids.size and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+        if ids.size and ids.view(np.uint64).max() >= self._vocabulary:  # negative ones too
             place = int(np.argmax((ids < 0) | (ids >= self._vocabulary)))
             raise InvalidChunk(f"token {place} is {ids[place]}, but the model knows 0 to {self._vocabulary - 1}")
         return ids, np.zeros(len(ids), dtype=np.int8), chunk.tokens
@@ -212,6 +231,13 @@ class ChunkRenderer:
             return render(value, seen)
         except DataProtoError as error:
             raise InvalidRow(number, str(error)) from error
+
+
+def _not_first(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Over rows one after the other: all places but the first of each row."""
+    places = np.ones(int(lengths.sum()), dtype=bool)
+    places[np.cumsum(lengths) - lengths] = False
+    return places
 
 
 def _check_lengths(inputs: dict[str, npt.NDArray[Any]], tokens: int) -> Ids:

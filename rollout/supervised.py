@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataproto import DataProto, object_array
-from dataproto.collation import collate_supervised
+from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from dataproto.vlm import media_grids
 from rollout.messages import Conversation
@@ -129,20 +129,20 @@ class SupervisedBuilder(PromptBuilder):
 def collate_rows(
     builder: PromptBuilder,
     rows: Sequence[Prompt],
-    loss_masks: Sequence[npt.NDArray[np.uint8]],
+    loss_mask: Rows,
     objects: Mapping[str, Sequence[Any]],
 ) -> DataProto:
     """Training rows in the columns of a rollout, right-padded, R = L - 1, with the family's positions and shared media.
 
     Args:
-        loss_masks: of each row ``(P,)``, 1 on tokens to be learnt.
+        loss_mask: of each row ``(P,)`` uint8, 1 on tokens to be learnt.
         objects: further object columns.
     """
     if not rows:
         raise InvalidPrompt("a training batch needs at least one row")
     data = collate_supervised(
         [row.input_ids for row in rows],
-        loss_masks,
+        loss_mask,
         [row.token_types.view(np.uint8) for row in rows],
         pad_token_id=builder.pad_token_id,
     )
