@@ -4,17 +4,24 @@ Rollouts and packed rows are timed in ``benchmarks/dataproto.py``. Outputs are c
 """
 
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dataproto.chunks import Datum, EncodedTextChunk, ModelInput
-from recipes.tiny import make_tiny_model
-from rollout.chunks import ChunkRenderer
-from rollout.prompts import PromptBuilder
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [
+    place for place in sys.path if Path(place or ".").resolve() != HERE
+]  # its dataproto.py is not the library
+
+from dataproto.chunks import Datum, EncodedTextChunk, ModelInput  # noqa: E402
+from recipes.tiny import make_tiny_model  # noqa: E402
+from rollout.chunks import ChunkRenderer  # noqa: E402
+from rollout.prompts import PromptBuilder  # noqa: E402
 
 ROWS, REPEATS = 1024, 5
 
