@@ -154,6 +154,7 @@ FOUR = {
     "dp 2 x pp 2, interleaved, tied": ("deep", Layout(dp=2, pp=2), {"pipeline_schedule": "interleaved"}),
     "dp 2 x pp 2, ep 2": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {}),
     "pp 4, tied": ("deep", Layout(pp=4), {}),
+    "half precision": ("qwen3_vl_moe", Layout(sp=2, pp=2, ep=2), {"dtype": "bfloat16", "offload": True}),
 }
 
 
@@ -200,18 +201,18 @@ def alone(checkpoints):
     return learnt
 
 
-def check(outcome, expected):
+def check(outcome, expected, tolerance=1e-4):
     """Every rank's rows, losses and weights are those of one process."""
     for rank in outcome:
         assert not isinstance(rank, str), rank
         rows = rank["rows"]
-        torch.testing.assert_close(rank["before"], expected["before"][rows], atol=1e-4, rtol=0)
-        torch.testing.assert_close(rank["entropy"], expected["entropy"][rows], atol=1e-4, rtol=0)
-        torch.testing.assert_close(rank["curve"], expected["curve"], atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(rank["after"], expected["after"][rows], atol=1e-3, rtol=0)
+        torch.testing.assert_close(rank["before"], expected["before"][rows], atol=tolerance, rtol=0)
+        torch.testing.assert_close(rank["entropy"], expected["entropy"][rows], atol=tolerance, rtol=0)
+        torch.testing.assert_close(rank["curve"], expected["curve"], atol=10 * tolerance, rtol=1e-3)
+        torch.testing.assert_close(rank["after"], expected["after"][rows], atol=10 * tolerance, rtol=0)
         assert rank["weights"].keys() == expected["weights"].keys()
         for name, weight in rank["weights"].items():
-            assert (weight - expected["weights"][name]).abs().mean() < 1e-4, name
+            assert (weight - expected["weights"][name]).abs().mean() < tolerance, name
         assert all(torch.equal(weight, outcome[0]["weights"][name]) for name, weight in rank["weights"].items())
         assert torch.equal(rank["curve"], outcome[0]["curve"])
 
@@ -235,7 +236,8 @@ def test_two_ranks_learn_what_one_learns(outcomes, alone, case):
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks_learn_what_one_learns(outcomes_of_four, alone, case):
     model, _, options = FOUR[case]
-    check(outcomes_of_four[case], alone(model, **options))
+    tolerance = 5e-3 if "dtype" in options else 1e-4
+    check(outcomes_of_four[case], alone(model, **options), tolerance)
 
 
 def test_a_critic_learns_the_same(outcomes, checkpoints):
