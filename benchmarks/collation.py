@@ -69,12 +69,12 @@ def loop_over_tokens(data: list[Datum], builder: PromptBuilder) -> dict[str, tor
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """The fastest of several runs, as others may be at work on this machine."""
+    """Processor time of the fastest of several runs, as others may be at work on this machine."""
     times = []
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        start = time.process_time()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 

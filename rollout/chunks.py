@@ -5,9 +5,7 @@ row, R = L - 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +32,16 @@ Resolver = Callable[[str], bytes]
 """The ``location`` of an `ImageAssetPointerChunk` to the bytes of its file."""
 
 Ids = npt.NDArray[np.int64]
-Part = tuple[Ids, npt.NDArray[np.int8], Sequence[int]]  # ids and token types with a placeholder a feature; ids with one
 
-_TEXT = np.zeros(1, dtype=np.int8)
 COLUMN_OF = {"weights": "loss_weights", "logprobs": "rollout_log_probs", "advantages": "advantages"}
 """Where loss inputs go; ``target_tokens`` are the tokens themselves, ``mask`` is ``response_mask``."""
+
+
+class Part(NamedTuple):
+    """What a chunk becomes: ids, and for an image types, with a placeholder a feature."""
+
+    ids: Ids
+    types: npt.NDArray[np.int8] | None = None
 
 
 class ChunkRenderer:
@@ -62,7 +65,8 @@ class ChunkRenderer:
 
     def token_ids(self, model_input: Any) -> list[int]:
         """Its tokens, a placeholder for each feature of an image. Raises `InvalidChunk`."""
-        ids: list[int] = self._render(model_input, {}).input_ids.tolist()
+        parts, _ = self._parts(model_input, {})
+        ids: list[int] = _joined(parts)[0].tolist()
         return ids
 
     # For engines
@@ -79,16 +83,18 @@ class ChunkRenderer:
         return self.builder.collate(prompts)
 
     def _prompt(self, model_input: Any, seen: dict[Any, ProcessedImage]) -> Prompt:
-        prompt = self._render(model_input, seen)
+        parts, images = self._parts(model_input, seen)
+        ids, types = _joined(parts)
         image = self.builder.media_tokens.image
-        if prompt.raw_ids.count(image) != len(prompt.images):
+        raw_ids = [token for part in parts for token in (part.ids.tolist() if part.types is None else [image])]
+        if raw_ids.count(image) != len(images):
             raise InvalidPrompt(
                 f"its text chunks contain token {image}, the placeholder of an image: engines would look for one more image"
             )
-        if not len(prompt.input_ids):
+        if not len(ids):
             raise InvalidPrompt("it is empty: there is nothing to continue")
-        self.builder.check_length(len(prompt.input_ids))
-        return prompt
+        self.builder.check_length(len(ids))
+        return Prompt(ids, types, raw_ids, Conversation([], [], []), images, (), {})
 
     # For training
 
@@ -138,13 +144,20 @@ class ChunkRenderer:
         return batch
 
     def _row(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[Prompt, dict[str, npt.NDArray[Any]]]:
-        """The sequence and its loss inputs."""
+        """The sequence, its last target behind it, and the loss inputs."""
         datum = read_datum(value)
-        prompt = self._render(datum.model_input, seen)
         inputs = dict(datum.loss_fn_inputs)
-        targets = _check_lengths(inputs, len(prompt.input_ids))
-        ids = np.concatenate([prompt.input_ids, targets[-1:]])
-        return replace(prompt, input_ids=ids, token_types=np.concatenate([prompt.token_types, _TEXT])), inputs
+        if "target_tokens" not in inputs:
+            raise InvalidPrompt("its loss_fn_inputs lack 'target_tokens'")
+        parts, images = self._parts(datum.model_input, seen)
+        tokens = sum(len(part.ids) for part in parts)
+        for name, values in inputs.items():
+            if len(values) != tokens:
+                raise InvalidPrompt(f"loss_fn_inputs[{name!r}] has {len(values)} numbers for {tokens} input tokens")
+        if not tokens:
+            raise InvalidPrompt("its model input is empty")
+        ids, types = _joined([*parts, Part(inputs["target_tokens"][-1:])])
+        return Prompt(ids, types, [], Conversation([], [], []), images, (), {}), inputs
 
     def _masks(
         self, flat: dict[str, npt.NDArray[Any]], lengths: npt.NDArray[np.int64]
@@ -170,7 +183,7 @@ class ChunkRenderer:
 
     # One input
 
-    def _render(self, value: Any, seen: dict[Any, ProcessedImage]) -> Prompt:
+    def _parts(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[list[Part], tuple[ProcessedImage, ...]]:
         images: list[ProcessedImage] = []
         parts: list[Part] = []
         for number, chunk in enumerate(read_model_input(value).chunks):
@@ -183,20 +196,14 @@ class ChunkRenderer:
                     images.append(image)
             except DataProtoError as error:
                 raise InvalidChunk(f"chunk {number} ({chunk.type}): {error}") from error
-        if len(parts) == 1:
-            ids, types, raw = parts[0]
-        else:
-            ids = np.concatenate([np.zeros(0, np.int64), *(part[0] for part in parts)])
-            types = np.concatenate([np.zeros(0, np.int8), *(part[1] for part in parts)])
-            raw = list(chain.from_iterable(part[2] for part in parts))
-        return Prompt(ids, types, list(raw), Conversation([], [], []), tuple(images), (), {})
+        return parts, tuple(images)
 
     def _text(self, chunk: EncodedTextChunk) -> Part:
         ids = chunk.ids()
         if ids.size and ids.view(np.uint64).max() >= self._vocabulary:  # negative ones too
             place = int(np.argmax((ids < 0) | (ids >= self._vocabulary)))
             raise InvalidChunk(f"token {place} is {ids[place]}, but the model knows 0 to {self._vocabulary - 1}")
-        return ids, np.zeros(len(ids), dtype=np.int8), chunk.tokens
+        return Part(ids)
 
     def _image(self, chunk: ImageChunk | ImageAssetPointerChunk, seen: dict[Any, ProcessedImage]) -> ProcessedImage:
         key = bytes(chunk.data) if isinstance(chunk, ImageChunk) else chunk.location
@@ -217,14 +224,14 @@ class ChunkRenderer:
         return bytes(ImageChunk(data, chunk.format).data)
 
     def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
-        placeholder = [self.builder.media_tokens.image]
+        placeholder = self.builder.media_tokens.image
         ids, types = self.builder.family.expand(
-            placeholder, [image.inputs], self.builder.config, encode_text=self.builder.encode_text
+            [placeholder], [image.inputs], self.builder.config, encode_text=self.builder.encode_text
         )
         if expected is not None and expected != len(ids):
             width, height = image.image.size
             raise InvalidChunk(f"expected_tokens={expected}, but its {width} x {height} pixels make {len(ids)} tokens")
-        return ids, types, placeholder
+        return Part(ids, types)
 
     def _numbered(self, number: int, render: Callable[..., Any], value: Any, seen: dict[Any, ProcessedImage]) -> Any:
         try:
@@ -240,17 +247,16 @@ def _not_first(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return places
 
 
-def _check_lengths(inputs: dict[str, npt.NDArray[Any]], tokens: int) -> Ids:
-    """The targets; every loss input has ``tokens`` numbers."""
-    if "target_tokens" not in inputs:
-        raise InvalidPrompt("its loss_fn_inputs lack 'target_tokens'")
-    for name, values in inputs.items():
-        if len(values) != tokens:
-            raise InvalidPrompt(f"loss_fn_inputs[{name!r}] has {len(values)} numbers for {tokens} input tokens")
-    if not tokens:
-        raise InvalidPrompt("its model input is empty")
-    targets: Ids = inputs["target_tokens"]
-    return targets
+def _joined(parts: Sequence[Part]) -> tuple[Ids, npt.NDArray[np.int8]]:
+    """Ids and token types of parts one after the other."""
+    ids = np.concatenate([part.ids for part in parts]) if parts else np.zeros(0, np.int64)
+    types = np.zeros(len(ids), dtype=np.int8)
+    place = 0
+    for part in parts:
+        if part.types is not None:
+            types[place : place + len(part.ids)] = part.types
+        place += len(part.ids)
+    return ids, types
 
 
 def token_values(column: Tensor, data: Iterable[Datum | Any]) -> list[Tensor]:
