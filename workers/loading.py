@@ -1,10 +1,12 @@
 """Checkpoints into packed models, whole or spread over ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from dataproto.errors import InvalidConfig
@@ -21,16 +23,17 @@ Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
 def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, wrap: Wrap) -> PackedVLM:
     """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
 
-    Where FSDP alone spreads it, the first rank reads the checkpoint into its host memory and the others receive their parts;
-    with tensor parallelism or offload each rank reads it, and keeps its own part.
+    Where FSDP spreads it, the first rank (of each pipeline stage) reads the checkpoint into its host memory and the others
+    receive their parts; with tensor parallelism or offload each rank reads it, and keeps its own part.
 
     Args:
         config: an `EngineConfig` with a ``model_path``.
         wrap: the packed model around a loaded one.
     """
     family = checkpoint_family(config.model_path)
-    alone_reads = ranks.size("dp", "sp") == ranks.layout.world_size > 1 and not config.offload
-    if alone_reads and not ranks.first:
+    one_reads = ranks.size("dp", "sp") > 1 == ranks.size("tp") and not config.offload
+    reader = ranks.rank("dp") == ranks.rank("sp") == 0
+    if one_reads and not reader:
         model = hollow_model(config.model_path)
     else:
         model = AutoModelForImageTextToText.from_pretrained(
@@ -40,9 +43,9 @@ def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, w
     if ranks.mesh is None:
         model.to(device)  # type: ignore[arg-type]
     module = wrap(model, family)
-    weights = module.state_dict() if alone_reads and ranks.first else {}
+    weights = module.state_dict() if one_reads and reader else {}
     parallelize(module, ranks, config)
-    if alone_reads:
+    if one_reads:
         receive(module, weights, device, ranks)
     return module
 
@@ -57,15 +60,20 @@ def hollow_model(model_path: str) -> PreTrainedModel:
 
 
 def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ranks: Ranks) -> None:
-    """Fills sharded parameters, and buffers, from the first rank's whole ones."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    if not ranks.first:
+    """Fills sharded parameters, and buffers, from the whole ones of the first rank of dp x sp, one after the other."""
+    if not weights:
         module.to_empty(device=device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(module, weights, options=options)
+    group = ranks.group("dp", "sp")
+    send = partial(distributed.broadcast, src=distributed.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
+    for name, parameter in module.named_parameters():
+        whole = weights[name].to(device) if weights else torch.empty(parameter.shape, device=device)
+        send(whole)
+        sharded: Any = parameter.data
+        shape, offset = compute_local_shape_and_global_offset(whole.shape, sharded.device_mesh, sharded.placements)
+        part = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+        sharded.to_local().copy_(whole[part])
     for buffer in module.buffers():
-        distributed.broadcast(buffer, src=0)
+        send(buffer)
 
 
 def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trains: bool) -> None:

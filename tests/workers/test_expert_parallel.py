@@ -17,10 +17,12 @@ from helpers.tiny_models import tiny_config, tiny_model
 from workers.actor import ActorConfig, ActorWorker
 from workers.engine_config import EngineConfig
 from workers.layout import Layout
+from workers.mesh import Ranks
 from workers.optimizer import OptimizerConfig
 from workers.packed import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.collectives import Peers, exchange_tokens
+from workers.planning import share_out
 
 MOE = "qwen3_vl_moe"
 
@@ -87,14 +89,15 @@ def pg_loss(outputs, rows):
     return -outputs.log_probs * rows["advantages"], {}
 
 
-def learn(path, data, layout=None, folder=None):
+def learn(path, data, layout=None, folder=None, resume=None):
     """Gradient norms and losses of five updates with clipping, and log-probs and weights after them."""
-    actor = ActorWorker(
-        ActorConfig(path, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.1), token_budget=60),
-        CPU,
-        None if layout is None else joined(layout),
-    )
-    metrics = [actor.update(data, pg_loss) for _ in range(5)]
+    ranks = Ranks() if layout is None else joined(layout)
+    config = ActorConfig(path, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.1), token_budget=60)
+    actor = ActorWorker(config, CPU, ranks)
+    if resume is not None:
+        actor.load(resume)
+    data_here = share_out(data, ranks.size("dp"))[ranks.rank("dp")]
+    metrics = [actor.update(data_here, pg_loss) for _ in range(5)]
     curve = [(step["actor/loss"], step["actor/grad_norm"]) for step in metrics]
     scores = actor.log_probs(data)["old_log_probs"]
     weights = {name: weight.clone() for name, weight in actor.named_weights()}
@@ -102,7 +105,7 @@ def learn(path, data, layout=None, folder=None):
         return curve, scores, weights
     actor.save(folder)
     distributed.barrier()
-    actor.update(data, pg_loss)
+    actor.update(data_here, pg_loss)
     actor.load(folder)
     restored = all(torch.equal(weight, weights[name]) for name, weight in actor.named_weights())
     return curve, scores, weights, restored
@@ -125,6 +128,7 @@ FOUR = {
     "tp 2 x dp 2, ep 2": partial(equals_one_process, Layout(dp=2, tp=2, ep=2)),
     "ranks without tokens": partial(equals_one_process, Layout(dp=4, ep=2), prepare=partial(send_all_to, [0, 1])),
 }
+UNEVEN = Layout(dp=2, sp=2, ep=2)  # three experts on a rank, which two ranks share
 CHECKS = {"exchange": tokens_go_and_come_back, "shares": a_rank_holds_its_experts}
 
 
@@ -132,10 +136,22 @@ CHECKS = {"exchange": tokens_go_and_come_back, "shares": a_rank_holds_its_expert
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     config = config_with_heads(MOE, heads=4, key_value_heads=2)
+    config.text_config.num_experts = 6
     tiny_model(MOE, config=config).save_pretrained(path)
     data = mixed_rows(config)
     data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
     return str(path), data
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Where four ranks leave their state."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    return learn(*checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +163,10 @@ def outcomes(checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outcomes_of_four(tmp_path_factory):
-    return run_ranks(4, FOUR, tmp_path_factory.mktemp("four"))
+def outcomes_of_four(checkpoint, saved, tmp_path_factory):
+    return run_ranks(
+        4, FOUR | {"learning": partial(learn, *checkpoint, UNEVEN, saved)}, tmp_path_factory.mktemp("four")
+    )
 
 
 @pytest.mark.parametrize("case", TWO)
@@ -173,12 +191,23 @@ def test_what_cannot_be_dealt_out_is_named(outcomes):
         assert "layout.ep=2 must divide the 3 experts" in said[1]
 
 
-def test_five_steps_are_those_of_one_process(outcomes, checkpoint):
-    curve, scores, weights = learn(*checkpoint)
+@pytest.mark.parametrize("size", [2, 4])
+def test_five_steps_are_those_of_one_process(outcomes, outcomes_of_four, alone, size):
+    curve, scores, weights = alone
     assert all(norm > 0.1 for _, norm in curve)  # clipped
-    for outcome in outcomes["learning"]:
+    for outcome in (outcomes if size == 2 else outcomes_of_four)["learning"]:
         assert not isinstance(outcome, str), outcome
         torch.testing.assert_close(torch.tensor(outcome[0]), torch.tensor(curve), atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(outcome[1], scores, atol=1e-3, rtol=0)
         assert outcome[2].keys() == weights.keys()
+        for name, weight in outcome[2].items():
+            assert (weight - weights[name]).abs().mean() < 1e-4, name
         assert outcome[3]  # what was saved came back
+
+
+def test_one_process_goes_on_from_four(outcomes_of_four, checkpoint, saved):
+    before = outcomes_of_four["learning"][0][0]
+    curve, _, _ = learn(*checkpoint, resume=saved)
+    assert curve[0][0] < before[-1][0]  # it goes down where it stood
+    whole = dict(ActorWorker(ActorConfig(str(saved / "huggingface")), CPU).named_weights())
+    assert all(torch.equal(weight, whole[name]) for name, weight in outcomes_of_four["learning"][0][2].items())

@@ -64,7 +64,8 @@ class SplitExperts(nn.Module):
             split = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             self.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
             setattr(experts, name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
-        experts.num_experts = self.experts // self.peers.size  # type: ignore[assignment]
+        self.here = self.experts // self.peers.size
+        experts.num_experts = self.here  # type: ignore[assignment]
         self.compute = (experts,)  # in a tuple, so that its empty parameters are not this module's
 
     @torch.compiler.disable  # sizes of what is exchanged are known on the host alone

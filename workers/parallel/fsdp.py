@@ -13,7 +13,9 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from workers.engine_config import EngineConfig, compute_dtype
 from workers.mesh import Ranks
@@ -46,7 +48,14 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
         for block in model.get_submodule(path).children()
     ]
     for experts in split_experts(module):  # over the ranks that hold the same ones, be it one alone
-        shard(experts, mesh=ranks.experts["edp"], reshard_after_forward=options.reshard_after_forward)  # type: ignore[index]
+        holders: DeviceMesh = ranks.experts["edp"]  # type: ignore[index]
+        dim = 0 if experts.here % holders.size() == 0 else 1  # shards of parts of dimension 0 have to be of one size
+        shard(
+            experts,
+            mesh=holders,
+            reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=lambda weight, dim=dim: Shard(dim),
+        )
     for block in (*blocks, model.get_submodule(family.vision_tower)):
         shard(block, reshard_after_forward=options.reshard_after_forward)
     shard(module, reshard_after_forward=False)
