@@ -81,6 +81,9 @@ def _held(module: nn.Module, name: str) -> Tensor:
 
 def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
     """This rank's part of the weights that a parameter joins."""
+    vocabulary = getattr(module, "shard_indices", None)
+    if vocabulary is not None:
+        return parts[0][vocabulary.org_vocab_start_index : vocabulary.org_vocab_end_index]
     sizes = getattr(module, "output_partition_sizes", [])
     if len(sizes) > 1 and len(parts) == 1:  # joined in the checkpoint already
         scale = len(parts[0]) // sum(sizes)

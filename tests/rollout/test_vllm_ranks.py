@@ -1,0 +1,109 @@
+"""Two training ranks, sharded by FSDP, that run one vLLM together."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.checkpoints import write_checkpoint
+from helpers.engines import ROWS, SAMPLED
+from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
+from rollout.responses import attach_responses, build_requests
+from workers.actor import ActorConfig, ActorWorker
+from workers.layout import Layout
+from workers.mesh import join
+from workers.rollout import RolloutConfig, RolloutWorker
+
+pytestmark = pytest.mark.vllm
+
+CPU = torch.device("cpu")
+SIZE = 2
+
+
+def prompts_of(builder):
+    return builder([{**row, "uid": f"prompt {number}"} for number, row in enumerate(ROWS)])
+
+
+def work(rank, port, path, results):
+    """The first rank comes with one prompt, the second with the others; the engine's weights change once."""
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(SIZE)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        dist.init_process_group("gloo", rank=rank, world_size=SIZE)
+        ranks = join(Layout(dp=SIZE), CPU)
+        actor = ActorWorker(ActorConfig(path, temperature=SAMPLED.temperature), CPU, ranks)
+        builder = PromptBuilder.from_pretrained(path, 300)
+        options = {"tensor_parallel": SIZE, "max_model_len": 400, "kv_cache_bytes": 1 << 26, "max_num_seqs": 16}
+        config = RolloutConfig(path, "vllm", options | {"image_options": builder.image_options})
+        rollout = RolloutWorker(config, actor.named_weights, ranks)
+        prompts = prompts_of(builder)
+        mine = prompts[:1] if rank == 0 else prompts[1:]
+        first = rollout.generate(mine, SAMPLED)
+        with torch.no_grad():
+            for parameter in actor.module.parameters():
+                parameter.mul_(1.5)
+        assert rollout.differing_weights()
+        rollout.mark_stale()
+        second = rollout.generate(mine, SAMPLED)
+        results.put((rank, (read(first), read(second), rollout.differing_weights(), scores(actor, second))))
+    except BaseException:  # told to the test, so that nobody waits without a word
+        results.put((rank, traceback.format_exc()))
+
+
+def read(data):
+    return data["responses"].numpy(), data["rollout_log_probs"].numpy(), list(data["uid"])
+
+
+def scores(actor, data):
+    mask = data["response_mask"].bool()
+    return float((actor.log_probs(data)["old_log_probs"] - data["rollout_log_probs"])[mask].abs().max())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=work, args=(rank, port, checkpoint, results), daemon=True) for rank in range(SIZE)
+    ]
+    for process in processes:
+        process.start()
+    outcomes = dict(results.get(timeout=240) for _ in range(SIZE))
+    for process in processes:
+        process.join(timeout=30)
+        process.kill()
+    for outcome in outcomes.values():
+        assert not isinstance(outcome, str), outcome
+    return [outcomes[rank] for rank in range(SIZE)]
+
+
+def test_both_get_their_own_rows_as_one_process_samples_them(found, checkpoint):
+    builder = PromptBuilder.from_pretrained(checkpoint, 300)
+    engine, prompts = HFEngine(checkpoint, device=CPU), prompts_of(builder)
+    done, pad = engine.generate(build_requests(prompts, SAMPLED), SAMPLED), builder.tokenizer.pad_token_id
+    whole = attach_responses(prompts, done, SAMPLED, builder.family, pad)
+    expected = read(whole)
+    for rank, rows in enumerate((slice(0, SAMPLED.n), slice(SAMPLED.n, None))):
+        responses, _, uids = found[rank][0]
+        assert uids == expected[2][rows]
+        assert (responses == expected[0][rows]).all()
+
+
+def test_each_holds_its_part_of_the_new_weights(found):
+    for first, second, differing, largest in found:
+        assert not (first[1] == second[1]).all()
+        assert differing == []
+        assert largest < 1e-4
