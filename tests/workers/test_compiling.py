@@ -1,0 +1,79 @@
+"""Compiled layers give the same numbers, and are compiled once for all lengths."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
+from helpers.batches import prompt_batch, with_responses
+from helpers.tiny_models import tiny_model
+from workers.engine_config import EngineConfig
+from workers.mesh import Ranks
+from workers.packed import PackedVLM
+from workers.parallel import compiling, parallelize
+from workers.step import forward_rows
+
+CPU = torch.device("cpu")
+
+
+def batch(model, grids, lengths):
+    prompts = prompt_batch(model.config, grids, texts=[4 + 3 * number for number in range(len(grids))])
+    return with_responses(model.config, prompts, lengths=lengths, width=max(lengths))
+
+
+def run(module, data):
+    module.zero_grad()
+    log_probs = forward_rows(module, data, CPU).scores
+    weights = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(0))
+    (log_probs * weights).sum().backward()
+    gradients = {name: p.grad for name, p in module.model.named_parameters() if p.grad is not None}
+    return log_probs.detach(), gradients
+
+
+def check_compiled(model_type, mode):
+    model = tiny_model(model_type)
+    plain, compiled = (PackedVLM(copy.deepcopy(model), family_of(model.config), temperature=0.8) for _ in range(2))
+    options = EngineConfig(activation_checkpointing=mode, compile=True)
+    parallelize(compiled, Ranks(), options)
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    batches = (
+        ([[(4, 6), (8, 4)], [], [(6, 6)]], [5, 1, 6]),
+        ([[(8, 8)], [(4, 4)], []], [3, 9, 4]),
+        ([[(4, 10)], [], [], [(6, 4)]], [2, 7, 3, 1]),
+    )
+    for grids, lengths in batches:
+        data = batch(model, grids, lengths)
+        (ours, gradients), (expected, theirs) = run(compiled, data), run(plain, data)
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+        assert gradients.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[2] == graphs[1]  # other lengths compile nothing
+    assert not counters["graph_break"]
+    assert [name for name, _ in compiled.model.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_compiled_and_checkpointed_layers_give_the_same_numbers():
+    check_compiled("qwen2_5_vl", "selective")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_every_mode_can_be_compiled(model_type, mode):
+    check_compiled(model_type, mode)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    model = tiny_model("qwen2_5_vl")
+    module = PackedVLM(model, family_of(model.config), temperature=1.0)
+    monkeypatch.setattr(compiling, "which", lambda name: None)
+    with pytest.raises(InvalidConfig, match=r"C\+\+ compiler"):
+        compiling.apply(module, Ranks(), EngineConfig(compile=True))
