@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
-from recipes.tiny import make_tiny_model
+import torch  # noqa: E402
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
+
+from recipes.tiny import make_tiny_model  # noqa: E402
 
 TEXT: dict[str, dict[str, Any]] = {
     "tiny": {},
