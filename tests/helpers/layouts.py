@@ -32,7 +32,8 @@ def config_with_heads(model_type: str, heads: int, key_value_heads: int, tied: b
     text = config.text_config
     if getattr(text, "head_dim", None) is None and "mrope_section" in (text.rope_parameters or {}):
         half = text.hidden_size // heads // 2
-        text.rope_parameters["mrope_section"] = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+        sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+        text.rope_parameters = text.rope_parameters | {"mrope_section": sections}  # the dict itself is all models'
     text.num_attention_heads, text.num_key_value_heads = heads, key_value_heads
     config.tie_word_embeddings = text.tie_word_embeddings = tied
     return config
