@@ -1,6 +1,7 @@
 """The policy, defined once for actor, reference and engines. Letters: B rows, V vocabulary."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -23,8 +24,14 @@ def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[in
     if temperature != 1.0:
         logits = logits / temperature
     if banned_ids:
-        logits = logits.index_fill(-1, torch.tensor(banned_ids, device=logits.device), BANNED_LOGIT)
+        logits = logits.index_fill(-1, _on_device(tuple(banned_ids), logits.device), BANNED_LOGIT)
     return logits.log_softmax(-1)
+
+
+@lru_cache
+def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Ids that are looked up at every token, sent once: sending makes the host wait for the device."""
+    return torch.tensor(ids, device=device)
 
 
 def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:

@@ -23,7 +23,7 @@ from rollout.policy import sample
 
 EXTRA_ARGUMENT = "dataproto_sample"
 LOGPROBS_MODE = "processed_logits"  # what vLLM reports of the chosen tokens
-CHUNK_ROWS = 64  # rows processed at a time: bounds memory to a few copies of so many rows of logits
+CHUNK_ROWS = 256  # rows processed at a time: bounds memory to a few copies of so many rows of logits
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class PolicyProcessor(LogitsProcessor):
                 part = slice(start, start + CHUNK_ROWS)
                 where = part if whole else torch.tensor(numbers[part], device=logits.device)
                 chosen, log_probs = sample(logits[where], sampling, seeds[part], steps[part], self.banned_ids)
-                left = torch.full_like(logits[where], -torch.inf)
-                logits[where] = left.scatter_(1, chosen[:, None], log_probs[:, None])
+                logits[where] = -torch.inf
+                rows_left = torch.arange(start, start + len(chosen), device=logits.device) if whole else where
+                logits[rows_left, chosen] = log_probs
         return logits
 
     def _groups(self) -> Iterator[tuple[SamplingParams, list[int]]]:
