@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-
-from dataproto.errors import CheckpointError
 
 _STEP = re.compile(r"global_step_(\d+)")
 
@@ -55,24 +52,6 @@ def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
     """Step and directory of the newest whole checkpoint, if there is one."""
     steps = checkpoint_steps(root)
     return (steps[-1], root / f"global_step_{steps[-1]}") if steps else None
-
-
-def load_weights_into(model: PreTrainedModel, directory: Path) -> None:
-    """Copies the weights of a ``save_pretrained`` directory into a model of the same architecture, in place.
-
-    Raises:
-        CheckpointError: there is no such directory, or a tensor is missing, unknown or of another shape.
-    """
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} holds no Hugging Face checkpoint")
-    result: Any = type(model).from_pretrained(
-        directory, dtype=model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    loaded, found = result
-    problems = {kind: sorted(map(str, names)) for kind, names in found.items() if names and kind.endswith("_keys")}
-    if problems:
-        raise CheckpointError(f"{directory} does not fit the model: {problems}")
-    model.load_state_dict(loaded.state_dict())
 
 
 def random_states() -> dict[str, Any]:

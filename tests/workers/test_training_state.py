@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError
-from helpers.tiny_models import tiny_model
+from dataproto.vlm import family_of
+from helpers.tiny_models import MODEL_TYPES, tiny_model
+from workers.mesh import Ranks
+from workers.optimizer import Optimizer, OptimizerConfig
+from workers.packed import PackedVLM
 from workers.plain_checkpoint import read_into, write
+from workers.training_state import Saving, load_training_state
 
 
 class Bomb:
@@ -72,11 +77,6 @@ def test_what_does_not_fit_is_one_error(tmp_path, damage):
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
-    from dataproto.vlm import family_of
-    from workers.mesh import Ranks
-    from workers.optimizer import Optimizer, OptimizerConfig
-    from workers.packed import PackedVLM
-    from workers.training_state import Saving, load_training_state
 
     def made(seed):
         torch.manual_seed(seed)
@@ -113,11 +113,6 @@ def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
 
 
 def test_what_goes_wrong_behind_is_told_when_waited_for(tmp_path):
-    from dataproto.vlm import family_of
-    from workers.mesh import Ranks
-    from workers.optimizer import Optimizer, OptimizerConfig
-    from workers.packed import PackedVLM
-    from workers.training_state import Saving
 
     model = tiny_model("qwen2_5_vl")
     module, saving = PackedVLM(model, family_of(model), 1.0), Saving()
@@ -126,3 +121,16 @@ def test_what_goes_wrong_behind_is_told_when_waited_for(tmp_path):
     with pytest.raises((OSError, RuntimeError)):
         saving.finish()
     saving.finish()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_exported_model_is_the_trained_one_to_the_bit(tmp_path, model_type):
+
+    model = tiny_model(model_type)
+    module = PackedVLM(model, family_of(model), 1.0)
+    Saving().save_all(tmp_path, module, Optimizer(module.parameters(), OptimizerConfig()), Ranks(), behind=False)
+    loaded, found = type(model).from_pretrained(tmp_path / "huggingface", output_loading_info=True)
+    assert not any(names for kind, names in found.items() if kind.endswith("_keys"))
+    state = loaded.state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(state[name], weight), name
