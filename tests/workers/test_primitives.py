@@ -1,0 +1,113 @@
+"""Passes and steps by single calls, over two sharded processes against one."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidColumn
+from helpers.batches import prompt_batch, with_responses
+from helpers.processes import run_ranks
+from helpers.tiny_models import tiny_config, tiny_model
+from workers.actor import ActorConfig, ActorWorker
+from workers.group import LocalGroup
+from workers.layout import Layout
+from workers.mesh import Ranks, join
+from workers.optimizer import AdamParams
+from workers.primitives import PassOutput, join_passes
+
+CPU = torch.device("cpu")
+STEP = AdamParams(learning_rate=1e-2, eps=1e-3, grad_clip_norm=0.1)
+
+
+def folder() -> Path:
+    """Where the test has put the checkpoint, in an environment variable that the ranks inherit."""
+    return Path(os.environ["TEST_PRIMITIVES_FOLDER"])
+
+
+def actor(ranks: Ranks | None = None) -> ActorWorker:
+    return ActorWorker(ActorConfig(model_path=str(folder()), token_budget=40), CPU, ranks)
+
+
+def rows() -> DataProto:
+    """Two images of unequal size, one, none."""
+    config = tiny_config("qwen3_vl")
+    prompts = prompt_batch(config, [[(4, 6), (8, 4)], [(6, 6)], [], []], texts=[4, 7, 5, 3])
+    data = with_responses(config, prompts, lengths=[5, 4, 1, 6], width=6)
+    data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
+    return data
+
+
+def loss_fn(outputs, data):
+    return -outputs.log_probs * data["advantages"], {"tokens": torch.ones_like(outputs.log_probs)}
+
+
+def two_passes_and_a_step(worker: ActorWorker, first: DataProto, second: DataProto, everything: DataProto):
+    passes = [worker.forward_backward(part, loss_fn) for part in (first, second)]
+    stepped = worker.optim_step(STEP)
+    after = worker.forward(everything, loss_fn, per_token=True)
+    return passes, stepped, after
+
+
+def sharded_passes_equal_one_process() -> None:
+    ranks, data = join(Layout(dp=2), CPU), rows()
+    mine = ranks.rank("dp")
+    passes, stepped, after = two_passes_and_a_step(actor(), data[:2], data[2:], data)
+    ours, moved, seen = two_passes_and_a_step(
+        actor(ranks), data[mine : mine + 1], data[2 + mine : 3 + mine], data[[mine, 2 + mine]]
+    )
+    for one, other in zip(passes, ours, strict=True):
+        assert other.metrics.keys() == {"loss:sum", "tokens"}
+        assert dict(other.metrics) == pytest.approx(dict(one.metrics), rel=1e-5)
+    assert moved["grad_norm"] == pytest.approx(stepped["grad_norm"], rel=1e-4)
+    assert dict(seen.metrics) == pytest.approx(dict(after.metrics), rel=1e-4)
+    torch.testing.assert_close(seen.log_probs, after.log_probs[[mine, 2 + mine]], atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3_vl")
+    tiny_model("qwen3_vl").save_pretrained(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_PRIMITIVES_FOLDER", str(path))
+        yield
+
+
+def test_two_processes_equal_one(tmp_path):
+    outcomes = run_ranks(2, {"passes": sharded_passes_equal_one_process}, tmp_path)
+    assert outcomes["passes"] == [None, None]
+
+
+def test_passes_equal_an_update_and_leave_the_weights_alone():
+    data, worker, other = rows(), actor(), actor()
+    before = [parameter.detach().clone() for parameter in worker.module.parameters()]
+    assert worker.forward(data, loss_fn) == worker.forward(data, loss_fn)
+    worker.forward_backward(data, loss_fn)
+    assert all(torch.equal(a, b) for a, b in zip(before, worker.module.parameters()))
+    tokens = int(data["response_mask"].sum())
+    found = [parameter.grad / tokens for parameter in worker.module.parameters() if parameter.grad is not None]
+    expected = []
+    other.optimizer.adamw.step = lambda: expected.extend(
+        p.grad.clone() for p in other.module.parameters() if p.grad is not None
+    )
+    other.optimizer.step = lambda params=None, step=other.optimizer.step: step(AdamParams(grad_clip_norm=0.0))
+    other.update(data, loss_fn, aggregation="token-mean")
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_groups_pass_the_calls_on():
+    group = LocalGroup(actor())
+    assert group.forward(rows(), loss_fn).metrics["tokens"] == 16
+    with pytest.raises(InvalidColumn, match="banned"):
+        broken = rows()
+        broken["input_ids"][0, -6] = tiny_config("qwen3_vl").image_token_id
+        group.forward_backward(broken, loss_fn)
+
+
+def test_ranks_results_are_joined():
+    parts = [PassOutput({"loss:sum": 1.0}, torch.ones(n, 3)) for n in (2, 0, 1)]
+    assert join_passes(parts).log_probs.shape == (3, 3)
+    assert join_passes([PassOutput({"loss:sum": 1.0})] * 2) == PassOutput({"loss:sum": 1.0})
