@@ -151,11 +151,13 @@ def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch
     assert sum(size >= 200 * 200 * 3 for size in put) == 8
 
 
-def test_ranks_of_one_data_parallel_position_get_the_same_rows():
-    group = start(Layout(dp=1, tp=2))
+@pytest.mark.parametrize(("layout", "answering"), [(Layout(tp=2), 0), (Layout(pp=2), 1)])
+def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering):
+    """The first of those that share them answers, in the last stage of a pipeline."""
+    group = start(layout)
     found = group.add(numbers(3), 0)
     assert found["sum"].tolist() == [0, 1, 2]
-    assert found["rank"].tolist() == [0, 0, 0]
+    assert found["rank"].tolist() == [answering] * 3
     group._pool.close()
 
 
