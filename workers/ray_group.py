@@ -208,9 +208,9 @@ class RayPool:
     def _end(self, what: str, failures: dict[int, Exception], pending: list[int], rows: Sequence[str]) -> None:
         """Ends all processes; those that wait for others would wait for ever."""
         phases = self.last_phases()
-        late = [f"{self._name(rank, rows)} has not ended {phases.get(rank, what)!r}" for rank in pending]
+        late = [f"{self._name(rank, rows)} has not ended {_place(what, phases.get(rank))}" for rank in pending]
         dead = [
-            f"{self._name(rank, rows)} died in {phases.get(rank, what)!r}: {first_line(error)}"
+            f"{self._name(rank, rows)} died in {_place(what, phases.get(rank))}: {first_line(error)}"
             for rank, error in failures.items()
             if isinstance(error, RayActorError)
         ]
@@ -229,9 +229,9 @@ class RayPool:
         if isinstance(cause, DataProtoError):
             cause.add_note(f"in {what} at {where}")
             return cause
-        phase = self.last_phases().get(rank, what)
+        place = _place(what, self.last_phases().get(rank))
         notes = "\n".join(getattr(cause, "__notes__", ())) or str(failures[rank])
-        return WorkerFailed(f"{where} failed in {phase!r}: {type(cause).__name__}: {first_line(cause)}\n{notes}")
+        return WorkerFailed(f"{where} failed in {place}: {type(cause).__name__}: {first_line(cause)}\n{notes}")
 
     def _name(self, rank: int, rows: Sequence[str]) -> str:
         share = f", {rows[rank]}" if rows else ""
@@ -326,6 +326,11 @@ class RayGroup:
             raise AttributeError(name)
         dispatch_of(self._class, name)
         return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
+
+
+def _place(what: str, phase: str | None) -> str:
+    """A call, and what its rank last told of; the last word of one that died may not have come through."""
+    return repr(what) if phase in (None, what) else f"{what!r} (last told of: {phase!r})"
 
 
 def answers(place: dict[str, int], layout: Layout) -> bool:
