@@ -163,8 +163,10 @@ def pack_supervised(
     follows = learnt.view(-1)[1:] & (
         layout.position_ids.view(-1)[1:] > 0
     )  # a row's first token follows none of its row
-    labels = torch.full_like(tokens, NO_LABEL)
-    torch.where(follows, tokens.view(-1)[1:], torch.tensor(NO_LABEL), out=labels.view(-1)[:-1])
+    labels = torch.empty_like(tokens)
+    flat = labels.view(-1)
+    torch.where(follows, tokens.view(-1)[1:], torch.tensor(NO_LABEL), out=flat[:-1])
+    flat[-1:] = NO_LABEL
     return DataProto.from_dict(
         {"input_ids": tokens, "position_ids": layout.position_ids, "shift_labels": labels},
         {"cu_seqlens": layout.cu_seqlens},
