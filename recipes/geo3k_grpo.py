@@ -25,13 +25,14 @@ from recipes.grpo import GRPOConfig, grpo_step
 from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
 from recipes.one_step_off import LookAhead, RolloutAhead
 from recipes.phases import Progression
+from recipes.place import check_place
 from recipes.report import write_report
 from recipes.run_directory import open_run_directory
 from recipes.synthetic import LEVELS
 from recipes.synthetic.rows import ProblemRows
 from recipes.tiny import tiny_checkpoint
 from recipes.training import Loader, RunConfig, train, with_restarts
-from rollout.engine import ENGINES, SamplingParams
+from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
 from workers.critic import CriticConfig
@@ -97,14 +98,7 @@ class Geo3KConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-        if self.token_budget < 1 or self.max_restarts < 0:
-            raise InvalidConfig(
-                f"token_budget={self.token_budget} must be above 0, max_restarts={self.max_restarts} not below"
-            )
-        if self.on == "local" and self.layout.world_size > 1:
-            raise InvalidConfig(f"{self.layout} needs {self.layout.world_size} processes: add --on ray")
+        check_place(self)
         if self.one_step_off and (
             self.on == "local" or not self.ray.rollout_processes or self.algorithm.dynamic_sampling
         ):

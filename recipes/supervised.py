@@ -15,11 +15,11 @@ from dataproto.errors import InvalidConfig
 from recipes.evaluation import save_processors
 from recipes.loader import OnBadRow
 from recipes.metrics import speed_metrics, timed
+from recipes.place import check_place
 from recipes.report import write_report
 from recipes.run_directory import open_run_directory
 from recipes.tiny import make_tiny_model
 from recipes.training import Loader, RunConfig, train, with_restarts
-from rollout.engine import ENGINES
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
 from workers.launch import Roles, launch
@@ -74,14 +74,7 @@ class SupervisedConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-        if self.token_budget < 1 or self.max_restarts < 0:
-            raise InvalidConfig(
-                f"token_budget={self.token_budget} must be above 0, max_restarts={self.max_restarts} not below"
-            )
-        if self.on == "local" and self.layout.world_size > 1:
-            raise InvalidConfig(f"{self.layout} needs {self.layout.world_size} processes: add --on ray")
+        check_place(self)
 
 
 @dataclass(frozen=True)
