@@ -46,11 +46,6 @@ def adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterato
             yield name
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether some layer has an adapter."""
-    return any(base_name(name) is None for name, _ in model.named_parameters())
-
-
 def base_name(name: str) -> str | None:
     """The base model's name of a parameter, ``None`` for one of an adapter.
 
