@@ -100,6 +100,10 @@ class RewardError(DataProtoError, ValueError):
 # Between ranks
 
 
+class RunAbandoned(DataProtoError, RuntimeError):
+    """Completions were asked for after the engine had begun another run, which ends the one before."""
+
+
 class RankFailure(DataProtoError, RuntimeError):
     """A rank of a process group could not take its part in a collective; all ranks raise it, so that none waits for ever."""
 

@@ -16,6 +16,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
 from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids
 from rollout.policy import sample
+from rollout.randomness import uniforms
 
 # Finished rows leave a wave once fewer than this share of its rows still runs: moving the cache has its price.
 KEPT_SHARE = 0.75
@@ -91,7 +92,8 @@ class HFEngine:
         running = np.ones(len(requests), dtype=bool)  # rows of the wave that have not finished
         for step in range(sampling.max_tokens):
             logits = self.family.lm_head(self.model)(wave.hidden)
-            chosen, chosen_log_probs = sample(logits, sampling, wave.seeds, step, self.banned_ids)
+            numbers = torch.from_numpy(uniforms(wave.seeds, step)).to(self.device)
+            chosen, chosen_log_probs = sample(logits, sampling, numbers, self.banned_ids)
             ids = chosen.cpu().numpy()
             tokens[wave.requests, step] = ids
             log_probs[wave.requests, step] = chosen_log_probs.float().cpu().numpy()

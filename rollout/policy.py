@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rollout.engine import SamplingParams
-from rollout.randomness import uniforms
 
 # Finite, so that p * log p of a banned token is 0 and not NaN.
 BANNED_LOGIT = -1e30
@@ -20,11 +18,11 @@ def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[in
     >>> policy_log_probs(torch.tensor([0.0, 0.0, 9.0]), 1.0, banned_ids=[2]).exp().tolist()
     [0.5, 0.5, 0.0]
     """
-    logits = logits.float()
+    logits = logits.to(torch.float32, copy=True)
     if temperature != 1.0:
-        logits = logits / temperature
+        logits = logits.div_(temperature)
     if banned_ids:
-        logits = logits.index_fill(-1, _on_device(tuple(banned_ids), logits.device), BANNED_LOGIT)
+        logits = logits.index_fill_(-1, _on_device(tuple(banned_ids), logits.device), BANNED_LOGIT)
     return logits.log_softmax(-1)
 
 
@@ -83,18 +81,16 @@ def _block_size(vocabulary: int) -> int:
 
 
 def sample(
-    logits: Tensor, sampling: SamplingParams, seeds: np.ndarray, steps: np.ndarray | int, banned_ids: Sequence[int]
+    logits: Tensor, sampling: SamplingParams, numbers: Tensor, banned_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p and top-k.
 
     Args:
-        seeds: ``(B,)`` uint64, each row's own stream.
-        steps: number of the token within its response, one for all rows or ``(B,)``.
+        numbers: ``(B,)`` float64, each row's uniform number at this step (see `rollout.randomness.uniforms`).
     """
     log_probs = policy_log_probs(logits, sampling.temperature or 1.0, banned_ids)
     if sampling.temperature == 0:
         chosen = log_probs.argmax(-1)
     else:
-        numbers = torch.from_numpy(uniforms(seeds, steps)).to(logits.device, non_blocking=True)
         chosen = draw(restrict(log_probs, sampling.top_p, sampling.top_k), numbers)
     return chosen, log_probs.gather(1, chosen[:, None]).squeeze(1)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, MediaMismatch
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, MediaMismatch, RunAbandoned
 from dataproto.vlm import family_of
 from rollout import vllm_versions
 from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids
@@ -57,7 +57,7 @@ class VLLMEngine:
         vllm_versions.set_environment()
         from vllm import LLM
 
-        from rollout.vllm_policy import LOGPROBS_MODE, PolicyProcessor
+        from rollout.vllm_policy import install
 
         if sleep_level not in (1, 2):
             raise InvalidConfig(f"sleep_level={sleep_level}: must be 1 (weights to the host) or 2 (weights dropped)")
@@ -78,8 +78,6 @@ class VLLMEngine:
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enable_sleep_mode": on_cuda,
-            "logits_processors": [PolicyProcessor],
-            "logprobs_mode": LOGPROBS_MODE,
             "generation_config": "vllm",
         } | ({} if on_cuda else {"enforce_eager": True, "skip_mm_profiling": True})
         try:
@@ -87,6 +85,9 @@ class VLLMEngine:
                 self.llm = LLM(model_path, **chosen | options)
         except (ValueError, TypeError, ImportError) as error:
             raise InvalidConfig(f"vLLM does not start on {model_path}: {_first_line(error)}") from error
+        if self.llm.llm_engine.vllm_config.speculative_config is not None:
+            raise InvalidConfig("speculative_config: tokens are sampled by the policy itself, one at a time")
+        (self.sampler,) = self.llm.collective_rpc(install)
         self.engine = self.llm.llm_engine
         self.max_model_len = int(self.llm.model_config.max_model_len)
         self.max_images = max_images
@@ -96,6 +97,7 @@ class VLLMEngine:
         self.end_ids = end_ids(GenerationConfig.from_pretrained(model_path))
         self.processor_options = _processor_options(image_options)
         self._awake = self._has_weights = self._has_kv_cache = True
+        self._open: dict[str, int] = {}  # requests of the run under way, and their numbers
         self._runs = count()
         self._image_keys = ImageKeys()
 
@@ -107,43 +109,54 @@ class VLLMEngine:
         Raises:
             InvalidPrompt: prompts that are too long, have too many images or one that vLLM refuses, or whose tokens vLLM expands
                 otherwise than the training side did; names the rows, and nothing has been generated.
+            RunAbandoned: read on after another run has begun; an engine has one at a time.
         """
         prompts = self._render(requests, sampling)
         self._wake_kv_cache()
-        run = next(self._runs)
-        open_requests: dict[str, int] = {}
+        self._abort(self._open)  # of a caller who neither finished nor closed the last run
+        self._open, run = {}, next(self._runs)
+        mine = self._open
+        self.sampler.begin(requests, sampling)
         try:
             for number, request in enumerate(requests):
                 name = f"{run}-{number}"
                 try:
-                    self.engine.add_request(name, prompts[id(request.input_ids)], self._params(request, sampling))
+                    self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
                 except ValueError as error:
                     raise InvalidPrompt(f"row {number // sampling.n}: {_first_line(error)}") from error
-                open_requests[name] = number
-            while open_requests:
+                mine[name] = number
+            while mine:
                 for output in self.engine.step():
-                    if output.finished and output.request_id in open_requests:
-                        yield _completion(open_requests.pop(output.request_id), output.outputs[0])
+                    if output.finished and output.request_id in mine:
+                        yield self._completion(mine.pop(output.request_id), output.outputs[0])
+                        if self._open is not mine:
+                            raise RunAbandoned("another run began before this one was read to its end")
         finally:
-            if open_requests:  # an error, or a caller who wants no more
-                self.engine.abort_request(list(open_requests))
+            self._abort(mine)  # after an error, or for a caller who wants no more
 
-    def _params(self, request: Request, sampling: SamplingParams) -> Any:
+    def _abort(self, requests: dict[str, int]) -> None:
+        if requests:
+            self.engine.abort_request(list(requests))
+            requests.clear()
+
+    def _completion(self, number: int, output: Any) -> Completion:
+        token_ids = list(output.token_ids)
+        reason = "stop" if output.finish_reason == "stop" else "length"
+        return Completion(number, token_ids, self.sampler.log_probs(number, len(token_ids)), reason)
+
+    def _params(self, number: int, sampling: SamplingParams) -> Any:
         from vllm import SamplingParams as Params
         from vllm.sampling_params import RequestOutputKind
 
-        from rollout.vllm_policy import EXTRA_ARGUMENT, SampleStream
+        from rollout.vllm_policy import EXTRA_ARGUMENT
 
         return Params(
-            temperature=0.0,  # `PolicyProcessor` leaves one token to choose from
             max_tokens=sampling.max_tokens,
             stop_token_ids=sorted({*self.end_ids, *sampling.stop_token_ids}),
             ignore_eos=True,  # the end tokens are among the stop tokens
-            logprobs=0,
-            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={EXTRA_ARGUMENT: SampleStream(sampling, request.seed)},
+            extra_args={EXTRA_ARGUMENT: number},
         )
 
     # Prompts
@@ -294,11 +307,6 @@ def check_expansion(engine_ids: Sequence[int], input_ids: Tensor) -> None:
 def _processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The image processor's settings: PIL's backend, as everywhere in this project, and the builder's own."""
     return {"use_fast": False} | dict(image_options or {})
-
-
-def _completion(number: int, output: Any) -> Completion:
-    reason = "stop" if output.finish_reason == "stop" else "length"
-    return Completion(number, list(output.token_ids), list(output.logprobs.logprobs), reason)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,83 +1,83 @@
-"""The policy inside vLLM's sampler: tokens and log-probs exactly as DESIGN defines them, each sample from its own stream.
+"""The policy inside vLLM: tokens and log-probs exactly as DESIGN defines them, each sample from its own stream.
 
-vLLM is asked for greedy tokens and for the processed logits of the chosen ones. A logits processor, which sees the raw logits
-of a whole step, chooses the tokens with the function that the Hugging Face engine uses, and leaves in each row nothing but the
-chosen token, with its log-prob as its logit. So banned ids, temperature, top-p and top-k mean the same in both engines, log-probs
-are those before top-p and top-k, a sample draws the same numbers in any batch and on any rank, and no random state of the process
-is touched. (vLLM's own seeds would make it loop over the rows.)
+vLLM's sampler is replaced by one that chooses the tokens of a step with the function that the Hugging Face engine uses. So banned
+ids, temperature, top-p and top-k mean the same in both engines, log-probs are those before top-p and top-k, a sample draws the
+same numbers in any batch and on any rank, and no random state of the process is touched. (vLLM's own seeds would make it loop
+over the rows; a logits processor makes it wait for each step's tokens before it prepares the next.) Log-probs stay on the device
+until their response is whole.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
-from rollout.engine import SamplingParams
+from rollout.engine import Request, SamplingParams
 from rollout.policy import sample
+from rollout.randomness import uniforms
+from rollout.vllm_versions import batch_of
 
-EXTRA_ARGUMENT = "dataproto_sample"
-LOGPROBS_MODE = "processed_logits"  # what vLLM reports of the chosen tokens
-CHUNK_ROWS = 256  # rows processed at a time: bounds memory to a few copies of so many rows of logits
-
-
-@dataclass(frozen=True)
-class SampleStream:
-    """What a request brings with it: how it is sampled, and its own random numbers."""
-
-    sampling: SamplingParams
-    seed: int
+EXTRA_ARGUMENT = "dataproto_request"
+"""The argument under which a request of vLLM's carries its number among those of the run."""
+CHUNK_ROWS = 256  # rows sampled at a time: bounds memory to a few copies of so many rows of logits
 
 
-@dataclass(frozen=True)
-class _Row:
-    stream: SampleStream
-    tokens: list[int]  # vLLM's own list of what the row has generated; it grows
+class PolicySampler(Sampler):
+    """Chooses the next token of every row; knows the requests of one run at a time."""
 
-
-class PolicyProcessor(LogitsProcessor):
-    """Chooses the next token of every row that carries a `SampleStream`."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        config = vllm_config.model_config.hf_config
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        config = runner.model_config.hf_config
         self.banned_ids = family_of(config).banned_ids(config)
-        self.rows: dict[int, _Row] = {}
+        self.runner = runner
+        self.device: torch.device = runner.device
+        # What is read back was written before the tokens came to the host: it must not wait for the step under way.
+        self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def is_argmax_invariant(self) -> bool:
-        return False
+    def begin(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        """Forgets the last run: from here on rows belong to these requests."""
+        self.sampling = sampling
+        self.seeds = np.array([request.seed for request in requests], dtype=np.uint64)
+        # The last column is for tokens that vLLM throws away, of prompts read in part.
+        self.found = torch.zeros(len(requests), sampling.max_tokens + 1, device=self.device)
+        self._names: list[str] = []
+        self._numbers = np.zeros(0, dtype=np.int64)
 
-    def update_state(self, batch_update: Any) -> None:
-        process_dict_updates(self.rows, batch_update, _row)
+    def log_probs(self, number: int, count: int) -> list[float]:
+        """Those of the first ``count`` tokens of request ``number``, which have been sampled."""
+        with nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream):
+            values: list[float] = self.found[number, :count].tolist()
+        return values
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """``logits (B, V)`` float32, in place."""
-        for sampling, numbers in self._groups():
-            rows = [self.rows[number] for number in numbers]
-            seeds = np.array([row.stream.seed for row in rows], dtype=np.uint64)
-            steps = np.array([len(row.tokens) for row in rows], dtype=np.int64)
-            whole = numbers == list(range(len(logits)))
-            for start in range(0, len(rows), CHUNK_ROWS):
-                part = slice(start, start + CHUNK_ROWS)
-                where = part if whole else torch.tensor(numbers[part], device=logits.device)
-                chosen, log_probs = sample(logits[where], sampling, seeds[part], steps[part], self.banned_ids)
-                logits[where] = -torch.inf
-                rows_left = torch.arange(start, start + len(chosen), device=logits.device) if whole else where
-                logits[rows_left, chosen] = log_probs
-        return logits
-
-    def _groups(self) -> Iterator[tuple[SamplingParams, list[int]]]:
-        """Row numbers, ascending, by how they are sampled."""
-        groups: dict[SamplingParams, list[int]] = {}
-        for number in sorted(self.rows):
-            groups.setdefault(self.rows[number].stream.sampling, []).append(number)
-        yield from groups.items()
+    def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
+        """``logits (B, V)`` of the batch under way; sampled tokens are ``(B, 1)`` int32."""
+        names, steps, thrown_away = batch_of(self.runner)
+        if names != self._names:
+            self._names, requests = names, self.runner.requests
+            self._numbers = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
+        places = np.where(thrown_away, self.sampling.max_tokens, steps)
+        numbers = uniforms(self.seeds[self._numbers], places)
+        sent = torch.from_numpy(np.stack([self._numbers, places, numbers.view(np.int64)]))
+        if self.side_stream is not None:
+            sent = sent.pin_memory().to(self.device, non_blocking=True)  # one copy, which the host does not wait for
+        chosen, log_probs = [], []
+        for start in range(0, len(names), CHUNK_ROWS):
+            part = slice(start, start + CHUNK_ROWS)
+            tokens, values = sample(logits[part], self.sampling, sent[2, part].view(torch.float64), self.banned_ids)
+            chosen.append(tokens)
+            log_probs.append(values)
+        self.found[sent[0], sent[1]] = torch.cat(log_probs)
+        return SamplerOutput(sampled_token_ids=torch.cat(chosen).int().unsqueeze(-1), logprobs_tensors=None)
 
 
-def _row(params: Any, prompt_ids: list[int] | None, tokens: list[int]) -> _Row | None:
-    stream = (params.extra_args or {}).get(EXTRA_ARGUMENT)
-    return None if stream is None else _Row(stream, tokens)
+def install(worker: Any) -> PolicySampler:
+    """Puts the policy in the place of a worker's sampler."""
+    sampler = PolicySampler(worker.model_runner)
+    worker.model_runner.sampler = sampler
+    return sampler

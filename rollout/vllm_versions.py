@@ -14,7 +14,7 @@ from dataproto.errors import InvalidConfig
 
 FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # from 0.30 on the other runner takes another kind of logits processor
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # from 0.30 on the other runner has another kind of sampler
 }
 DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -67,6 +67,16 @@ def executor(tensor_parallel: int) -> str | None:
             "torch.distributed.init_process_group first"
         )
     return "external_launcher" if several else None
+
+
+def batch_of(runner: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """The step under way, row by row: names of the requests, how many tokens each has after its prompt, and whether the token
+    that it is about to get is thrown away, because only a part of what it has was read.
+    """
+    batch = runner.input_batch
+    rows = batch.num_reqs
+    tokens = runner.optimistic_seq_lens_cpu[:rows].numpy() - batch.num_prompt_tokens[:rows]
+    return list(batch.req_ids[:rows]), tokens, runner.discard_request_mask.np[:rows]
 
 
 def model_of(worker: Any) -> nn.Module:

@@ -39,8 +39,8 @@ def write_published(model_type, path):
     return checkpoint
 
 
-def start(model_type, path):
-    """A checkpoint's builder, actor and both engines, all with the same weights."""
+def start(model_type, path, **options):
+    """A checkpoint's builder, actor and both engines, all with the same weights; ``options`` are vLLM's."""
     checkpoint = write_checkpoint(model_type, path / "actor")
     builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)
     actor = ActorWorker(
@@ -49,10 +49,7 @@ def start(model_type, path):
     vllm = create_engine(
         "vllm",
         write_published(model_type, path / "engine"),
-        max_num_seqs=16,
-        max_model_len=400,
-        max_images=3,
-        kv_cache_bytes=1 << 26,
+        **{"max_num_seqs": 16, "max_model_len": 400, "max_images": 3, "kv_cache_bytes": 1 << 26} | options,
         image_options=builder.image_options,
     )
     assert vllm.differing_weights(actor.named_weights())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.errors import InvalidConfig, InvalidPrompt, RunAbandoned
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, picture, start
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
@@ -109,6 +109,16 @@ def test_a_caller_who_stops_early_leaves_nothing_behind(setup):
     next(stream)
     stream.close()
     assert not setup.vllm.engine.has_unfinished_requests()
+    assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
+
+
+def test_another_run_ends_the_one_before(setup):
+    before = generate(setup, setup.vllm, SAMPLED)
+    abandoned = setup.vllm.generate(build_requests(setup.prompts, SAMPLED), SAMPLED)
+    next(abandoned)
+    assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
+    with pytest.raises(RunAbandoned):
+        list(abandoned)
     assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
 
 
