@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dataproto.errors import InvalidIndex, RankFailure
 
-_all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 Result = TypeVar("Result")
 Kind = Literal["all_gather", "gather", "broadcast", "scatter"]
@@ -104,7 +104,7 @@ class Ranks:
         if not any(sizes):
             return
         if call.kind == "all_gather" and len(set(sizes)) == 1:
-            _all_gather_equal(received, sent[0], group=self.group)
+            all_gather_equal(received, sent[0], group=self.group)
         elif call.kind == "all_gather":
             for rank, place in enumerate(received.split(list(sizes))):
                 if rank == self.rank:

@@ -71,6 +71,8 @@ class Completion:
 class RolloutEngine(Protocol):
     """An engine owns weights of its own, which `load_weights` replaces."""
 
+    dtype: torch.dtype  # of its weights
+
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         """Yields one completion a request, in the order in which they finish."""
         ...

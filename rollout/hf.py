@@ -62,8 +62,9 @@ class HFEngine:
         self.device = device or cpu_or_cuda()
         if dtype == "auto":
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self.model = AutoModelForImageTextToText.from_pretrained(
-            model_path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            model_path, dtype=self.dtype, attn_implementation="sdpa"
         )
         self.model.to(self.device)  # type: ignore[arg-type]
         self.model.eval().requires_grad_(False)

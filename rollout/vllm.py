@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 from weakref import ref
 
+import torch
 from PIL import Image
 from torch import Tensor
 from transformers import GenerationConfig
@@ -89,6 +90,7 @@ class VLLMEngine:
             raise InvalidConfig("speculative_config: tokens are sampled by the policy itself, one at a time")
         (self.sampler,) = self.llm.collective_rpc(install)
         self.engine = self.llm.llm_engine
+        self.dtype: torch.dtype = self.llm.model_config.dtype
         self.max_model_len = int(self.llm.model_config.max_model_len)
         self.max_images = max_images
         self.sleep_level = sleep_level

@@ -173,9 +173,12 @@ class PolicyWorker(ModelWorker):
         """
         return self.scores(data, into, entropy)
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part."""
-        return all_named_weights(self.module.model, self.ranks)
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part.
+
+        ``dtype`` is what tensors that have to be gathered come in, if not their own.
+        """
+        return all_named_weights(self.module.model, self.ranks, dtype)
 
 
 class ReferenceWorker(PolicyWorker):

@@ -68,7 +68,9 @@ def build_rollout(
         return beside, lambda: None  # they stream from the actor before they next generate
     engines = RayPool(Layout(dp=config.rollout_processes), config, blobs)
     stack.callback(engines.close)
-    rollout = engines.build("rollout", lambda host: RolloutWorker(plan.rollout, host.receive_weights, host.ranks))
+    rollout = engines.build(
+        "rollout", lambda host: RolloutWorker(plan.rollout, lambda dtype: host.receive_weights(), host.ranks)
+    )
     pool.open_channel(engines)
     pool.hand_over("actor", rollout)
     return rollout, lambda: pool.hand_over("actor", rollout)

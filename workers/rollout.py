@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 from transformers import AutoTokenizer
 
@@ -31,10 +33,10 @@ class RolloutWorker:
     def __init__(
         self,
         config: RolloutConfig,
-        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        weights: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]],
         ranks: Ranks | None = None,
     ) -> None:
-        """``weights`` gives the actor's (name, tensor) pairs; it is asked whenever they have changed.
+        """``weights`` gives the actor's (name, tensor) pairs; it is asked, with the engine's dtype, whenever they have changed.
 
         ``ranks`` is this process's place in the training layout, by which rows come and go; the engine's option
         ``tensor_parallel`` is independent of it.
@@ -44,7 +46,7 @@ class RolloutWorker:
         block = neighbours(ranks, tensor_parallel)
         self.engine = create_engine(config.engine, config.model_path, **config.options)
         number = 0 if ranks.mesh is None else distributed.get_rank() // tensor_parallel
-        self.sharding = ShardingManager(self.engine, weights, block, number)
+        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, number)
         self.family = checkpoint_family(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(

@@ -5,6 +5,7 @@
 import os
 from functools import partial
 from pathlib import Path
+from unittest import mock
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +18,7 @@ from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
+from workers import weights
 from workers.actor import ActorConfig, ActorWorker
 from workers.engine_config import LoraConfig
 from workers.layout import Layout
@@ -215,7 +217,13 @@ def half_precision_is_near(model_type: str) -> None:
     found = worker.log_probs(data[rows])["old_log_probs"]
     assert 0 < (found - expected[rows]).abs().max() < 0.1
     worker.update(data[rows], pg_loss)
-    assert all(weight.dtype == torch.float32 for _, weight in worker.named_weights())
+    whole = dict(worker.named_weights())
+    assert all(weight.dtype == torch.float32 for weight in whole.values())
+    for bucket_bytes in (weights.BUCKET_BYTES, 3000):
+        with mock.patch.object(weights, "BUCKET_BYTES", bucket_bytes):
+            halves = dict(worker.named_weights(torch.bfloat16))
+        assert list(halves) == list(whole)
+        assert all(torch.equal(half, whole[name].bfloat16()) for name, half in halves.items())
 
 
 def equals_row_by_row(model_type: str) -> None:
