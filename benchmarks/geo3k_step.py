@@ -48,9 +48,9 @@ def of_drawn_lengths(engine: type) -> type:
     """An engine whose responses have drawn lengths."""
 
     class DrawnLengths(engine):  # type: ignore[misc]
-        def _params(self, request: Any, sampling: Any) -> Any:
-            params = super()._params(request, sampling)
-            params.max_tokens = drawn_length(request.seed, sampling.max_tokens)
+        def _params(self, number: int, sampling: Any) -> Any:
+            params = super()._params(number, sampling)
+            params.max_tokens = drawn_length(int(self.sampler.seeds[number]), sampling.max_tokens)
             return params
 
     return DrawnLengths

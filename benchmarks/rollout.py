@@ -1,6 +1,7 @@
 """Our vLLM engine beside bare vLLM on one GPU: tokens/s, weight hand-over, sleep and wake, memory, and the actor's log-probs.
 
     python benchmarks/rollout.py --size 7b                  # ours, and bare vLLM in a process of its own after it
+    python benchmarks/rollout.py --size 7b --gpus 2 --tensor-parallel 2     # ours alone, the actor sharded by FSDP over the GPUs
     python benchmarks/rollout.py --size tiny --requests 8 --max-tokens 32         # on a CPU build of vLLM
 
 Prompts have one image and about 350 tokens; random weights end no response, so every one has ``--max-tokens`` tokens. Bare vLLM
@@ -14,7 +15,7 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,21 +27,17 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
+from torch import distributed  # noqa: E402
 
-from rollout.engine import SamplingParams, create_engine  # noqa: E402
+from rollout.engine import SamplingParams, cpu_or_cuda, create_engine  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from rollout.responses import attach_responses, build_requests  # noqa: E402
+from workers import ActorConfig, ActorWorker  # noqa: E402
+from workers.layout import Layout  # noqa: E402
+from workers.mesh import join  # noqa: E402
+from workers.weights import full_tensor  # noqa: E402
 
 ROUNDS = 3
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """How long ``work`` takes, the device's part included."""
-    synchronize()
-    start = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - start
 
 
 def synchronize() -> None:
@@ -65,57 +62,117 @@ def prompts_of(path: str, count: int) -> Any:
     return PromptBuilder.from_pretrained(path, 1024)(rows(count))
 
 
+class Ours:
+    """The engine beside an actor that holds the same weights; over several processes the actor is sharded."""
+
+    def __init__(self, path: str, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        device = cpu_or_cuda()
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(device)
+        if self.world > 1:
+            distributed.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
+        prompts = prompts_of(path, arguments.requests)
+        engines = self.world // arguments.tensor_parallel
+        self.prompts = prompts[self.rank // arguments.tensor_parallel :: engines]
+        self.actor = ActorWorker(ActorConfig(path), device, join(Layout(dp=self.world), device))
+        self.say("device memory: actor alone", used_gib(), "GiB")
+        started = time.perf_counter()
+        self.engine: Any = create_engine(
+            "vllm",
+            path,
+            max_model_len=1024 + arguments.max_tokens,
+            max_num_seqs=256,
+            memory_share=arguments.memory_share,
+            tensor_parallel=arguments.tensor_parallel,
+        )
+        self.say("engine up", time.perf_counter() - started, "s")
+        self.say("device memory: engine awake", used_gib(), "GiB")
+
+    def say(self, name: str, value: float, unit: str) -> None:
+        if self.rank == 0:
+            say(name, value, unit)
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """How long ``work`` takes on all ranks, the devices' part included."""
+        self.wait()
+        start = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        synchronize()
+        if self.world > 1:
+            distributed.barrier()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.actor.named_weights(self.engine.dtype)
+
+    def hand_over(self) -> None:
+        self.engine.load_weights(self.weights())
+
+    def one_by_one(self) -> None:
+        """What a plain program does."""
+        model = self.actor.module.model
+        self.engine.load_weights((name, full_tensor(weight)) for name, weight in model.named_parameters())
+
+    def wake(self) -> None:
+        if not self.engine.wake():
+            self.hand_over()
+        self.engine.wake_kv_cache()
+
+    def weights_and_memory(self) -> None:
+        self.say("first hand-over", 1000 * self.seconds(self.hand_over), "ms")
+        if self.world > 1:
+            self.say("plain loop of full tensors", 1000 * median(self.seconds(self.one_by_one) for _ in range(3)), "ms")
+        self.say("hand-over in place", 1000 * median(self.seconds(self.hand_over) for _ in range(5)), "ms")
+        self.say("weights that differ after it", len(self.engine.differing_weights(self.weights())), "")
+        cycles: dict[str, list[float]] = {"sleep": [], "wake, hand-over and KV cache": []}
+        for _ in range(ROUNDS):
+            cycles["sleep"].append(self.seconds(self.engine.sleep))
+            asleep = used_gib()
+            cycles["wake, hand-over and KV cache"].append(self.seconds(self.wake))
+        for name, found in cycles.items():
+            self.say(name, 1000 * median(found), "ms")
+        self.say("device memory: engine asleep", asleep, "GiB")
+
+    def generation(self) -> None:
+        sampling = SamplingParams(max_tokens=self.arguments.max_tokens)
+        requests = build_requests(self.prompts, sampling)
+        completions: list[Any] = []
+        rates = []
+        for _ in range(1 + ROUNDS):
+            taken = self.seconds(
+                lambda: completions.__setitem__(slice(None), list(self.engine.generate(requests, sampling)))
+            )
+            tokens = sum(len(each.token_ids) for each in completions)
+            rates.append(tokens * (self.world // self.arguments.tensor_parallel) / taken)
+        self.say("generation", median(rates[1:]), "tokens/s")
+        data = attach_responses(self.prompts, completions, sampling, self.engine.family, 0)
+        if self.arguments.tensor_parallel > 1:
+            others: list[Any] = [None] * self.world
+            distributed.all_gather_object(others, data["responses"].tolist())
+            size = self.arguments.tensor_parallel
+            same = all(found == others[rank // size * size] for rank, found in enumerate(others))
+            self.say("ranks of an engine sampled the same", float(same), "")
+        scored = self.actor.log_probs(data)["old_log_probs"]
+        difference = (scored - data["rollout_log_probs"]).abs()[data["response_mask"].bool()]
+        for name, value in (
+            ("mean", difference.mean()),
+            ("99 %", difference.quantile(0.99)),
+            ("max", difference.max()),
+        ):
+            self.say(f"log-prob difference to the actor, {name}", float(value), "nats")
+
+
 def ours(path: str, arguments: argparse.Namespace) -> None:
-    """The engine beside an actor that holds the same weights."""
-    from workers import ActorConfig, ActorWorker
-
-    prompts = prompts_of(path, arguments.requests)
-    actor = ActorWorker(ActorConfig(path))
-    before = used_gib()
-    started = time.perf_counter()
-    options = {
-        "max_model_len": 1024 + arguments.max_tokens,
-        "max_num_seqs": 256,
-        "memory_share": arguments.memory_share,
-    }
-    engine = create_engine("vllm", path, **options)
-    say("engine up", time.perf_counter() - started, "s")
-    say("device memory: actor alone", before, "GiB")
-    say("device memory: engine awake", used_gib(), "GiB")
-    say("first hand-over", 1000 * seconds(lambda: engine.load_weights(actor.named_weights())), "ms")
-    again = [1000 * seconds(lambda: engine.load_weights(actor.named_weights())) for _ in range(5)]
-    say("hand-over in place", median(again), "ms")
-    say("weights that differ after it", len(engine.differing_weights(actor.named_weights())), "")
-
-    cycles: dict[str, list[float]] = {"sleep": [], "wake, hand-over and KV cache": []}
-    for _ in range(ROUNDS):
-        cycles["sleep"].append(seconds(engine.sleep))
-        asleep = used_gib()
-        cycles["wake, hand-over and KV cache"].append(seconds(lambda: wake(engine, actor)))
-    for name, found in cycles.items():
-        say(name, 1000 * median(found), "ms")
-    say("device memory: engine asleep", asleep, "GiB")
-
-    sampling = SamplingParams(max_tokens=arguments.max_tokens)
-    requests = build_requests(prompts, sampling)
-    completions: list[Any] = []
-    rates = []
-    for _ in range(1 + ROUNDS):
-        taken = seconds(lambda: completions.__setitem__(slice(None), list(engine.generate(requests, sampling))))
-        rates.append(sum(len(each.token_ids) for each in completions) / taken)
-    say("generation", median(rates[1:]), "tokens/s")
-    data = attach_responses(prompts, completions, sampling, engine.family, 0)
-    difference = (actor.log_probs(data)["old_log_probs"] - data["rollout_log_probs"]).abs()[
-        data["response_mask"].bool()
-    ]
-    for name, value in (("mean", difference.mean()), ("99 %", difference.quantile(0.99)), ("max", difference.max())):
-        say(f"log-prob difference to the actor, {name}", float(value), "nats")
-
-
-def wake(engine: Any, actor: Any) -> None:
-    if not engine.wake():
-        engine.load_weights(actor.named_weights())
-    engine._wake_kv_cache()
+    side = Ours(path, arguments)
+    side.weights_and_memory()
+    side.generation()
 
 
 def bare(path: str, arguments: argparse.Namespace) -> None:
@@ -167,6 +224,10 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
     )
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="processes of our side; with several, bare vLLM is left out"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of an engine")
     parser.add_argument("--side", choices=["ours", "bare"], help="only this side")
     arguments = parser.parse_args()
     path = str(
@@ -176,8 +237,9 @@ def main() -> None:
         {"ours": ours, "bare": bare}[arguments.side](path, arguments)
         return
     print("| figure | value |\n| --- | --- |")
-    for side in ("ours", "bare"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+    several = ["-m", "torch.distributed.run", "--nproc-per-node", str(arguments.gpus)] if arguments.gpus > 1 else []
+    for side in ("ours",) if several else ("ours", "bare"):
+        command = [sys.executable, *several, __file__, *sys.argv[1:], "--side", side]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         for line in process.stdout or ():
             if line.startswith("FOUND "):

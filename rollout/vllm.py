@@ -114,7 +114,7 @@ class VLLMEngine:
             RunAbandoned: read on after another run has begun; an engine has one at a time.
         """
         prompts = self._render(requests, sampling)
-        self._wake_kv_cache()
+        self.wake_kv_cache()
         self._abort(self._open)  # of a caller who neither finished nor closed the last run
         self._open, run = {}, next(self._runs)
         mine = self._open
@@ -255,7 +255,8 @@ class VLLMEngine:
             self._awake = True
         return self._has_weights
 
-    def _wake_kv_cache(self) -> None:
+    def wake_kv_cache(self) -> None:
+        """Makes room for the KV cache, if there is none; `generate` does it by itself."""
         if not self._has_kv_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self._has_kv_cache = True
