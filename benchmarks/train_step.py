@@ -2,12 +2,14 @@
 
     python benchmarks/train_step.py --device cpu --size tiny
     python benchmarks/train_step.py --size 3b                                             # one H200
-    torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --optimizer            # two, by FSDP2
+    torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --parts ours           # two, by FSDP2
+    torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours --layout tp=2,pp=2
+    torchrun --nproc-per-node 4 benchmarks/train_step.py --size moe --parts ours --layout dp=4,ep=4
 
-Weights are random, sizes those of Qwen2.5-VL. Prompts have 50 to 300 text tokens and 1 to 3 images of 300 to 1,000 pixels a
-side, responses 100 to 2,048 tokens (log-normal), prompt and response at most 4,096 together; at size ``tiny`` a tenth of
-that. MFU counts the operations that the step requires (`workers.accounting`) over the time of the whole step and the device's
-peak in bfloat16.
+Weights are random, sizes those of Qwen2.5-VL and, ``moe``, of Qwen3-VL-30B-A3B with 16 of its 48 layers. Prompts have 50 to 300
+text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), prompt and response at
+most 4,096 together; at size ``tiny`` a tenth of that. MFU counts the operations that the step requires (`workers.accounting`)
+over the time of the whole step and the device's peak in bfloat16.
 
 Parts: ``ours`` whole updates with a clipped policy loss; ``shared`` the same with several samples of each prompt; ``padded`` the
 rows as TRL computes them: padded to the longest prompt and response, Hugging Face's model with sdpa and full logits of the
@@ -21,13 +23,12 @@ import argparse
 import contextlib
 import gc
 import json
-import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,148 +38,22 @@ HERE = Path(__file__).resolve().parent
 sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # its dataproto.py is not the library
 sys.path.insert(0, str(HERE.parent))
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
+from benchmarks.workload import SIZES, make_batch, model_config, shape_of
 from dataproto import DataProto
-from dataproto.vlm import family_of, media_grids
+from dataproto.vlm import family_of
 from recipes.algorithms.losses import clipped_policy_loss
-from workers.accounting import peak_flops, required_work
+from workers.accounting import peak_flops, required_work, whole_work
 from workers.actor import ActorConfig, ActorWorker
 from workers.layout import Layout
-from workers.mesh import join
+from workers.mesh import AXES, join
 from workers.packed import PackedVLM
 from workers.planning import share_out
 from workers.step import micro_batches, prepare_rows
 from workers.transfer import to_device
-
-VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "tokens_per_second": 2,
-}
-TEXT: dict[str, dict[str, Any]] = {
-    "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
-    "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4},
-}
-KV_HEADS = {"3b": 2, "7b": 4, "tiny": 2}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How long things are, in tokens; images in merged patches along a side."""
-
-    text: tuple[int, int] = (50, 300)
-    images: tuple[int, int] = (1, 3)
-    side: tuple[int, int] = (11, 36)  # 300 to 1,000 pixels of 28 each
-    response: tuple[int, int] = (100, 2048)
-    typical_response: int = 500  # median of the log-normal distribution, of shape 0.7
-    total: int = 4096
-
-
-TINY = Shape(text=(5, 30), side=(2, 6), response=(10, 200), typical_response=50, total=410)
-
-
-def model_config(size: str) -> Any:
-    text = {
-        "vocab_size": 1024 if size == "tiny" else 151_936 if size == "3b" else 152_064,
-        "num_key_value_heads": KV_HEADS[size],
-        "max_position_embeddings": 32_768,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [4, 6, 6] if size == "tiny" else [16, 24, 24],
-        },
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    vision = VISION | {"out_hidden_size": TEXT[size]["hidden_size"]}
-    if size == "tiny":
-        vision |= {
-            "depth": 4,
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_heads": 2,
-            "fullatt_block_indexes": [3],
-        }
-    last = text["vocab_size"] - 8
-    tied = size == "3b"
-    return transformers.Qwen2_5_VLConfig(
-        text_config=text | TEXT[size] | {"tie_word_embeddings": tied},
-        vision_config=vision,
-        image_token_id=last,
-        video_token_id=last + 1,
-        vision_start_token_id=last + 2,
-        vision_end_token_id=last + 3,
-        tie_word_embeddings=tied,
-    )
-
-
-def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int) -> DataProto:
-    """``prompts`` x ``samples`` rows as a rollout leaves them, samples of a prompt together."""
-    family, rng = family_of(config), np.random.default_rng(seed)
-    vision, words = config.vision_config, config.image_token_id - 8
-    dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pool = torch.from_numpy(rng.standard_normal((8 * shape.total, dim), dtype=np.float32))  # images are parts of it
-    rows, media = [], []
-    for _ in range(prompts):
-        while True:  # a prompt that leaves room for the shortest response
-            sides = rng.integers(shape.side[0], shape.side[1] + 1, (rng.integers(*shape.images, endpoint=True), 2))
-            text = int(rng.integers(*shape.text, endpoint=True))
-            if text + int(sides.prod(1).sum()) + 2 * len(sides) <= shape.total - shape.response[0]:
-                break
-        grids = torch.tensor([[1, 2 * height, 2 * width] for height, width in sides.tolist()])
-        patches = int(grids.prod(1).sum())
-        first = int(rng.integers(0, len(pool) - patches))
-        inputs = {"pixel_values": pool[first : first + patches], "image_grid_thw": grids}
-        marks = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id] * len(sides)
-        ids, types = family.expand([*marks, *rng.integers(0, words, text).tolist()], inputs, config)
-        rows += [(torch.from_numpy(ids), torch.from_numpy(types))] * samples
-        media += [inputs] * samples
-    drawn = np.exp(rng.normal(math.log(shape.typical_response), 0.7, len(rows))).astype(int)
-    lengths = [
-        min(int(np.clip(length, *shape.response)), shape.total - len(ids))
-        for length, (ids, _) in zip(drawn, rows, strict=True)
-    ]
-    prompt, width = max(len(ids) for ids, _ in rows), max(lengths)
-    ids, mask = (torch.zeros(len(rows), prompt + width, dtype=torch.int64) for _ in range(2))
-    types = torch.zeros(len(rows), prompt + width, dtype=torch.int8)
-    for row, ((prompt_ids, prompt_types), length) in enumerate(zip(rows, lengths, strict=True)):
-        start, stop = prompt - len(prompt_ids), prompt + length
-        ids[row, start:prompt], types[row, start:prompt] = prompt_ids, prompt_types
-        ids[row, prompt:stop] = torch.from_numpy(rng.integers(0, words, length))
-        mask[row, start:stop] = 1
-    positions = family.position_ids(
-        types[:, :prompt], mask[:, :prompt], media_grids(media)["image_grid_thw"], None, None, config
-    )
-    after = family.extend_positions(positions, mask[:, :prompt], width)
-    objects = np.empty(len(rows), dtype=object)
-    objects[:] = media
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "mm_token_type_ids": types,
-            "position_ids": torch.cat([positions, after], dim=-1),
-            "response_mask": mask[:, prompt:],
-            "old_log_probs": torch.full((len(rows), width), -math.log(config.text_config.vocab_size)),
-            "advantages": torch.from_numpy(rng.standard_normal((len(rows), 1), dtype=np.float32)).repeat(1, width),
-        },
-        non_tensors={
-            "multi_modal_inputs": objects,
-            "uid": np.array([str(row // samples) for row in range(len(rows))], dtype=object),
-        },
-    )
 
 
 def policy_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -191,7 +66,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.config = model_config(arguments.size)
-        self.shape = TINY if arguments.size == "tiny" else Shape()
+        self.shape = shape_of(arguments.size)
         self.device = torch.device(arguments.device)
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
@@ -200,6 +75,10 @@ class Bench:
             torch.cuda.set_device(self.device)
         if self.world > 1:
             torch.distributed.init_process_group(device_id=self.device if self.device.type == "cuda" else None)
+        degrees = (
+            dict(pair.split("=") for pair in arguments.layout.split(",")) if arguments.layout else {"dp": self.world}
+        )
+        self.ranks = join(Layout(**{axis: int(degree) for axis, degree in degrees.items()}), self.device)
         self.figures: list[dict[str, Any]] = []
 
     def actor(self) -> ActorWorker:
@@ -219,12 +98,12 @@ class Bench:
 
         def random_model(*_: object, **__: object) -> Any:
             with self.device:
-                return transformers.Qwen2_5_VLForConditionalGeneration._from_config(
+                return transformers.AutoModelForImageTextToText.from_config(
                     self.config, attn_implementation="sdpa", dtype=torch.float32
                 )
 
         with mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model):
-            worker = ActorWorker(options, self.device, join(Layout(dp=self.world), self.device))
+            worker = ActorWorker(options, self.device, self.ranks)
         if not a.optimizer:
             worker.optimizer.adamw.step = lambda *_: None  # its state does not fit; gradients are clipped and cleared
         return worker
@@ -244,14 +123,15 @@ class Bench:
             metrics = worker.update(share, policy_loss)
             self.synchronize()
             seconds = time.perf_counter() - start
-            work = required_work(worker.module, batch)
+            work = whole_work(self.ranks.gather(required_work(worker.module, batch), "pp"))
             self.say(f"{name} {step}: {seconds:.3f} s, {work.tokens} tokens, norm {metrics['actor/grad_norm']:.3g}")
             found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(work, seconds), "metrics": metrics})
         self.record(name, found[a.warmup :])
 
     def share(self, batch: DataProto) -> DataProto:
         """This rank's rows, as a group hands them out."""
-        return batch if self.world == 1 else share_out(batch, self.world)[self.rank]
+        shares = self.ranks.size("dp")
+        return batch if shares == 1 else share_out(batch, shares)[self.ranks.rank("dp")]
 
     def mfu(self, work: Any, seconds: float) -> dict[str, float]:
         """Of all devices together."""
@@ -367,7 +247,8 @@ class Bench:
             if key in found[0]:
                 figure[key] = median(f[key] for f in found)
         if self.device.type == "cuda":
-            figure["GB"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+            figure["GB"] = max(self.ranks.gather(peak, *AXES))
             torch.cuda.reset_peak_memory_stats(self.device)
         figure["metrics"] = {
             key: value for key, value in found[-1].get("metrics", {}).items() if key.startswith(("timing_s/", "perf/"))
@@ -455,7 +336,7 @@ def table(figures: list[dict[str, Any]]) -> str:
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--size", choices=list(TEXT), default="tiny")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", default="ours,shared,text,tower,padded", help="comma-separated, see above")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, on each device (default: 32)")
@@ -468,6 +349,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--compile", action=flag, default=None, help="default: on CUDA")
     parser.add_argument("--optimizer", action=flag, default=None, help="AdamW's step (default: where it fits)")
     parser.add_argument("--reshard", action=flag, default=True, help="FSDP frees weights after the forward pass")
+    parser.add_argument("--layout", help="degrees, such as tp=2,pp=2 (default: dp over all processes)")
     parser.add_argument("--freeze-vision", action="store_true")
     parser.add_argument("--padded-rows", type=int, default=2, help="rows of a padded micro-batch (default: 2)")
     parser.add_argument("--padded-steps", type=int, default=1)

@@ -99,6 +99,7 @@ class VLLMEngine:
         self.end_ids = end_ids(GenerationConfig.from_pretrained(model_path))
         self.processor_options = _processor_options(image_options)
         self._awake = self._has_weights = self._has_kv_cache = True
+        self._freed_bytes = 0  # by the last sleep
         self._open: dict[str, int] = {}  # requests of the run under way, and their numbers
         self._runs = count()
         self._image_keys = ImageKeys()
@@ -244,13 +245,16 @@ class VLLMEngine:
         self._reset_caches()
         self.llm.reset_mm_cache()  # both ends: one alone would look for what the other no longer has
         if self.device.type == "cuda" and self._awake:
+            before = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=self.sleep_level)
+            self._freed_bytes = torch.cuda.mem_get_info()[0] - before
             self._awake, self._has_kv_cache = False, False
             self._has_weights = self.sleep_level == 1
 
     def wake(self) -> bool:
         """Makes room for the weights, and for the KV cache when generation begins. See `RolloutEngine.wake`."""
         if not self._awake:
+            self._make_room()
             self.llm.wake_up(tags=["weights"])
             self._awake = True
         return self._has_weights
@@ -258,8 +262,14 @@ class VLLMEngine:
     def wake_kv_cache(self) -> None:
         """Makes room for the KV cache, if there is none; `generate` does it by itself."""
         if not self._has_kv_cache:
+            self._make_room()
             self.llm.wake_up(tags=["kv_cache"])
             self._has_kv_cache = True
+
+    def _make_room(self) -> None:
+        """Has torch give back what training left in its cache, where vLLM would not find the memory that it gave up."""
+        if torch.cuda.mem_get_info()[0] < self._freed_bytes:
+            torch.cuda.empty_cache()
 
 
 class ImageKeys:

@@ -1,0 +1,195 @@
+"""Models and batches that benchmarks share: Qwen-VL's real sizes with random weights, rows as rollouts leave them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from dataproto import DataProto
+from dataproto.vlm import family_of, media_grids
+
+VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+}
+TINY_VISION = {"depth": 4, "hidden_size": 64, "intermediate_size": 160, "num_heads": 2, "fullatt_block_indexes": [3]}
+TEXT: dict[str, dict[str, Any]] = {
+    "3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+VOCABULARY = {"3b": 151_936, "7b": 152_064, "moe": 151_936}
+MOE_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+MOE_TEXT = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+TINY_MOE_VISION = {
+    "depth": 4,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_heads": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [1, 2],
+}
+TINY_MOE_TEXT = MOE_TEXT | {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+SIZES = (*TEXT, "moe", "tiny-moe")
+"""Qwen2.5-VL's, and Qwen3-VL-30B-A3B with 16 of its 48 layers."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How long things are, in tokens; images in merged patches along a side."""
+
+    text: tuple[int, int] = (50, 300)
+    images: tuple[int, int] = (1, 3)
+    side: tuple[int, int] = (11, 36)  # 300 to 1,000 pixels of 28 each
+    response: tuple[int, int] = (100, 2048)
+    typical_response: int = 500  # median of the log-normal distribution, of shape 0.7
+    total: int = 4096
+
+
+TINY = Shape(text=(5, 30), side=(2, 6), response=(10, 200), typical_response=50, total=410)
+
+
+def shape_of(size: str) -> Shape:
+    return TINY if size.startswith("tiny") else Shape()
+
+
+def model_config(size: str) -> Any:
+    words, tiny, sparse = VOCABULARY.get(size, 1024), size.startswith("tiny"), size.endswith("moe")
+    sections = [4, 6, 6] if tiny else [24, 20, 20] if sparse else [16, 24, 24]
+    text: dict[str, Any] = {
+        "vocab_size": words,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": size == "3b",
+    }
+    if sparse:
+        text["rope_parameters"]["mrope_interleaved"] = True
+        text |= TINY_MOE_TEXT if tiny else MOE_TEXT
+        vision = TINY_MOE_VISION if tiny else MOE_VISION
+    else:
+        text |= TEXT[size]
+        vision = VISION | (TINY_VISION if tiny else {})
+    kind = transformers.Qwen3VLMoeConfig if sparse else transformers.Qwen2_5_VLConfig
+    return kind(
+        text_config=text,
+        vision_config=vision | {"out_hidden_size": text["hidden_size"]},
+        image_token_id=words - 8,
+        video_token_id=words - 7,
+        vision_start_token_id=words - 6,
+        vision_end_token_id=words - 5,
+        tie_word_embeddings=size == "3b",
+    )
+
+
+def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int) -> DataProto:
+    """``prompts`` x ``samples`` rows as a rollout leaves them, samples of a prompt together."""
+    family, rng = family_of(config), np.random.default_rng(seed)
+    vision, words = config.vision_config, config.image_token_id - 8
+    dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pool = torch.from_numpy(rng.standard_normal((8 * shape.total, dim), dtype=np.float32))  # images are parts of it
+    rows, media = [], []
+    for _ in range(prompts):
+        while True:  # a prompt that leaves room for the shortest response
+            sides = rng.integers(shape.side[0], shape.side[1] + 1, (rng.integers(*shape.images, endpoint=True), 2))
+            text = int(rng.integers(*shape.text, endpoint=True))
+            if text + int(sides.prod(1).sum()) + 2 * len(sides) <= shape.total - shape.response[0]:
+                break
+        grids = torch.tensor([[1, 2 * height, 2 * width] for height, width in sides.tolist()])
+        patches = int(grids.prod(1).sum())
+        first = int(rng.integers(0, len(pool) - patches))
+        inputs = {"pixel_values": pool[first : first + patches], "image_grid_thw": grids}
+        marks = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id] * len(sides)
+        ids, types = family.expand([*marks, *rng.integers(0, words, text).tolist()], inputs, config)
+        rows += [(torch.from_numpy(ids), torch.from_numpy(types))] * samples
+        media += [inputs] * samples
+    drawn = np.exp(rng.normal(math.log(shape.typical_response), 0.7, len(rows))).astype(int)
+    lengths = [
+        min(int(np.clip(length, *shape.response)), shape.total - len(ids))
+        for length, (ids, _) in zip(drawn, rows, strict=True)
+    ]
+    prompt, width = max(len(ids) for ids, _ in rows), max(lengths)
+    ids, mask = (torch.zeros(len(rows), prompt + width, dtype=torch.int64) for _ in range(2))
+    types = torch.zeros(len(rows), prompt + width, dtype=torch.int8)
+    for row, ((prompt_ids, prompt_types), length) in enumerate(zip(rows, lengths, strict=True)):
+        start, stop = prompt - len(prompt_ids), prompt + length
+        ids[row, start:prompt], types[row, start:prompt] = prompt_ids, prompt_types
+        ids[row, prompt:stop] = torch.from_numpy(rng.integers(0, words, length))
+        mask[row, start:stop] = 1
+    positions = family.position_ids(
+        types[:, :prompt], mask[:, :prompt], media_grids(media)["image_grid_thw"], None, None, config
+    )
+    after = family.extend_positions(positions, mask[:, :prompt], width)
+    objects = np.empty(len(rows), dtype=object)
+    objects[:] = media
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "mm_token_type_ids": types,
+            "position_ids": torch.cat([positions, after], dim=-1),
+            "response_mask": mask[:, prompt:],
+            "old_log_probs": torch.full((len(rows), width), -math.log(config.text_config.vocab_size)),
+            "advantages": torch.from_numpy(rng.standard_normal((len(rows), 1), dtype=np.float32)).repeat(1, width),
+        },
+        non_tensors={
+            "multi_modal_inputs": objects,
+            "uid": np.array([str(row // samples) for row in range(len(rows))], dtype=object),
+        },
+    )
