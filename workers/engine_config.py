@@ -29,7 +29,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
     compile: bool = False  # torch.compile for the repeated layers
-    reshard_after_forward: bool = True  # free gathered weights between forward and backward: less memory, more traffic
+    reshard_after_forward: bool = (
+        True  # free a layer's gathered weights after each use; False: gather once for all micro-batches
+    )
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
     lora: LoraConfig | None = None  # train low-rank adapters instead of the weights

@@ -119,13 +119,28 @@ class ModelWorker:
                     backward=backward,
                 )
             return
-        for part in parts:
-            outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
-            with phase("forward"):
-                total = conclude(part, outputs)
-            if backward:
-                with phase("backward"):
-                    total.backward()
+        with self.gathered():
+            for part in parts:
+                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
+                with phase("forward"):
+                    total = conclude(part, outputs)
+                if backward:
+                    with phase("backward"):
+                        total.backward()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Sharded weights stay gathered from micro-batch to micro-batch in here if the configuration says so."""
+        if not self.sharded or self.config.reshard_after_forward:
+            yield
+            return
+        fsdp = import_module("workers.parallel.fsdp")
+        fsdp.keep_gathered(self.module, True)
+        try:
+            yield
+        finally:
+            fsdp.keep_gathered(self.module, False)
+            fsdp.reshard(self.module)
 
     @property
     def stream_dtype(self) -> torch.dtype:

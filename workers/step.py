@@ -58,7 +58,10 @@ def micro_batches(
     wanted = data["response_mask"].bool().any(1)
     places = None if bool(wanted.all()) else wanted.nonzero().squeeze(1)
     chosen = data if places is None else data[places]
-    parts = [as_index(rows) for rows in _plan(chosen, module, token_budget, ranks)]
+    plan = _plan(chosen, module, token_budget, ranks)
+    if ranks.size("dp") > 1:
+        plan = _by_media(chosen, plan)
+    parts = [as_index(rows) for rows in plan]
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
     tower = ranks.any_of([has_media(part) for part in rows], "dp")
@@ -80,6 +83,15 @@ def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -
         token_budget,
         agree=lambda count: -(-max(ranks.gather(count, "dp")) // stages) * stages,
     )
+
+
+def _by_media(data: DataProto, plan: list[np.ndarray]) -> list[np.ndarray]:
+    """The micro-batches with the most media first: ranks wait for each other in tower and decoder alike, each of which should
+    be about as much work on all of them.
+    """
+    shared = sharing(data).tolist()
+    sizes = [0 if behind else sum(map(len, row.values())) for behind, row in zip(shared, media_of(data), strict=True)]
+    return sorted(plan, key=lambda rows: -sum(sizes[row] for row in rows))
 
 
 def inert_rows(module: PackedVLM) -> DataProto:

@@ -266,6 +266,7 @@ SCENARIOS = {
         for model_type in ("qwen2_5_vl", "qwen3_vl_moe")
     },
     "three steps": partial(updates_equal_one_process, "qwen2_5_vl"),
+    "three steps, kept gathered": partial(updates_equal_one_process, "qwen3_vl", reshard_after_forward=False),
     "three steps, offload": partial(updates_equal_one_process, "qwen3_vl", offload=True),
     **{
         f"inert, {layout}, {model_type}": partial(an_inert_micro_batch_reaches_every_weight, model_type, layout)

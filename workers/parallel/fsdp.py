@@ -70,6 +70,12 @@ def reshard(module: nn.Module) -> None:
         part.reshard()
 
 
+def keep_gathered(module: nn.Module, keep: bool) -> None:
+    """Whether the backward passes from here on leave the weights that they used gathered, for the next micro-batch."""
+    for part in sharded_parts(module):
+        part.set_reshard_after_backward(not keep, recurse=False)
+
+
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:
     """The modules whose weights are gathered together."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
