@@ -4,7 +4,8 @@ vLLM's sampler is replaced by one that chooses the tokens of a step with the fun
 ids, temperature, top-p and top-k mean the same in both engines, log-probs are those before top-p and top-k, a sample draws the
 same numbers in any batch and on any rank, and no random state of the process is touched. (vLLM's own seeds would make it loop
 over the rows; a logits processor makes it wait for each step's tokens before it prepares the next.) Log-probs stay on the device
-until their response is whole.
+until their response is whole. Logits are float32, as the actor's are: vLLM would round them to the model's dtype, and a logit of 20
+to a multiple of 1/8.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
@@ -21,7 +23,7 @@ from dataproto.vlm import family_of
 from rollout.engine import Request, SamplingParams
 from rollout.policy import sample
 from rollout.randomness import uniforms
-from rollout.vllm_versions import batch_of
+from rollout.vllm_versions import batch_of, model_of
 
 EXTRA_ARGUMENT = "dataproto_request"
 """The argument under which a request of vLLM's carries its number among those of the run."""
@@ -76,8 +78,24 @@ class PolicySampler(Sampler):
         return SamplerOutput(sampled_token_ids=torch.cat(chosen).int().unsqueeze(-1), logprobs_tensors=None)
 
 
+class Float32Head(UnquantizedEmbeddingMethod):
+    """Logits that are not rounded after the product."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``(N, H)`` states in any dtype -> ``(N, V)`` float32."""
+        if x.device.type == "cuda":
+            logits = torch.mm(x, layer.weight.t(), out_dtype=torch.float32)
+        else:
+            logits = x.float() @ layer.weight.float().t()
+        return logits if bias is None else logits + bias
+
+
 def install(worker: Any) -> PolicySampler:
-    """Puts the policy in the place of a worker's sampler."""
+    """Puts the policy in the place of a worker's sampler, and what gives it logits in that of the head's product."""
+    for module in model_of(worker).modules():
+        half = isinstance(module, VocabParallelEmbedding) and module.weight.dtype in (torch.bfloat16, torch.float16)
+        if half and type(module.quant_method) is UnquantizedEmbeddingMethod:
+            module.quant_method = Float32Head()
     sampler = PolicySampler(worker.model_runner)
     worker.model_runner.sampler = sampler
     return sampler

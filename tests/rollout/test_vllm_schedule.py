@@ -1,9 +1,11 @@
-"""vLLM decides which tokens are computed when; that must not change what is sampled."""
+"""vLLM decides what is computed when and how precisely; that must not change what is sampled."""
+
+import math
 
 import pytest
 import torch
 
-from helpers.engines import generate, start
+from helpers.engines import GREEDY, generate, start
 from rollout.engine import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -26,3 +28,15 @@ def test_prompts_read_in_parts_and_requests_put_off_sample_the_same(tmp_path, mo
     assert max(put_off) > 0
     assert torch.equal(ours["responses"], theirs["responses"])
     torch.testing.assert_close(ours["rollout_log_probs"], theirs["rollout_log_probs"], atol=2e-5, rtol=0)
+
+
+def test_half_precision_leaves_logits_whole(tmp_path):
+    """Logits of about 1,000 that differ by less than 4, which is where bfloat16 would make them equal."""
+    setup = start("qwen2_5_vl", tmp_path, dtype="bfloat16")
+    weights = dict(setup.actor.named_weights())
+    head = torch.randn(weights["lm_head.weight"].shape, generator=torch.Generator().manual_seed(0)) * 0.05
+    head[:, 0] = 1000.0
+    setup.vllm.load_weights((weights | {"lm_head.weight": head}).items())
+    data = generate(setup, setup.vllm, GREEDY)
+    equal = -math.log(len(head) - len(setup.vllm.banned_ids))
+    assert float((data["rollout_log_probs"][data["response_mask"].bool()] - equal).min()) > 0.1
