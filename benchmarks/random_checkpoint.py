@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
 import torch  # noqa: E402
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
+from transformers import AutoImageProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
 
 from recipes.tiny import make_tiny_model  # noqa: E402
 
@@ -51,6 +51,9 @@ def make(path: Path, size: str) -> Path:
     make_tiny_model(path)  # tokenizer, image processor, generation settings
     if size == "tiny":
         return path
+    processor = AutoImageProcessor.from_pretrained(path, use_fast=False)
+    processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16_384}  # as published
+    processor.save_pretrained(path)
     tiny = Qwen2_5_VLConfig.from_pretrained(path)
     text = tiny.text_config.to_dict() | TEXT[size] | {"tie_word_embeddings": size == "3b"}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
