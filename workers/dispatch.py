@@ -67,6 +67,20 @@ def _parts(value: Any, parts: int) -> Sequence[Any]:
     return [value[start:stop] for start, stop in pairwise(bounds)]
 
 
+def row_ranges(calls: Sequence[Arguments]) -> list[str]:
+    """Which rows of the caller's batch each call holds, for messages."""
+    batches = [
+        next((v for v in [*call.args, *call.kwargs.values()] if isinstance(v, DataProto)), None) for call in calls
+    ]
+    if any(batch is None for batch in batches):
+        return []
+    ranges, start = [], 0
+    for batch in batches:
+        ranges.append(f"rows {start} to {start + len(batch) - 1}" if len(batch) else "no rows")  # type: ignore[arg-type]
+        start += len(batch)  # type: ignore[arg-type]
+    return ranges
+
+
 def row_sizes(data: DataProto) -> np.ndarray:
     """How much work each row ``(B,)`` roughly is: its tokens, or 1 where a batch has none."""
     if "attention_mask" not in data:

@@ -10,10 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, RankFailure
 from workers.layout import Layout
-from workers.mesh import Ranks, join
+from workers.mesh import Ranks, agreed, join
 from workers.weight_channel import WeightChannel
+
+
+class Monitor:
+    """Knows what each rank did last, also of one that is dead."""
+
+    def __init__(self) -> None:
+        self.phases: dict[int, str] = {}
+
+    def report(self, rank: int, phase: str) -> None:
+        self.phases[rank] = phase
+
+    def last(self) -> dict[int, str]:
+        return self.phases
 
 
 class Host:
@@ -27,6 +40,7 @@ class Host:
         self.channel: WeightChannel | None = None
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.report = report
+        self.adrift: str | None = None  # the call that failed on this rank, and on others perhaps not
 
     def address(self, ip: str) -> str:
         """``ip:port`` where this rank can be met: a port that is free now."""
@@ -87,10 +101,25 @@ class Host:
         return type(self.roles[role])
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the role's method returns; what it raises carries its traceback as text."""
+        """What the role's method returns; what it raises carries its traceback as text.
+
+        After an error that the ranks have not agreed on (`Ranks.all_or_none`), others may wait for this rank in a collective. It
+        takes no call then until it is told to `rejoin`: a call that came behind would meet them in the wrong place.
+
+        Raises:
+            RankFailure: such an error was before.
+        """
+        if self.adrift is not None:
+            raise RankFailure(f"rank {self.rank} did not begin {role}.{method}: it had failed in {self.adrift} before")
         self.report(f"{role}.{method}")
         try:
             return getattr(self.roles[role], method)(*args, **kwargs)
         except Exception as error:
             error.add_note(f"rank {self.rank}, {role}.{method}:\n{traceback.format_exc()}")
+            if self.ranks.mesh is not None and not agreed(error):
+                self.adrift = f"{role}.{method}"
             raise
+
+    def rejoin(self) -> None:
+        """All ranks have come back: this one takes calls again."""
+        self.adrift = None

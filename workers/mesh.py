@@ -96,6 +96,7 @@ class Ranks:
             yield
         except Exception as error:
             self._failures(f"{type(error).__name__}: {error}")
+            error.agreed = True  # type: ignore[attr-defined]
             raise
         failures = self._failures(None)
         if failures:
@@ -109,6 +110,11 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is the process that writes files and speaks for all."""
         return self.mesh is None or distributed.get_rank() == 0
+
+
+def agreed(error: Exception) -> bool:
+    """Whether all ranks know of an error, see `Ranks.all_or_none`."""
+    return isinstance(error, RankFailure) or getattr(error, "agreed", False)
 
 
 def join(layout: Layout, device: torch.device) -> Ranks:

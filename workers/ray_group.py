@@ -19,16 +19,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dataproto import DataProto
-from dataproto.errors import DataProtoError, InvalidConfig, RankFailure, WorkerFailed
+from dataproto.errors import DataProtoError, InvalidConfig, WorkerFailed
 from dataproto.wire import Buffer, SharedBlobs, shared_blobs
-from workers.dispatch import Arguments, dispatch_of, split_rows
-from workers.host import Host
+from workers.dispatch import Arguments, dispatch_of, row_ranges, split_rows
+from workers.failures import GRACE_S, first_line, patience, place_of, tells_of_another
+from workers.host import Host, Monitor
 from workers.layout import Layout
 from workers.ray_config import RayConfig
 
 LOCALHOST = "127.0.0.1"
-GRACE_S = 10.0  # that ranks have to end a call after another has failed in it
 PLACEMENT_TIMEOUT_S = 60  # that a cluster has to find room
 
 
@@ -100,19 +99,6 @@ class StepBlobs:
         self.shared = SharedBlobs(RayBlobs())
 
 
-class Monitor:
-    """Knows what each rank did last, also of one that is dead."""
-
-    def __init__(self) -> None:
-        self.phases: dict[int, str] = {}
-
-    def report(self, rank: int, phase: str) -> None:
-        self.phases[rank] = phase
-
-    def last(self) -> dict[int, str]:
-        return self.phases
-
-
 class RayHost(Host):
     """A `Host` that hands back results through the object store."""
 
@@ -176,62 +162,77 @@ class RayPool:
         receivers.wait(ends[1:], "meet")
 
     def hand_over(self, role: str, receivers: "RayGroup") -> None:
-        """Sends a role's weights through the channel; the other group takes them at the same time."""
-        taken = receivers.submit("refresh")
-        self.wait([host.send_weights.remote(role) for host in self.hosts], f"{role}: sending weights")
-        taken.result()
+        """Sends a role's weights through the channel; the other group takes them at the same time.
+
+        Raises:
+            WorkerFailed, DataProtoError: as `wait`, of whichever failed first; both groups have ended then.
+        """
+        taken, what = receivers.submit("refresh"), f"{role}: sending weights"
+        refs = [host.send_weights.remote(role) for host in self.hosts]
+        sent = RayFuture(lambda: self.wait(refs, what), refs)
+        failures, _ = settle([*refs, *taken.refs], self.config.timeout_s)
+        theirs = bool(failures) and causing(failures)[0] >= len(refs)
+        try:
+            for future in [taken, sent] if theirs else [sent, taken]:
+                future.result()
+        except DataProtoError as error:
+            for pool in (self, receivers._pool):
+                pool.close(f"{what} failed: {first_line(error)}")
+            raise
 
     def wait(self, refs: Sequence[ray.ObjectRef], what: str, rows: Sequence[str] = ()) -> list[Any]:
         """The values of one reference a rank. The first failure ends the wait, and the pool if ranks do not come back.
 
         Raises:
-            WorkerFailed: a rank died, raised or took longer than ``timeout_s``.
-            DataProtoError: what a rank raised, if it is one of ours; its notes say where.
+            WorkerFailed: a rank died, raised or took longer than ``timeout_s``; or the group has ended.
+            DataProtoError: what a rank raised, if it is one of ours and all ranks came back; its notes say where.
         """
-        failures: dict[int, Exception] = {}
-        ranks = {ref: rank for rank, ref in enumerate(refs)}
-        pending, deadline = list(refs), time.monotonic() + self.config.timeout_s
-        while pending and (left := deadline - time.monotonic()) > 0:
-            done, pending = ray.wait(pending, timeout=left)
-            for ref in done:
-                try:
-                    ray.get(ref)
-                except RayError as error:
-                    failures[ranks[ref]] = error
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        self.check_open(what)
+        failures, pending = settle(refs, self.config.timeout_s)
         if pending or any(isinstance(error, RayActorError) for error in failures.values()):
-            self._end(what, failures, sorted(ranks[ref] for ref in pending), rows)
+            self._end(what, failures, pending, rows)
         if failures:
+            for host in self.hosts:
+                host.rejoin.remote()
             raise self._error(what, failures, rows)
         return [ray.get(ref) for ref in refs]
+
+    def check_open(self, what: str) -> None:
+        """Refuses a call to processes that are no more.
+
+        Raises:
+            WorkerFailed: they have ended; says why.
+        """
+        if self.ended is not None:
+            raise WorkerFailed(f"{what}: no worker is left: {self.ended}")
 
     def _end(self, what: str, failures: dict[int, Exception], pending: list[int], rows: Sequence[str]) -> None:
         """Ends all processes; those that wait for others would wait for ever."""
         phases = self.last_phases()
-        late = [f"{self._name(rank, rows)} has not ended {_place(what, phases.get(rank))}" for rank in pending]
-        dead = [
-            f"{self._name(rank, rows)} died in {_place(what, phases.get(rank))}: {first_line(error)}"
-            for rank, error in failures.items()
-            if isinstance(error, RayActorError)
-        ]
-        told = [str(self._error(what, {rank: failures[rank]}, rows)) for rank in failures if not dead]
-        self.close()
+        told = [self._tell(what, rank, failures[rank], phases, rows) for rank in causing(failures)]
+        late = [f"{self._name(rank, rows)} has not ended {place_of(what, phases.get(rank))}" for rank in pending]
         limit = "" if failures else f" within {self.config.timeout_s:g} s"
-        self.ended = f"{what} failed{limit}: " + "; ".join([*dead, *told, *late])
-        raise WorkerFailed(self.ended)
+        self.close(f"{what} failed{limit}: " + "; ".join([*(head for head, _ in told), *late]))
+        raise WorkerFailed("\n".join([str(self.ended), *(trace for _, trace in told[:1])]).rstrip())
 
     def _error(self, what: str, failures: dict[int, Exception], rows: Sequence[str]) -> Exception:
         """What the user is told: the first failure that is not about another rank's."""
-        causes = {rank: error.cause if isinstance(error, RayTaskError) else error for rank, error in failures.items()}
-        rank = min(causes, key=lambda rank: (isinstance(causes[rank], RankFailure), rank))
-        cause = causes[rank]
-        where = self._name(rank, rows)
+        rank = causing(failures)[0]
+        cause = cause_of(failures[rank])
         if isinstance(cause, DataProtoError):
-            cause.add_note(f"in {what} at {where}")
+            cause.add_note(f"in {what} at {self._name(rank, rows)}")
             return cause
-        place = _place(what, self.last_phases().get(rank))
-        notes = "\n".join(getattr(cause, "__notes__", ())) or str(failures[rank])
-        return WorkerFailed(f"{where} failed in {place}: {type(cause).__name__}: {first_line(cause)}\n{notes}")
+        return WorkerFailed("\n".join(self._tell(what, rank, failures[rank], self.last_phases(), rows)))
+
+    def _tell(
+        self, what: str, rank: int, error: Exception, phases: dict[int, str], rows: Sequence[str]
+    ) -> tuple[str, str]:
+        """Which rank failed, where and of what, in one line; and its traceback."""
+        where, place, cause = self._name(rank, rows), place_of(what, phases.get(rank)), cause_of(error)
+        if isinstance(error, RayActorError):
+            return f"{where} died in {place}: {first_line(error)}", ""
+        trace = "\n".join(getattr(cause, "__notes__", ())) or str(error)
+        return f"{where} failed in {place}: {type(cause).__name__}: {first_line(cause)}", trace
 
     def _name(self, rank: int, rows: Sequence[str]) -> str:
         share = f", {rows[rank]}" if rows else ""
@@ -243,10 +244,10 @@ class RayPool:
             return dict(ray.get(self.monitor.last.remote(), timeout=GRACE_S))
         return {}
 
-    def close(self) -> None:
-        """Ends the processes. Calling it again does nothing."""
+    def close(self, reason: str = "the group has been closed") -> None:
+        """Ends the processes; later calls are told the reason. Calling it again does nothing."""
         if self.ended is None:
-            self.ended = "the group has been closed"
+            self.ended = reason
             for actor in [*self.hosts, self.monitor]:
                 with contextlib.suppress(RayError):
                     ray.kill(actor)
@@ -259,13 +260,13 @@ class RayFuture:
 
     def __init__(self, collect: Callable[[], Any], refs: Sequence[ray.ObjectRef]) -> None:
         self._collect: Callable[[], Any] | None = collect
-        self._refs = refs
+        self.refs = list(refs)
         self._value: Any = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether `result` would not wait."""
-        return self._collect is None or len(ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)[1]) == 0
+        return self._collect is None or len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[1]) == 0
 
     def result(self) -> Any:
         """Waits; returns what the call returned or raises what it raised."""
@@ -300,8 +301,7 @@ class RayGroup:
             WorkerFailed: the group has ended.
         """
         pool, how = self._pool, dispatch_of(self._class, method)
-        if pool.ended is not None:
-            raise WorkerFailed(f"{self._role}.{method}: no worker is left: {pool.ended}")
+        pool.check_open(f"{self._role}.{method}")
         layout = pool.layout
         calls = list(how.split(Arguments(args, kwargs), 1 if how.rank_zero_only else layout.dp))
         hosts = pool.hosts[:1] if how.rank_zero_only else pool.hosts
@@ -328,28 +328,42 @@ class RayGroup:
         return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
 
 
-def _place(what: str, phase: str | None) -> str:
-    """A call, and what its rank last told of; the last word of one that died may not have come through."""
-    return repr(what) if phase in (None, what) else f"{what!r} (last told of: {phase!r})"
+def settle(refs: Sequence[ray.ObjectRef], timeout_s: float) -> tuple[dict[int, Exception], list[int]]:
+    """Waits for references; after the first failure no longer than others may take to tell of theirs.
+
+    Returns:
+        What failed, and what has not come, by place in ``refs``.
+    """
+    failures: dict[int, Exception] = {}
+    places = {ref: place for place, ref in enumerate(refs)}
+    pending, deadline = list(refs), time.monotonic() + timeout_s
+    while pending and (left := deadline - time.monotonic()) > 0:
+        done, pending = ray.wait(pending, timeout=left)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                failures[places[ref]] = error
+                deadline = min(deadline, time.monotonic() + patience(cause_of(error)))
+    return failures, sorted(places[ref] for ref in pending)
+
+
+def cause_of(error: Exception) -> Exception:
+    """What a rank itself raised."""
+    cause: Exception = error.cause if isinstance(error, RayTaskError) else error
+    return cause
+
+
+def causing(failures: dict[int, Exception]) -> list[int]:
+    """The ranks on which others' failures depend: the dead ones, else those that do not tell of another's."""
+    dead = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
+    own = [rank for rank, error in failures.items() if not tells_of_another(cause_of(error))]
+    return sorted(dead or own or failures)
 
 
 def answers(place: dict[str, int], layout: Layout) -> bool:
     """Whether a rank's result counts: the first of its data-parallel position, in the last pipeline stage."""
     return place["tp"] == place["sp"] == 0 and place["pp"] == layout.pp - 1
-
-
-def row_ranges(calls: Sequence[Arguments]) -> list[str]:
-    """Which rows of the caller's batch each call holds, for messages."""
-    batches = [
-        next((v for v in [*call.args, *call.kwargs.values()] if isinstance(v, DataProto)), None) for call in calls
-    ]
-    if any(batch is None for batch in batches):
-        return []
-    ranges, start = [], 0
-    for batch in batches:
-        ranges.append(f"rows {start} to {start + len(batch) - 1}" if len(batch) else "no rows")  # type: ignore[arg-type]
-        start += len(batch)  # type: ignore[arg-type]
-    return ranges
 
 
 def reserve(processes: int, config: RayConfig) -> PlacementGroup:
@@ -373,7 +387,3 @@ def reserve(processes: int, config: RayConfig) -> PlacementGroup:
 def gpus_of(config: RayConfig) -> float:
     """GPUs of one process."""
     return float(ray.cluster_resources().get("GPU", 0) > 0) if config.gpus is None else config.gpus
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import distributed
 
 from dataproto import DataProto
-from dataproto.errors import InvalidColumn, InvalidConfig, WorkerFailed
+from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFailed
 from workers.dispatch import dispatch
 from workers.host import Host
 from workers.layout import Layout
@@ -68,6 +68,17 @@ class Worker:
         if self.host.rank == 1:
             raise OverflowError("too much")
         distributed.barrier()
+
+    @dispatch("all")
+    def fail_alike(self) -> None:
+        raise OverflowError("too much")
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.zeros(2**26, dtype=torch.uint8)  # more than a socket takes without a reader
+
+    @dispatch("all")
+    def refresh(self) -> None:
+        raise OverflowError("no room for weights")
 
     @dispatch("dp")
     def die(self, data: DataProto) -> DataProto:
@@ -137,6 +148,15 @@ def test_a_refused_batch_keeps_its_error_and_the_group_goes_on(group):
     assert group.ranks() == 3
 
 
+def test_what_fails_alike_everywhere_leaves_the_group_usable_and_calls_behind_it_undone(group):
+    failing, behind = group.submit("fail_alike"), group.submit("ranks")
+    with pytest.raises(WorkerFailed, match=r"(?s)rank 0 on .*OverflowError: too much\n.*in fail_alike"):
+        failing.result()
+    with pytest.raises(RankFailure, match=r"did not begin worker.ranks: it had failed in worker.fail_alike before"):
+        behind.result()
+    assert group.ranks() == 3
+
+
 def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch):
     put, plain_put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: put.append(getattr(value, "nbytes", 0)) or plain_put(value))
@@ -166,6 +186,16 @@ def test_a_rank_that_raises_while_others_wait_ends_the_group():
     with pytest.raises(WorkerFailed, match=r"(?s)rank 1 on .*OverflowError: too much"):
         group.fail()
     group._pool.close()
+
+
+def test_an_engine_that_fails_to_take_weights_is_named_and_the_sender_does_not_wait_for_it():
+    sender, receiver = start(Layout(), timeout_s=3000.0), start(Layout(), timeout_s=3000.0)
+    sender._pool.open_channel(receiver._pool)
+    with pytest.raises(WorkerFailed, match=r"worker.refresh.*OverflowError: no room for weights"):
+        sender._pool.hand_over("worker", receiver)
+    for group in (sender, receiver):
+        with pytest.raises(WorkerFailed, match=r"no worker is left: .*no room for weights"):
+            group.ranks()
 
 
 def test_a_rank_that_dies_is_named():

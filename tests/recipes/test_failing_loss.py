@@ -1,0 +1,119 @@
+"""A loss function that raises in one of two real Ray processes, while the other waits for it in a collective."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from dataproto import DataProto
+from dataproto.errors import InvalidColumn, WorkerFailed
+from helpers.batches import prompt_batch, with_responses
+from helpers.tiny_models import tiny_config, tiny_model
+from recipes.training import RunConfig, with_restarts
+from workers.actor import ActorConfig, ActorWorker
+from workers.launch import Roles, launch
+from workers.layout import Layout
+from workers.optimizer import OptimizerConfig
+from workers.planning import share_out
+from workers.ray_config import RayConfig
+from workers.ray_group import running_ray
+
+TIMEOUT_S = 3000.0  # of a call, ten times that of a test: one that waited for it would fail
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
+    with running_ray(RayConfig(object_store_gib=0.2), processes=3):
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ActorConfig:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3_vl").save_pretrained(path)
+    return ActorConfig(str(path), token_budget=60, optimizer=OptimizerConfig(lr=1e-3))
+
+
+@pytest.fixture(scope="module")
+def data() -> DataProto:
+    config = tiny_config("qwen3_vl")
+    prompts = prompt_batch(config, [[(4, 6), (8, 4)], [(6, 6)], [], []], texts=[4, 7, 5, 3])
+    return with_responses(config, prompts, lengths=[5, 4, 1, 6], width=6)
+
+
+def likelihood(outputs, rows):
+    return -outputs.log_probs, {}
+
+
+def refusing(uid, error):
+    """The same loss, but for the rank that has a row of this uid: there ``error`` is raised."""
+
+    def loss_fn(outputs, rows):
+        if uid in list(rows["uid"]):
+            raise error
+        return likelihood(outputs, rows)
+
+    return loss_fn
+
+
+class NoRows:
+    """A data position that does not move."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def start(config: ActorConfig) -> Roles:
+    return launch(config, config.frozen(), on="ray", layout=Layout(dp=2), timeout_s=TIMEOUT_S)
+
+
+def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
+    with start(config) as roles:
+        places = roles.actor._pool.places
+        uid = share_out(data, 2)[1]["uid"][0]
+        update = roles.actor.submit("update", data, refusing(uid, OverflowError("too much")))
+        behind = roles.reference.submit("log_probs", data)
+        with pytest.raises(WorkerFailed) as caught:
+            update.result()
+        head, _, trace = str(caught.value).partition("\n")
+        assert head.startswith(f"actor.update failed: rank 1 on {places[1]} failed in 'actor.update'")
+        assert "OverflowError: too much; rank 0 on " in head
+        assert f"rank 0 on {places[0]} has not ended 'actor.update'" in head
+        assert ", in loss_fn\n    raise error" in trace
+        for call in (behind.result, lambda: roles.actor.log_probs(data)):
+            with pytest.raises(WorkerFailed, match=r"log_probs: no worker is left: actor.update failed: rank 1 on "):
+                call()
+        processes = [Path("/proc") / place.split("process ")[1].rstrip(")") for place in places]
+        deadline = time.monotonic() + 60
+        while any(map(Path.exists, processes)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(Path.exists, processes))
+
+
+def test_the_run_starts_again_from_its_checkpoint(config, data, tmp_path, capsys):
+    alone = ActorWorker(config)
+    expected = [alone.update(data, likelihood)["actor/loss"] for _ in range(2)]
+    losses = []
+
+    def attempt(run: RunConfig) -> None:
+        with start(config) as roles:
+            if run.resume:
+                roles.actor.load(tmp_path)
+            else:
+                losses.append(roles.actor.update(data, likelihood)["actor/loss"])
+                roles.actor.save(tmp_path)
+                roles.actor.update(data, refusing("prompt-0", InvalidColumn("row 0: not this one")))
+            losses.append(roles.actor.update(data, likelihood)["actor/loss"])
+
+    with_restarts(attempt, RunConfig(steps=2), NoRows(), max_restarts=1)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    told = capsys.readouterr().err
+    assert "failed in 'actor.update': InvalidColumn: row 0: not this one; rank" in told
+    assert "starting again from the last checkpoint" in told
