@@ -4,8 +4,9 @@ vLLM's sampler is replaced by one that chooses the tokens of a step with the fun
 ids, temperature, top-p and top-k mean the same in both engines, log-probs are those before top-p and top-k, a sample draws the
 same numbers in any batch and on any rank, and no random state of the process is touched. (vLLM's own seeds would make it loop
 over the rows; a logits processor makes it wait for each step's tokens before it prepares the next.) Log-probs stay on the device
-until their response is whole. Logits are float32, as the actor's are: vLLM would round them to the model's dtype, and a logit of 20
-to a multiple of 1/8.
+until their response is whole.
+
+Logits are float32, as the actor's are: vLLM would round them to the model's dtype, and a logit of 20 to a multiple of 1/8.
 """
 
 from collections.abc import Sequence
