@@ -1,6 +1,7 @@
-"""Short runs of the Geometry3K recipe: their command lines, and what they leave."""
+"""Short runs of recipes: the command lines of Geometry3K's, and what any leaves."""
 
 import json
+import math
 from pathlib import Path
 
 REWARD = '''
@@ -26,3 +27,13 @@ def rows_of(directory):
 def without_times(rows):
     timed = ("timing", "perf/t")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
+
+
+def assert_same_run(directory: Path, other: Path) -> None:
+    """The same metrics of the same steps, but for times."""
+    mine, theirs = without_times(rows_of(directory)), without_times(rows_of(other))
+    assert [row["step"] for row in mine] == [row["step"] for row in theirs]
+    for row, expected in zip(mine, theirs, strict=True):
+        assert row.keys() == expected.keys()
+        for name, value in row.items():
+            assert math.isclose(value, expected[name], rel_tol=2e-4, abs_tol=2e-5), (row["step"], name)

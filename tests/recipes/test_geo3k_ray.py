@@ -1,6 +1,5 @@
 """The recipe on Ray: the run of one process, whatever the layout, through a worker's death and in another layout after it."""
 
-import math
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
-from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
+from helpers.geo3k_runs import REWARD, arguments, assert_same_run
 from recipes.geo3k_grpo import main
 
 RAY = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2", "--save-behind")
@@ -37,15 +36,6 @@ def one_process(files, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "one_process"
     assert main(arguments(*files, directory, *SETTINGS)) == 0
     return directory
-
-
-def assert_same_run(directory: Path, other: Path) -> None:
-    mine, theirs = without_times(rows_of(directory)), without_times(rows_of(other))
-    assert [row["step"] for row in mine] == [row["step"] for row in theirs]
-    for row, expected in zip(mine, theirs, strict=True):
-        assert row.keys() == expected.keys()
-        for name, value in row.items():
-            assert math.isclose(value, expected[name], rel_tol=2e-4, abs_tol=2e-5), (row["step"], name)
 
 
 def kill_a_worker_after(directory: Path, step: int, mark: str) -> threading.Thread:
