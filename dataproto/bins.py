@@ -72,8 +72,9 @@ class BinLayout:
     @cached_property
     def position_ids(self) -> Tensor:
         """Each cell's place in its segment, ``(bins, capacity)`` int64."""
-        starts = np.repeat(np.cumsum(self.sizes) - self.sizes, self.sizes)
-        return torch.from_numpy(np.arange(len(starts)) - starts).view(self.bins, self.capacity)
+        places = np.arange(self.bins * self.capacity)
+        places -= np.repeat(np.cumsum(self.sizes) - self.sizes, self.sizes)
+        return torch.from_numpy(places).view(self.bins, self.capacity)
 
     @cached_property
     def filled(self) -> Tensor:
@@ -109,7 +110,8 @@ class BinLayout:
         key = (len(rows.storage), rows.starts.numpy().tobytes())
         if key not in self._found:
             first = np.where(self.rows >= 0, rows.starts.numpy()[self.rows], 0)
-            index = np.repeat(first, self.sizes) + self.position_ids.numpy().ravel()
+            index = np.repeat(first, self.sizes)
+            index += self.position_ids.numpy().ravel()
             if (first + self.sizes > len(rows.storage)).any():
                 np.minimum(index, len(rows.storage) - 1, out=index)  # of cells without tokens
             self._found[key] = index
