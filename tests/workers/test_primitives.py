@@ -66,6 +66,29 @@ def sharded_passes_equal_one_process() -> None:
     torch.testing.assert_close(seen.log_probs, after.log_probs[[mine, 2 + mine]], atol=1e-4, rtol=0)
 
 
+def a_program(worker: ActorWorker, saved: Path, loaded: Path):
+    """Passes, steps, states written and read, log-probs after each step. ``saved`` and ``loaded`` are of the same moment."""
+    data, found = rows(), []
+    for part in (data[:3], data[3:]):  # the second is of one row, fewer than a pipeline has stages
+        found.append(worker.forward(part, loss_fn, per_token=True))
+        found.append(worker.forward_backward(part, loss_fn, per_token=True))
+    norms = [worker.optim_step(STEP)["grad_norm"]]
+    scored = [worker.log_probs(data)["old_log_probs"]]
+    worker.save_state(saved)
+    for directory in (None, saved, loaded):
+        if directory is not None:
+            worker.forward_backward(data, loss_fn)  # its gradients must not survive the loading
+            worker.load_state(directory)
+        assert worker.forward_backward(data, loss_fn).log_probs is None
+        norms.append(worker.optim_step(STEP)["grad_norm"])
+        scored.append(worker.log_probs(data[:1])["old_log_probs"])
+    return found, norms, scored
+
+
+def pipelined_program():
+    return a_program(actor(join(Layout(pp=2), CPU)), folder() / "staged", folder() / "alone")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen3_vl")
@@ -76,8 +99,29 @@ def checkpoint(tmp_path_factory):
 
 
 def test_two_processes_equal_one(tmp_path):
-    outcomes = run_ranks(2, {"passes": sharded_passes_equal_one_process}, tmp_path)
+    alone = a_program(actor(), folder() / "alone", folder() / "alone")
+    scenarios = {"passes": sharded_passes_equal_one_process, "pipeline": pipelined_program}
+    outcomes = run_ranks(2, scenarios, tmp_path)
     assert outcomes["passes"] == [None, None]
+    for staged in outcomes["pipeline"]:
+        assert not isinstance(staged, str), staged
+        assert_same_program(staged, alone)
+    worker = actor()
+    worker.load_state(folder() / "staged")
+    torch.testing.assert_close(worker.log_probs(rows())["old_log_probs"], alone[2][0], atol=1e-4, rtol=0)
+
+
+def assert_same_program(staged, alone):
+    for passed, expected in zip(staged[0], alone[0], strict=True):
+        assert passed.metrics.keys() == {"loss:sum", "tokens"}
+        assert dict(passed.metrics) == pytest.approx(dict(expected.metrics), abs=1e-4)
+        torch.testing.assert_close(passed.log_probs, expected.log_probs, atol=1e-4, rtol=0)
+    assert staged[1] == pytest.approx(alone[1], rel=1e-4)
+    for found, expected in zip(staged[2], alone[2], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    for _, norms, scored in (staged, alone):  # a state is read to the bit
+        assert norms[1] == norms[2]
+        assert torch.equal(scored[1], scored[2])
 
 
 def test_passes_equal_an_update_and_leave_the_weights_alone():
