@@ -1,12 +1,23 @@
 """Recipes in two real Ray processes: each makes the run of one process."""
 
+import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft
+from recipes.step_by_step import TrainingClient
+from recipes.supervised import SupervisedConfig, start
+from rollout.chunks import ChunkRenderer
+from rollout.engine import SamplingParams
+from rollout.prompts import PromptBuilder
+from workers.layout import Layout
+from workers.optimizer import AdamParams
 from workers.ray_config import RayConfig
 from workers.ray_group import running_ray
 
@@ -50,3 +61,56 @@ def test_supervised_training(recipe, model, tmp_path):
         assert recipe.main(given) == 0
     assert rows_of(tmp_path / "one")[-1]["val/loss"] < rows_of(tmp_path / "one")[0]["val/loss"]
     assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+def picture(width: int, height: int) -> ImageChunk:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 10, 30)).save(buffer, format="PNG")
+    return ImageChunk(buffer.getvalue(), "png")
+
+
+def conversation(client: TrainingClient, text: str, *pictures: ImageChunk) -> ModelInput:
+    encode = client.renderer.builder.encode_text
+    chunks: list[object] = []
+    for chunk in pictures:
+        chunks += [EncodedTextChunk(encode("<|vision_start|>")), chunk, EncodedTextChunk(encode("<|vision_end|>"))]
+    return ModelInput([*chunks, EncodedTextChunk(encode(text))])
+
+
+def program(client: TrainingClient, directory: Path) -> list[float]:
+    """Numbers that every call has its part in."""
+    inputs = [
+        conversation(client, "two of them", picture(16, 16), picture(24, 16)),
+        conversation(client, "one", picture(40, 32)),
+        conversation(client, "none at all"),
+    ]
+    data = []
+    for each in inputs:
+        ids = client.renderer.token_ids(each)
+        learnt = [0.0] * (len(ids) - 3) + [1.0, 1.0, 0.0]
+        data.append(Datum(each, {"target_tokens": [*ids[1:], 0], "weights": learnt}))
+    found = []
+    for at in range(2):
+        passed = client.forward_backward(data, per_token=True)
+        found += [passed.loss, *(float(outputs["logprobs"].sum()) for outputs in passed.loss_fn_outputs)]
+        found.append(client.optim_step(AdamParams(learning_rate=1e-3, eps=1e-3))["grad_norm"])
+        if at == 0:
+            client.save_state(directory)
+    client.load_state(directory)
+    found += [value for value in client.compute_logprobs(inputs[1]) if value is not None]  # a single row
+    client.save_weights_for_sampler()
+    sampled = client.sample(inputs[0], 2, SamplingParams(temperature=1.0, max_tokens=4, seed=3))
+    return [*found, client.forward(data[:1]).loss, *(number for each in sampled for number in each.logprobs)]
+
+
+def test_step_by_step(model, tmp_path):
+    """In a pipeline, and over ranks of which some have no row in a call."""
+    renderer = ChunkRenderer(PromptBuilder.from_pretrained(model, 512))
+
+    def numbers(name: str, **place) -> list[float]:
+        with start(SupervisedConfig(model_path=model, token_budget=120, **place), model) as roles:
+            return program(TrainingClient(roles, renderer), tmp_path / name)
+
+    expected = numbers("alone")
+    for layout in (Layout(pp=2), Layout(dp=2)):
+        assert numbers(str(layout), on="ray", layout=layout) == pytest.approx(expected, rel=2e-4, abs=1e-4), layout
