@@ -3,7 +3,8 @@
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -168,7 +169,7 @@ class TrainedWorker(ModelWorker):
                 scores[part.index] = outputs.scores.detach().cpu()
             return total
 
-        with self.compute():
+        with self.compute(), self._nothing_left_by_errors():
             self.passes(data, conclude, entropy, backward, self.accounting.phase)
         if self.ranks.size("pp") == 1:
             return totals, finite
@@ -177,6 +178,18 @@ class TrainedWorker(ModelWorker):
         if scores is not None and found[2] is not None:
             scores.copy_(found[2])
         return found[:2]
+
+    @contextmanager
+    def _nothing_left_by_errors(self) -> Iterator[None]:
+        """What raises in here leaves no gradients, which a later step would take for its own, and no gathered weights."""
+        try:
+            yield
+        except BaseException:
+            if torch.is_grad_enabled():
+                self.optimizer.adamw.zero_grad(set_to_none=True)
+            if self.sharded:
+                import_module("workers.parallel.fsdp").reshard(self.module)
+            raise
 
     def _token_weights(self, mask: Tensor, aggregation: str) -> Tensor:
         """``(B, R)``, with the denominators of all ranks' rows."""

@@ -45,7 +45,8 @@ class StepByStep(TrainedWorker):
     """What `TrainedWorker.update` is made of, as calls of their own.
 
     The loss is the sum over tokens of what the loss function gives, where ``loss_mask`` (without that column:
-    ``response_mask``) is not 0. Gradients add up over calls until `optim_step`.
+    ``response_mask``) is not 0. Gradients add up over calls until `optim_step`; a `forward_backward` that raises in its loss
+    function clears them.
     """
 
     @dispatch(split=split_rows, join=join_passes)

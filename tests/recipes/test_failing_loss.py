@@ -35,7 +35,7 @@ def _ray() -> Iterator[None]:
 def config(tmp_path_factory) -> ActorConfig:
     path = tmp_path_factory.mktemp("model")
     tiny_model("qwen3_vl").save_pretrained(path)
-    return ActorConfig(str(path), token_budget=60, optimizer=OptimizerConfig(lr=1e-3))
+    return ActorConfig(str(path), token_budget=30, optimizer=OptimizerConfig(lr=1e-3))
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,19 @@ def refusing(uid, error):
     return loss_fn
 
 
+def failing_in_the_midst(error):
+    """The same loss, which raises at its second micro-batch, on every rank."""
+    before = []
+
+    def loss_fn(outputs, rows):
+        if before:
+            raise error
+        before.append(rows)
+        return likelihood(outputs, rows)
+
+    return loss_fn
+
+
 class NoRows:
     """A data position that does not move."""
 
@@ -72,6 +85,17 @@ class NoRows:
 
 def start(config: ActorConfig) -> Roles:
     return launch(config, config.frozen(), on="ray", layout=Layout(dp=2), timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("place", [{}, {"on": "ray", "layout": Layout(dp=2), "timeout_s": TIMEOUT_S}])
+def test_what_fails_everywhere_leaves_the_policy_as_it_was(config, data, place):
+    names = "actor/loss", "actor/grad_norm"
+    expected = ActorWorker(config).update(data, likelihood)
+    with launch(config, **place) as roles:
+        with pytest.raises((WorkerFailed, OverflowError), match="too much"):
+            roles.actor.update(data, failing_in_the_midst(OverflowError("too much")))
+        found = roles.actor.update(data, likelihood)
+    assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-4)
 
 
 def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
