@@ -72,9 +72,7 @@ class BinLayout:
     @cached_property
     def position_ids(self) -> Tensor:
         """Each cell's place in its segment, ``(bins, capacity)`` int64."""
-        places = np.arange(self.bins * self.capacity)
-        places -= np.repeat(np.cumsum(self.sizes) - self.sizes, self.sizes)
-        return torch.from_numpy(places).view(self.bins, self.capacity)
+        return torch.from_numpy(runs(np.zeros_like(self.sizes), self.sizes)).view(self.bins, self.capacity)
 
     @cached_property
     def filled(self) -> Tensor:
@@ -110,8 +108,7 @@ class BinLayout:
         key = (len(rows.storage), rows.starts.numpy().tobytes())
         if key not in self._found:
             first = np.where(self.rows >= 0, rows.starts.numpy()[self.rows], 0)
-            index = np.repeat(first, self.sizes)
-            index += self.position_ids.numpy().ravel()
+            index = runs(first, self.sizes, np.int32 if len(rows.storage) < 2**31 else np.int64)
             if (first + self.sizes > len(rows.storage)).any():
                 np.minimum(index, len(rows.storage) - 1, out=index)  # of cells without tokens
             self._found[key] = index
@@ -125,6 +122,20 @@ class BinLayout:
         """The inverse of :meth:`place`: the rows that stand in ``(bins, capacity, *tail)``, in their own order."""
         standing = self.rows >= 0
         return RaggedTensor(grid[self.filled.to(grid.device)], self.tokens[standing])[np.argsort(self.rows[standing])]
+
+
+def runs(first: np.ndarray, sizes: np.ndarray, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
+    """Each first number and those that follow it, ``sizes`` in all, one run after the other; no other array of that length.
+
+    >>> runs(np.array([0, 7, 5]), np.array([3, 0, 2]))
+    array([0, 1, 2, 5, 6])
+    """
+    first, sizes = first[sizes > 0], sizes[sizes > 0]
+    numbers = np.ones(int(sizes.sum()), dtype=dtype)
+    if len(sizes):
+        numbers[0] = first[0]
+        numbers[np.cumsum(sizes)[:-1]] = np.diff(first) - sizes[:-1] + 1
+    return np.cumsum(numbers, dtype=dtype, out=numbers)
 
 
 def pack_supervised(

@@ -68,7 +68,9 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
     """
     attended = attention_mask.bool()
     types = torch.where(attended, token_types, 0)
-    ranks = attended.cumsum(-1) - 1
+    ranks = attended.cumsum(-1).sub_(1)
+    if not (len(images.sizes) or len(videos.sizes) or types.any()):  # text alone moves all four alike
+        return ranks.masked_fill_(~attended, 0)[:, None].expand(-1, 4, -1).contiguous()
     steps = (attended & (types == 0)).long()  # how far a token moves what follows; a medium's first one does it for all
     media = []
     for kind, pieces in ((IMAGE, images), (VIDEO, videos)):
