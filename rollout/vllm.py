@@ -55,49 +55,30 @@ class VLLMEngine:
             sleep_level: 1 keeps the weights in host memory while others train, 2 drops them, to be streamed at the next use.
             options: any other option of ``vllm.LLM``.
         """
-        vllm_versions.set_environment()
-        from vllm import LLM
-
-        from rollout.vllm_policy import install
-
         if sleep_level not in (1, 2):
             raise InvalidConfig(f"sleep_level={sleep_level}: must be 1 (weights to the host) or 2 (weights dropped)")
         self.device = cpu_or_cuda()
-        on_cuda = self.device.type == "cuda"
-        if dtype == "auto":
-            dtype = "bfloat16" if on_cuda else "float32"
-        if kv_cache_bytes is None and not on_cuda:
-            kv_cache_bytes = 1 << 30
+        self.max_images = max_images
+        self.sleep_level = sleep_level
+        self.processor_options = _processor_options(image_options)
         chosen = {
             "max_num_seqs": max_num_seqs,
             "dtype": dtype,
             "max_model_len": max_model_len,
             "limit_mm_per_prompt": {"video": 0} | ({} if max_images is None else {"image": max_images}),
-            "mm_processor_kwargs": _processor_options(image_options),
+            "mm_processor_kwargs": self.processor_options,
             "tensor_parallel_size": tensor_parallel,
-            "distributed_executor_backend": vllm_versions.executor(tensor_parallel),
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
-            "enable_sleep_mode": on_cuda,
-            "generation_config": "vllm",
-        } | ({} if on_cuda else {"enforce_eager": True, "skip_mm_profiling": True})
-        try:
-            with vllm_versions.process_settings_kept():
-                self.llm = LLM(model_path, **chosen | options)
-        except (ValueError, TypeError, ImportError) as error:
-            raise InvalidConfig(f"vLLM does not start on {model_path}: {_first_line(error)}") from error
-        if self.llm.llm_engine.vllm_config.speculative_config is not None:
-            raise InvalidConfig("speculative_config: tokens are sampled by the policy itself, one at a time")
-        (self.sampler,) = self.llm.collective_rpc(install)
+        }
+        self.llm, self.sampler = _start(model_path, self.device, chosen | options)
         self.engine = self.llm.llm_engine
-        self.dtype: torch.dtype = self.llm.model_config.dtype
-        self.max_model_len = int(self.llm.model_config.max_model_len)
-        self.max_images = max_images
-        self.sleep_level = sleep_level
-        self.family = family_of(self.llm.model_config.hf_config)
-        self.banned_ids = tuple(self.family.banned_ids(self.llm.model_config.hf_config))
+        config = self.llm.model_config
+        self.dtype: torch.dtype = config.dtype
+        self.max_model_len = int(config.max_model_len)
+        self.family = family_of(config.hf_config)
+        self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(GenerationConfig.from_pretrained(model_path))
-        self.processor_options = _processor_options(image_options)
         self._awake = self._has_weights = self._has_kv_cache = True
         self._freed_bytes = 0  # by the last sleep
         self._open: dict[str, int] = {}  # requests of the run under way, and their numbers
@@ -270,6 +251,34 @@ class VLLMEngine:
         """Has torch give back what training left in its cache, where vLLM would not find the memory that it gave up."""
         if torch.cuda.mem_get_info()[0] < self._freed_bytes:
             torch.cuda.empty_cache()
+
+
+def _start(model_path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A running ``vllm.LLM``, and the policy in the place of its sampler."""
+    vllm_versions.set_environment()
+    from vllm import LLM
+
+    from rollout.vllm_policy import install
+
+    if options.get("speculative_config"):
+        raise InvalidConfig("speculative_config: tokens are sampled by the policy itself, one at a time")
+    on_cuda = device.type == "cuda"
+    if options["dtype"] == "auto":
+        options["dtype"] = "bfloat16" if on_cuda else "float32"
+    if options["kv_cache_memory_bytes"] is None and not on_cuda:
+        options["kv_cache_memory_bytes"] = 1 << 30
+    usual = {
+        "distributed_executor_backend": vllm_versions.executor(options["tensor_parallel_size"]),
+        "enable_sleep_mode": on_cuda,
+        "generation_config": "vllm",
+    } | ({} if on_cuda else {"enforce_eager": True, "skip_mm_profiling": True})
+    try:
+        with vllm_versions.process_settings_kept():
+            llm = LLM(model_path, **usual | options)
+    except (ValueError, TypeError, ImportError) as error:
+        raise InvalidConfig(f"vLLM does not start on {model_path}: {_first_line(error)}") from error
+    (sampler,) = llm.collective_rpc(install)
+    return llm, sampler
 
 
 class ImageKeys:

@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -12,6 +13,13 @@ def _cache_of_its_own(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_is_heard():
+    """A shell without job control has what it starts in the background ignore Ctrl-C, and so would whatever a test starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config):

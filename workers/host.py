@@ -78,10 +78,10 @@ class Host:
         """Takes a place among the processes that hand weights over."""
         self.channel = WeightChannel(address, rank, size, self.device, timeout_s)
 
-    def send_weights(self, role: str) -> None:
-        """Hands a role's weights over to the other end of the channel. Every rank gathers; the first one sends."""
+    def send_weights(self, role: str, dtype: torch.dtype | None = None) -> None:
+        """Hands a role's weights, in ``dtype``, to the other end of the channel. Every rank gathers; the first one sends."""
         self.report(f"{role}: sending weights")
-        weights = self.roles[role].named_weights()
+        weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in self.roles[role].named_weights(dtype))
         if self.channel is not None:
             self.channel.send(weights)
         else:

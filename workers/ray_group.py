@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -161,14 +162,14 @@ class RayPool:
         self.wait(ends[:1], "meet")
         receivers.wait(ends[1:], "meet")
 
-    def hand_over(self, role: str, receivers: "RayGroup") -> None:
-        """Sends a role's weights through the channel; the other group takes them at the same time.
+    def hand_over(self, role: str, receivers: "RayGroup", dtype: torch.dtype | None = None) -> None:
+        """Sends a role's weights, in ``dtype``, through the channel; the other group takes them at the same time.
 
         Raises:
             WorkerFailed, DataProtoError: as `wait`, of whichever failed first; both groups have ended then.
         """
         taken, what = receivers.submit("refresh"), f"{role}: sending weights"
-        refs = [host.send_weights.remote(role) for host in self.hosts]
+        refs = [host.send_weights.remote(role, dtype) for host in self.hosts]
         sent = RayFuture(lambda: self.wait(refs, what), refs)
         failures, _ = settle([*refs, *taken.refs], self.config.timeout_s)
         theirs = bool(failures) and causing(failures)[0] >= len(refs)

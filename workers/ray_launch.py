@@ -72,8 +72,13 @@ def build_rollout(
         "rollout", lambda host: RolloutWorker(plan.rollout, lambda dtype: host.receive_weights(), host.ranks)
     )
     pool.open_channel(engines)
-    pool.hand_over("actor", rollout)
-    return rollout, lambda: pool.hand_over("actor", rollout)
+    dtype = rollout.weights_dtype()
+
+    def hand_over() -> None:
+        pool.hand_over("actor", rollout, dtype)
+
+    hand_over()
+    return rollout, hand_over
 
 
 def build_reward(reward: RewardFunction | ModelReward, model_path: str, pool: RayPool, stack: ExitStack) -> RayGroup:

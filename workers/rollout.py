@@ -62,6 +62,11 @@ class RolloutWorker:
             rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
             return sharding.postprocess_data(rollouts)
 
+    @dispatch("rank_zero")
+    def weights_dtype(self) -> torch.dtype:
+        """What the engine keeps its weights in."""
+        return self.engine.dtype
+
     @dispatch("all")
     def mark_stale(self) -> None:
         """The actor has changed: its weights are streamed before the next generation."""

@@ -10,7 +10,7 @@ import torch
 
 from dataproto.errors import InvalidConfig, InvalidPrompt, RunAbandoned
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, picture, start
-from rollout.engine import SamplingParams
+from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 
@@ -63,6 +63,11 @@ def test_media_tokens_are_never_sampled(setup):
 
 
 # What goes wrong
+
+
+def test_a_second_model_that_guesses_tokens_is_refused(setup, tmp_path):
+    with pytest.raises(InvalidConfig, match="speculative_config"):
+        create_engine("vllm", str(tmp_path), speculative_config={"method": "ngram", "num_speculative_tokens": 2})
 
 
 @pytest.mark.parametrize(

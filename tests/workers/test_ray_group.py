@@ -73,7 +73,7 @@ class Worker:
     def fail_alike(self) -> None:
         raise OverflowError("too much")
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.zeros(2**26, dtype=torch.uint8)  # more than a socket takes without a reader
 
     @dispatch("all")
