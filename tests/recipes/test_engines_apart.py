@@ -1,0 +1,56 @@
+"""Engines in processes of their own: weights come by broadcast, and rollouts may run one update ahead."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
+from recipes.geo3k_grpo import main
+from workers.ray_config import RayConfig
+from workers.ray_group import running_ray
+
+SETTINGS = (
+    "--batch-size 4 --algorithm.n 2 --max-prompt-length 500 --max-response-length 6 --eval-rows 4 --eval-every 2 --steps 4"
+    " --optimizer.lr 1e-3 --algorithm.minibatch 2 --token-budget 600 --save-every 2"
+)
+APART = ("--on", "ray", "--ray.rollout-processes", "2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    with running_ray(RayConfig(object_store_gib=0.2), processes=4):
+        yield
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "mine.py").write_text(REWARD)
+    model = write_checkpoint("qwen2_5_vl", folder / "model")
+    return ["--model-path", model, "--reward", f"{folder / 'mine.py'}:score", *SETTINGS.split()]
+
+
+@pytest.fixture(scope="module")
+def one_process(given, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "one"
+    assert main([*given, "--output-dir", str(directory)]) == 0
+    return directory
+
+
+def test_they_make_the_run_of_one_process(given, one_process, tmp_path):
+    """Every batch is sampled with the weights of the update before it."""
+    assert main([*given, "--output-dir", str(tmp_path), *APART]) == 0
+    assert_same_run(tmp_path, one_process)
+
+
+def test_one_step_off_samples_before_the_update(given, one_process, tmp_path):
+    """The second batch is sampled with the first weights, as in a run that learns nothing; each later one likewise, one behind."""
+    assert main([*given, "--output-dir", str(tmp_path / "ahead"), *APART, "--one-step-off"]) == 0
+    assert main([*given, "--output-dir", str(tmp_path / "still"), "--optimizer.lr", "0"]) == 0
+    ahead, still, on_policy = (rows_of(run) for run in (tmp_path / "ahead", tmp_path / "still", one_process))
+    assert [row.get("training/staleness") for row in ahead] == [None, 0, 1, 1, 1]
+    scores = [[row["critic/score/mean"] for row in rows[1:3]] for rows in (ahead, still, on_policy)]
+    assert scores[0] == scores[1] != scores[2]
+    assert ahead[1]["actor/loss"] == pytest.approx(on_policy[1]["actor/loss"], abs=1e-4)
