@@ -99,7 +99,7 @@ def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> 
     task = prepare(model_path)
 
     def attempt(run: RunConfig) -> None:
-        with start(config, model_path) as roles:
+        with start(config, model_path, task.builder.image_options) as roles:
             train(
                 run,
                 roles,
@@ -124,7 +124,8 @@ def tiny_model(directory: Path, seed: int) -> Path:
     return path if (path / "config.json").is_file() else make_tiny_model(path, seed)
 
 
-def start(config: SupervisedConfig, model_path: str) -> Roles:
+def start(config: SupervisedConfig, model_path: str, image_options: Mapping[str, Any] | None = None) -> Roles:
+    """The roles; an engine that processes images itself is told of ``PromptBuilder.image_options``."""
     optimizer = config.optimizer
     if optimizer.total_steps is None:
         total = config.run.steps
@@ -135,10 +136,11 @@ def start(config: SupervisedConfig, model_path: str) -> Roles:
         freeze_vision=config.freeze_vision,
         optimizer=optimizer,
     )
+    engine_options = {"image_options": image_options} if config.engine == "vllm" else {}
     return launch(
         actor=actor,
         reward=exact_match,
-        rollout=RolloutConfig(model_path, config.engine),
+        rollout=RolloutConfig(model_path, config.engine, engine_options),
         on=config.on,
         layout=config.layout,
         **(vars(config.ray) if config.on == "ray" else {}),

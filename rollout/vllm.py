@@ -107,6 +107,7 @@ class VLLMEngine:
                 try:
                     self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
                 except ValueError as error:
+                    self.llm.reset_mm_cache()  # as in `_render`
                     raise InvalidPrompt(f"row {number // sampling.n}: {_first_line(error)}") from error
                 mine[name] = number
             while mine:
@@ -160,6 +161,7 @@ class VLLMEngine:
                 prompts[id(request.input_ids)] = None
                 wrong[number // sampling.n] = _first_line(error)
         if wrong:
+            self.llm.reset_mm_cache()  # one end knows the other rows' images, which never come to the other end
             reasons = [f"row {row}: {reason}" for row, reason in list(wrong.items())[:MAX_REPORTED_ROWS]]
             more = f" (and {len(wrong) - len(reasons)} more rows)" if len(wrong) > len(reasons) else ""
             raise InvalidPrompt("; ".join(reasons) + more)

@@ -26,13 +26,11 @@ from workers.optimizer import AdamParams, Optimizer, OptimizerConfig
 from workers.planning import split_update
 from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
 from workers.primitives import StepByStep
-from workers.step import LossFn, MicroBatch, check_rows
+from workers.step import LARGEST, LossFn, MicroBatch, check_rows
 from workers.training_state import Saving, load_training_state
 from workers.transfer import index_on, move, rows_to_device
 
 log = logging.getLogger(__name__)
-
-LARGEST = "_max"  # how the names of metrics end of which the largest counts, over tokens, ranks and steps
 
 
 @dataclass(frozen=True)

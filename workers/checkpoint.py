@@ -67,6 +67,13 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def seed_everything(seed: int) -> None:
+    """Seeds the Python, NumPy and torch generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
 def set_random_states(states: dict[str, Any]) -> None:
     """Sets what `random_states` returned."""
     version, internal, gauss = states["python"]

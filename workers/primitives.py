@@ -13,7 +13,7 @@ from dataproto import DataProto
 from workers.dispatch import split_rows
 from workers.group import dispatch
 from workers.optimizer import AdamParams
-from workers.step import LossFn, check_rows
+from workers.step import LARGEST, LossFn, check_rows
 
 if TYPE_CHECKING:
     from workers.actor import TrainedWorker
@@ -99,11 +99,14 @@ class StepByStep(TrainedWorker):
         return PassOutput(self._sums(totals), scores)
 
     def _sums(self, totals: Mapping[str, Any]) -> dict[str, float]:
-        """Sums over the rows of all ranks."""
+        """Sums over the rows of all ranks; of what counts by its largest, the largest."""
         own = {name: float(value) for name, value in totals.items()}
         loss = own.pop(f"{self.role}/loss", 0.0)
         sums = {LOSS_SUM: 0.0}
         for part in self.ranks.gather({LOSS_SUM: loss, **own}, "dp"):
             for name, value in part.items():
-                sums[name] = sums.get(name, 0.0) + value
+                if name.endswith(LARGEST):
+                    sums[name] = max(sums.get(name, value), value)
+                else:
+                    sums[name] = sums.get(name, 0.0) + value
         return sums

@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
@@ -20,7 +19,7 @@ from dataproto.collectives import all_gather
 from dataproto.errors import InvalidConfig, RowCountMismatch
 from rollout.engine import RolloutEngine
 from rollout.randomness import derive_seed
-from workers.checkpoint import random_states, set_random_states
+from workers.checkpoint import random_states, seed_everything, set_random_states
 from workers.mesh import Ranks
 
 
@@ -111,11 +110,15 @@ class ShardingManager:
     def __enter__(self) -> "ShardingManager":
         kept = self.engine.wake()
         if self.stale or not kept:
-            self.engine.load_weights(self.weights())
+            try:
+                self.engine.load_weights(self.weights())
+            except BaseException:
+                self.engine.sleep()  # what training needs must not stay with an engine that is not used
+                raise
             self.stale = False
         self._training_random = random_states()
         if self._rollout_random is None:
-            torch.manual_seed(derive_seed("rollout engine", self._engine_number))
+            seed_everything(derive_seed("rollout engine", self._engine_number))
         else:
             set_random_states(self._rollout_random)
         return self

@@ -28,6 +28,7 @@ from workers.transfer import to_device
 # The outputs are `workers.packed.Outputs` of a policy, `workers.critic.Values` of a critic.
 LossFn = Callable[[Any, DataProto], tuple[Tensor, dict[str, Tensor]]]
 
+LARGEST = "_max"  # how the names of metrics end of which the largest counts, over tokens, ranks and steps
 NOTHING = slice(0, 0)
 TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 

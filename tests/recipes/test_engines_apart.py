@@ -46,7 +46,7 @@ def test_they_make_the_run_of_one_process(given, one_process, tmp_path):
 
 
 def test_one_step_off_samples_before_the_update(given, one_process, tmp_path):
-    """The second batch is sampled with the first weights, as in a run that learns nothing; each later one likewise, one behind."""
+    """The second batch is sampled with the first weights, as in a run that learns nothing."""
     assert main([*given, "--output-dir", str(tmp_path / "ahead"), *APART, "--one-step-off"]) == 0
     assert main([*given, "--output-dir", str(tmp_path / "still"), "--optimizer.lr", "0"]) == 0
     ahead, still, on_policy = (rows_of(run) for run in (tmp_path / "ahead", tmp_path / "still", one_process))

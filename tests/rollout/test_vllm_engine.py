@@ -108,6 +108,24 @@ def test_another_expansion_than_the_training_sides_is_named(setup):
         generate(setup, setup.vllm, GREEDY, swapped)
 
 
+def test_images_of_a_refused_batch_can_be_asked_for_alone(setup):
+    """They have been processed, but vLLM never got them."""
+    rows = [
+        {"prompt": "<image>", "images": [picture(44, 36, 77)]},
+        {"prompt": "<image>", "images": [picture(36, 52, 78)]},
+    ]
+    prompts = setup.builder(rows)
+    refused = prompts[:]
+    refused["multi_modal_data"] = np.array(
+        [prompts["multi_modal_data"][0], {"image": [picture(8, 4000, 5)]}], dtype=object
+    )
+    with pytest.raises(InvalidPrompt, match="row 1"):
+        generate(setup, setup.vllm, GREEDY, refused)
+    expected = generate(setup, setup.hf, GREEDY, prompts)["responses"]
+    assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts[:1])["responses"], expected[:1])
+    assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts)["responses"], expected)
+
+
 def test_a_caller_who_stops_early_leaves_nothing_behind(setup):
     before = generate(setup, setup.vllm, SAMPLED)
     stream = setup.vllm.generate(build_requests(setup.prompts, SAMPLED), SAMPLED)

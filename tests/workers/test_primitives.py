@@ -41,7 +41,8 @@ def rows() -> DataProto:
 
 
 def loss_fn(outputs, data):
-    return -outputs.log_probs * data["advantages"], {"tokens": torch.ones_like(outputs.log_probs)}
+    tokens = torch.ones_like(outputs.log_probs)
+    return -outputs.log_probs * data["advantages"], {"tokens": tokens, "prob_max": outputs.log_probs.exp()}
 
 
 def two_passes_and_a_step(worker: ActorWorker, first: DataProto, second: DataProto, everything: DataProto):
@@ -59,7 +60,7 @@ def sharded_passes_equal_one_process() -> None:
         actor(ranks), data[mine : mine + 1], data[2 + mine : 3 + mine], data[[mine, 2 + mine]]
     )
     for one, other in zip(passes, ours, strict=True):
-        assert other.metrics.keys() == {"loss:sum", "tokens"}
+        assert other.metrics.keys() == {"loss:sum", "tokens", "prob_max"}
         assert dict(other.metrics) == pytest.approx(dict(one.metrics), rel=1e-5)
     assert moved["grad_norm"] == pytest.approx(stepped["grad_norm"], rel=1e-4)
     assert dict(seen.metrics) == pytest.approx(dict(after.metrics), rel=1e-4)
@@ -113,7 +114,7 @@ def test_two_processes_equal_one(tmp_path):
 
 def assert_same_program(staged, alone):
     for passed, expected in zip(staged[0], alone[0], strict=True):
-        assert passed.metrics.keys() == {"loss:sum", "tokens"}
+        assert passed.metrics.keys() == {"loss:sum", "tokens", "prob_max"}
         assert dict(passed.metrics) == pytest.approx(dict(expected.metrics), abs=1e-4)
         torch.testing.assert_close(passed.log_probs, expected.log_probs, atol=1e-4, rtol=0)
     assert staged[1] == pytest.approx(alone[1], rel=1e-4)

@@ -82,17 +82,18 @@ def generates(tensor_parallel, path):
     manager = ShardingManager(engine, engine.model.named_parameters, block, dist.get_rank() // tensor_parallel)
     everything, sampling = prompts(engine.model.config), SamplingParams(n=N, max_tokens=4, seed=3)
     torch.manual_seed(dist.get_rank())
-    random.seed(5)
+    random.seed(5 + dist.get_rank())
+    np.random.seed(dist.get_rank())
     before = torch.get_rng_state(), random.getstate()
     with manager:
-        draw = float(torch.rand(()))
+        draw = float(torch.rand(())), random.random(), float(np.random.rand())
         shared = manager.preprocess_data(everything[[0, 1, 1, 3][dist.get_rank()] : [1, 1, 3, 4][dist.get_rank()]])
         done = engine.generate(build_requests(shared, sampling), sampling)
         back = manager.postprocess_data(attach_responses(shared, done, sampling, engine.family, 0))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     with manager:
-        assert float(torch.rand(())) != draw  # the rollout's own stream goes on
+        assert float(torch.rand(())) != draw[0]  # the rollout's own stream goes on
     columns = ("responses", "rollout_log_probs", "position_ids", "attention_mask")
     return draw, {name: back[name].numpy() for name in columns}, [str(uid) for uid in back["uid"]]
 
@@ -201,6 +202,7 @@ def test_a_hand_over_that_fails_is_tried_again():
     with pytest.raises(OSError, match="gone"), manager:
         pass
     assert manager.stale
+    assert manager.engine.asleep
 
 
 def test_sizes_that_do_not_fit_are_refused():
