@@ -5,7 +5,6 @@ python benchmarks/random_checkpoint.py 7b OUTPUT_DIRECTORY
 
 import sys
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
@@ -13,35 +12,8 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 import torch  # noqa: E402
 from transformers import AutoImageProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
 
+from benchmarks.workload import TEXT, VISION, VOCABULARY  # noqa: E402
 from recipes.tiny import make_tiny_model  # noqa: E402
-
-TEXT: dict[str, dict[str, Any]] = {
-    "tiny": {},
-    "3b": {
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "vocab_size": 151_936,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152_064,
-    },
-}
-VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
 
 
 def make(path: Path, size: str) -> Path:
@@ -55,7 +27,8 @@ def make(path: Path, size: str) -> Path:
     processor.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16_384}  # as published
     processor.save_pretrained(path)
     tiny = Qwen2_5_VLConfig.from_pretrained(path)
-    text = tiny.text_config.to_dict() | TEXT[size] | {"tie_word_embeddings": size == "3b"}
+    text = tiny.text_config.to_dict() | TEXT[size]
+    text |= {"vocab_size": VOCABULARY[size], "tie_word_embeddings": size == "3b"}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     text.pop("layer_types", None)
     marks = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

@@ -108,7 +108,8 @@ class BinLayout:
         key = (len(rows.storage), rows.starts.numpy().tobytes())
         if key not in self._found:
             first = np.where(self.rows >= 0, rows.starts.numpy()[self.rows], 0)
-            index = runs(first, self.sizes, np.int32 if len(rows.storage) < 2**31 else np.int64)
+            small = len(rows.storage) + self.capacity < 2**31
+            index = runs(first, self.sizes, np.int32 if small else np.int64)
             if (first + self.sizes > len(rows.storage)).any():
                 np.minimum(index, len(rows.storage) - 1, out=index)  # of cells without tokens
             self._found[key] = index

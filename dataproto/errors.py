@@ -97,11 +97,11 @@ class RewardError(DataProtoError, ValueError):
     """A reward function is missing, malformed, or returned something that is not a score."""
 
 
-# Between ranks
-
-
 class RunAbandoned(DataProtoError, RuntimeError):
     """Completions were asked for after the engine had begun another run, which ends the one before."""
+
+
+# Between ranks
 
 
 class RankFailure(DataProtoError, RuntimeError):
