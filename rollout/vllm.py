@@ -99,7 +99,7 @@ class VLLMEngine:
         self.wake_kv_cache()
         self._abort(self._open)  # of a caller who neither finished nor closed the last run
         self._open, run = {}, next(self._runs)
-        mine = self._open
+        mine, left = self._open, len(requests)
         self.sampler.begin(requests, sampling)
         try:
             for number, request in enumerate(requests):
@@ -113,9 +113,13 @@ class VLLMEngine:
             while mine:
                 for output in self.engine.step():
                     if output.finished and output.request_id in mine:
+                        left -= 1
                         yield self._completion(mine.pop(output.request_id), output.outputs[0])
-                        if self._open is not mine:
-                            raise RunAbandoned("another run began before this one was read to its end")
+                        if left and self._open is not mine:
+                            raise RunAbandoned(
+                                f"another run began before this one was read to its end: {left} of {len(requests)} "
+                                "completions are lost; read each run before the next, for instance into a list"
+                            )
         finally:
             self._abort(mine)  # after an error, or for a caller who wants no more
 

@@ -140,8 +140,13 @@ def test_another_run_ends_the_one_before(setup):
     abandoned = setup.vllm.generate(build_requests(setup.prompts, SAMPLED), SAMPLED)
     next(abandoned)
     assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
-    with pytest.raises(RunAbandoned):
+    with pytest.raises(RunAbandoned, match="11 of 12 completions are lost"):
         list(abandoned)
+    whole = setup.vllm.generate(build_requests(setup.prompts, SAMPLED), SAMPLED)
+    for _ in range(12):
+        next(whole)
+    generate(setup, setup.vllm, GREEDY)
+    assert list(whole) == []  # it had been read to its end
     assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
 
 
