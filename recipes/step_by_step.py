@@ -131,11 +131,9 @@ class TrainingClient:
         sampling = self._sampling(sampling_params, num_samples)
         self._samplings += 1
         data = self.roles.rollout.generate(self.renderer.prompts([prompt]), sampling)
-        ends = {self.renderer.builder.tokenizer.eos_token_id, *sampling.stop_token_ids}
         answers = []
-        for row, length in enumerate(data["response_mask"].sum(1).tolist()):
+        for row, (length, cut) in enumerate(zip(data["response_mask"].sum(1).tolist(), data["truncated"].tolist())):
             tokens, log_probs = (data[name][row, :length].tolist() for name in ("responses", "rollout_log_probs"))
-            cut = length == sampling.max_tokens and tokens[-1] not in ends
             answers.append(SampledSequence(tokens, log_probs, "length" if cut else "stop"))
         return answers if sampling.temperature else answers * num_samples
 

@@ -65,7 +65,7 @@ class Completion:
     request: int
     token_ids: list[int]
     log_probs: list[float]  # of the policy, before top-p and top-k
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop": by an end token, which is the last; "length": cut at max_tokens
 
 
 class RolloutEngine(Protocol):

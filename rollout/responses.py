@@ -68,6 +68,7 @@ def attach_responses(
         data["mm_token_type_ids"] = torch.cat([types, types.new_zeros(responses.shape)], dim=1)
     data["response_mask"] = response_mask
     data["rollout_log_probs"] = log_probs
+    data["truncated"] = torch.tensor([each.finish_reason == "length" for each in ordered], dtype=torch.bool)
     return data
 
 

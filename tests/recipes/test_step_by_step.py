@@ -2,11 +2,14 @@
 
 import io
 import math
+import shutil
+from contextlib import contextmanager
 
 import pytest
 import tinker
 import torch
 from PIL import Image
+from transformers import GenerationConfig
 
 from dataproto.chunks import Datum, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow
@@ -25,10 +28,16 @@ def path(tmp_path_factory):
     return write_checkpoint("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
-@pytest.fixture
-def client(path):
+@contextmanager
+def client_of(path):
     with start(SupervisedConfig(model_path=path, token_budget=120), path) as roles:
         yield TrainingClient(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
+
+
+@pytest.fixture
+def client(path):
+    with client_of(path) as made:
+        yield made
 
 
 def png(size, colour=(200, 10, 30)):
@@ -110,6 +119,21 @@ def test_sample_train_and_sample_again(client):
     weights = [1.0] * len(greedy[0].tokens)
     trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)], per_token=True).loss_fn_outputs[0]
     assert trained["logprobs"][-len(weights) :].tolist() == pytest.approx(greedy[0].logprobs, abs=1e-4)
+
+
+def test_any_end_token_stops_an_answer_even_as_its_last_token(client, path, tmp_path):
+    asked, greedy = prompt(client, "which?"), tinker.SamplingParams(max_tokens=3, temperature=0)
+    cut = client.sample(asked, sampling_params=greedy)[0]
+    assert (len(cut.tokens), cut.stop_reason) == (3, "length")
+    assert cut.tokens[-1] not in cut.tokens[:-1]
+    copy = shutil.copytree(path, tmp_path / "copy")
+    own = GenerationConfig.from_pretrained(copy)
+    own.eos_token_id = [own.eos_token_id, cut.tokens[-1]]
+    own.save_pretrained(copy)
+    with client_of(str(copy)) as other:
+        ended = other.sample(asked, sampling_params=greedy)[0]
+    assert ended.tokens == cut.tokens
+    assert ended.stop_reason == "stop"
 
 
 def test_cross_entropy_is_the_sum_that_a_loop_over_hugging_face_gives(client, path):

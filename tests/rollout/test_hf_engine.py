@@ -94,6 +94,15 @@ def test_stop_tokens_end_a_row_and_finished_rows_leave_the_batch(engine):
         assert data["responses"][row].tolist() == tokens[:length] + [0] * (6 - length)
         assert data["response_mask"][row].tolist() == [1] * length + [0] * (6 - length)
         assert data["attention_mask"][row, -6:].tolist() == data["response_mask"][row].tolist()
+        assert bool(data["truncated"][row]) == (stop not in tokens)
+
+
+def test_an_end_token_at_full_length_does_not_truncate(engine):
+    free = generate(engine, SamplingParams(max_tokens=3, seed=3))
+    assert free["truncated"].tolist() == [token not in engine.end_ids for token in free["responses"][:, -1].tolist()]
+    last = tuple(free["responses"][:, -1].tolist())
+    ended = generate(engine, SamplingParams(max_tokens=3, seed=3, stop_token_ids=last))
+    assert not ended["truncated"].any()
 
 
 def test_media_tokens_are_never_sampled(engine):
