@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
@@ -41,12 +41,11 @@ class RolloutWorker:
         ``ranks`` is this process's place in the training layout, by which rows come and go; the engine's option
         ``tensor_parallel`` is independent of it.
         """
-        ranks = ranks or Ranks()
+        self.ranks = ranks = ranks or Ranks()
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
         block = neighbours(ranks, tensor_parallel)
         self.engine = create_engine(config.engine, config.model_path, **config.options)
-        number = 0 if ranks.mesh is None else distributed.get_rank() // tensor_parallel
-        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, number)
+        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block)
         self.family = checkpoint_family(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
@@ -58,8 +57,9 @@ class RolloutWorker:
         """``sampling.n`` rows for each prompt row, next to each other, with prompt and response columns."""
         with self.sharding as sharding:
             shared = sharding.preprocess_data(prompts)
-            completions = list(self.engine.generate(build_requests(shared, sampling), sampling))
-            rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
+            with self.ranks.all_or_none():  # a row refused by one engine would leave the others waiting
+                completions = list(self.engine.generate(build_requests(shared, sampling), sampling))
+                rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
             return sharding.postprocess_data(rollouts)
 
     @dispatch("rank_zero")

@@ -1,13 +1,13 @@
 """Between the training layout and the rollout layout.
 
-Training splits a batch over dp; its sp x tp ranks, which are neighbours, come with the same rows. A rollout engine runs on
-neighbours too, as many as its own tensor-parallel size, and all of them must see the same rows. So ranks exchange rows within
-blocks of neighbours that hold whole numbers of both.
+Training splits a batch over dp; all pp x sp x tp ranks of one dp position come with the same rows. A rollout engine runs on as
+many neighbouring ranks as its own tensor-parallel size, and all of them must see the same rows. So ranks exchange rows within
+blocks: the smallest sets of ranks that hold both wholly. They need not be neighbours, as two stages of a pipeline are not.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -25,58 +25,98 @@ from workers.mesh import Ranks
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The ranks that exchange rows with this one.
+    """The ranks that exchange rows with this one, and this one: a block, in order of rank.
 
     >>> alone = Neighbours()
-    >>> alone.size, alone.engine_number
-    (1, 0)
+    >>> alone.rank, alone.engine
+    (0, 0)
     """
 
     group: ProcessGroup | None = None  # None: this rank keeps to itself
-    sharing: int = 1  # neighbours that come with the same rows
-    engine: int = 1  # neighbours that run one engine together
-
-    def __post_init__(self) -> None:
-        if self.size % self.sharing or self.size % self.engine:
-            raise InvalidConfig(
-                f"{self.size} ranks that exchange rows hold no whole number of groups with the same rows ({self.sharing}) or of "
-                f"engines ({self.engine})"
-            )
-
-    @property
-    def size(self) -> int:
-        return 1 if self.group is None else distributed.get_world_size(self.group)
+    holders: tuple[int, ...] = (0,)  # of each rank, its dp position: those that share it come with the same rows
+    engines: tuple[int, ...] = (
+        0,
+    )  # of each rank, the number of its engine among all: those that share it run it together
 
     @property
     def rank(self) -> int:
+        """This rank's place in the block."""
         return 0 if self.group is None else distributed.get_rank(self.group)
 
     @property
-    def engine_number(self) -> int:
-        """Number of this rank's engine among those of the block."""
-        return self.rank // self.engine
+    def engine(self) -> int:
+        """Number of the engine that this rank runs."""
+        return self.engines[self.rank]
 
 
 def neighbours(ranks: Ranks, tensor_parallel: int) -> Neighbours:
     """The block of this rank; every rank of the layout calls it.
 
     Raises:
-        InvalidConfig: sizes that do not fit into each other.
+        InvalidConfig: engines of this size do not divide the ranks.
     """
-    sharing, world = ranks.size("sp", "tp"), ranks.size("dp", "sp", "tp")
-    size = max(sharing, tensor_parallel)
-    if size % sharing or size % tensor_parallel or world % size:
+    layout, world = ranks.layout, ranks.layout.world_size
+    if tensor_parallel < 1 or world % tensor_parallel:
         raise InvalidConfig(
-            f"rollout tensor_parallel={tensor_parallel} does not fit {ranks.layout}: it must divide sp x tp = {sharing}, or be a "
-            f"multiple of it that divides dp x sp x tp = {world}"
+            f"rollout tensor_parallel={tensor_parallel} does not fit {layout}: it must divide pp x dp x sp x tp = {world}"
         )
-    if size == 1:
-        return Neighbours()
-    if size == sharing:
-        return Neighbours(ranks.group("sp", "tp"), sharing, tensor_parallel)
-    everybody = ranks.layout.world_size
-    blocks = [distributed.new_group(list(range(start, start + size))) for start in range(0, everybody, size)]
-    return Neighbours(blocks[distributed.get_rank() // size], sharing, tensor_parallel)
+    holders = [layout.coordinates(rank)["dp"] for rank in range(world)]
+    engines = [rank // tensor_parallel for rank in range(world)]  # vLLM's external launcher takes neighbours
+    blocks = joined_blocks(holders, engines)
+    if len(blocks) == world:
+        rank = 0 if ranks.mesh is None else distributed.get_rank()
+        return Neighbours(None, (holders[rank],), (engines[rank],))
+    group, _ = distributed.new_subgroups_by_enumeration(blocks)
+    members = distributed.get_process_group_ranks(group)
+    return Neighbours(group, tuple(holders[rank] for rank in members), tuple(engines[rank] for rank in members))
+
+
+def joined_blocks(*partitions: Sequence[int]) -> list[list[int]]:
+    """The smallest blocks of ranks that hold the groups of every partition wholly, in order of their first ranks.
+
+    A partition has one label for each rank; ranks of one label are a group. Two stages of two dp positions, first with engines of
+    one rank, then of two:
+
+    >>> joined_blocks([0, 1, 0, 1], [0, 1, 2, 3])
+    [[0, 2], [1, 3]]
+    >>> joined_blocks([0, 1, 0, 1], [0, 0, 1, 1])
+    [[0, 1, 2, 3]]
+    """
+    blocks: list[set[int]] = []
+    for labels in partitions:
+        for label in set(labels):
+            group = {rank for rank, other in enumerate(labels) if other == label}
+            apart = [block for block in blocks if not block & group]
+            blocks = [*apart, group.union(*(block for block in blocks if block & group))]
+    return sorted(sorted(block) for block in blocks)
+
+
+def first_places(labels: Sequence[int]) -> dict[int, int]:
+    """Where each label stands first, in that order.
+
+    >>> first_places([7, 7, 2, 7, 2])
+    {7: 0, 2: 2}
+    """
+    return {label: labels.index(label) for label in labels}
+
+
+def rows_by_holder(holders: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+    """Number of rows of each dp position, in order of its first rank, from each rank's dp position and number of rows.
+
+    >>> rows_by_holder([0, 1, 0, 1], [3, 2, 3, 2])
+    {0: 3, 1: 2}
+
+    Raises:
+        RowCountMismatch: ranks of one position differ.
+    """
+    rows = {holder: counts[first] for holder, first in first_places(holders).items()}
+    for holder, count in zip(holders, counts, strict=True):
+        if count != rows[holder]:
+            raise RowCountMismatch(
+                f"ranks of one dp position come with the same rows, but those of position {holder} have {rows[holder]} and "
+                f"{count}"
+            )
+    return rows
 
 
 class ShardingManager:
@@ -91,15 +131,13 @@ class ShardingManager:
         engine: RolloutEngine,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         neighbours: Neighbours | None = None,
-        engine_number: int = 0,
     ) -> None:
         """``weights`` gives the actor's (name, full tensor) pairs; asked once for each entry where the engine lacks them."""
         self.engine = engine
         self.weights = weights
         self.neighbours = neighbours or Neighbours()
         self.stale = True
-        self._engine_number = engine_number
-        self._rows: list[int] = []  # of each holder in the block, in the batch that is being generated
+        self._rows: dict[int, int] = {}  # of each dp position in the block, in the batch that is being generated
         self._training_random: dict[str, Any] = {}
         self._rollout_random: dict[str, Any] | None = None
 
@@ -118,7 +156,7 @@ class ShardingManager:
             self.stale = False
         self._training_random = random_states()
         if self._rollout_random is None:
-            seed_everything(derive_seed("rollout engine", self._engine_number))
+            seed_everything(derive_seed("rollout engine", self.neighbours.engine))
         else:
             set_random_states(self._rollout_random)
         return self
@@ -131,17 +169,21 @@ class ShardingManager:
         self.engine.sleep()
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """The rows that this rank's engine generates for: its share of those of all ranks of the block, in rank order."""
+        """The rows that this rank's engine generates for: its share of those of all dp positions in the block, in their order.
+
+        Raises:
+            RowCountMismatch: ranks of one dp position came with different numbers of rows; on all ranks of the block.
+        """
         block = self.neighbours
         if block.group is None:
             return data
-        counts: list[Any] = [None] * block.size
+        counts = [len(data)] * len(block.holders)
         distributed.all_gather_object(counts, len(data), block.group)
-        self._rows = counts[:: block.sharing]
-        everything = _gathered(data, block, contributes=block.rank % block.sharing == 0)
-        engines = block.size // block.engine
-        bounds = [number * len(everything) // engines for number in range(engines + 1)]
-        return everything[bounds[block.engine_number] : bounds[block.engine_number + 1]]
+        self._rows = rows_by_holder(block.holders, counts)
+        everything = data if len(self._rows) == 1 else _gathered(data, block, block.holders)
+        engines = list(first_places(block.engines))
+        number = engines.index(block.engine)
+        return everything[number * len(everything) // len(engines) : (number + 1) * len(everything) // len(engines)]
 
     def postprocess_data(self, data: DataProto) -> DataProto:
         """This rank's own rows out of those that the block's engines generated; ``n`` for each row that it came with.
@@ -152,18 +194,20 @@ class ShardingManager:
         block = self.neighbours
         if block.group is None:
             return data
-        if block.size > block.engine:
-            data = _gathered(data, block, contributes=block.rank % block.engine == 0)
-        samples, left = divmod(len(data), max(sum(self._rows), 1))
+        if len(set(block.engines)) > 1:
+            data = _gathered(data, block, block.engines)
+        prompts = sum(self._rows.values())
+        samples, left = divmod(len(data), max(prompts, 1))
         if left:
-            raise RowCountMismatch(f"the engines returned {len(data)} rows for {sum(self._rows)} prompts")
-        starts = list(pairwise(accumulate(self._rows, initial=0)))
-        start, stop = starts[block.rank // block.sharing]
-        return data[samples * start : samples * stop]
+            raise RowCountMismatch(f"the engines returned {len(data)} rows for {prompts} prompts")
+        holder = block.holders[block.rank]
+        stop = dict(zip(self._rows, accumulate(self._rows.values()), strict=True))[holder]
+        return data[samples * (stop - self._rows[holder]) : samples * stop]
 
 
-def _gathered(data: DataProto, block: Neighbours, contributes: bool) -> DataProto:
-    """The rows of the ranks that contribute, on every rank of the block; ``meta_info`` stays each rank's own."""
+def _gathered(data: DataProto, block: Neighbours, labels: Sequence[int]) -> DataProto:
+    """The rows of the first rank of each label, on every rank of the block; ``meta_info`` stays each rank's own."""
+    contributes = block.rank in first_places(labels).values()
     gathered = all_gather(data.select(meta_info_keys=[]) if contributes else DataProto(), block.group)
     gathered.meta_info = dict(data.meta_info)
     return gathered

@@ -10,23 +10,33 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
 from helpers.batches import prompt_batch
 from helpers.tiny_models import tiny_model
+from helpers.tiny_prompts import tiny_tokenizer
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import attach_responses, build_requests
 from workers.layout import Layout
 from workers.mesh import Ranks, join
-from workers.sharding import Neighbours, ShardingManager, neighbours
+from workers.rollout import RolloutConfig, RolloutWorker
+from workers.sharding import Neighbours, ShardingManager, joined_blocks, neighbours
 
 SIZE = 4
-ROWS = (3, 1, 0, 4)  # of each dp position
+ROWS = ((3, 1, 0, 4), (0, 5, 2, 1))  # of each dp position, in two batches
 N = 2
-LAYOUTS = [Layout(dp=4), Layout(dp=2, tp=2), Layout(dp=2, sp=2), Layout(sp=2, tp=2)]
+LAYOUTS = [
+    *(Layout(dp=4), Layout(dp=2, tp=2), Layout(dp=2, sp=2), Layout(sp=2, tp=2)),
+    *(Layout(pp=2, dp=2), Layout(pp=2, sp=2), Layout(pp=2, tp=2), Layout(pp=4)),
+]
 CASES = [(layout, tensor_parallel) for layout in LAYOUTS for tensor_parallel in (1, 2, 4)]
+GENERATED = [(layout, tensor_parallel) for layout in (Layout(dp=4), Layout(pp=2, dp=2)) for tensor_parallel in (1, 2)]
+HELD = {4: [0, 1, 1, 3, 4], 2: [0, 3, 4]}  # bounds of the prompts of each dp position
 CPU = torch.device("cpu")
 
 
@@ -47,21 +57,30 @@ class Engine:
         self.asleep = True
 
 
-def rows_of(dp):
-    """Row k of position d holds 10 d + k in every column."""
-    numbers = 10 * dp + torch.arange(ROWS[dp])
+def rows_of(dp, counts):
+    """Row k of position d holds 10 d + k in every column; a row of an odd number has no image."""
+    numbers = 10 * dp + torch.arange(counts[dp])
+    media = [
+        {"image": [Image.new("RGB", (3, 2), (number, 0, 0))]} if number % 2 == 0 else {} for number in numbers.tolist()
+    ]
     return DataProto.from_dict(
         {"ids": numbers, "mask": torch.stack([numbers, numbers], 1)},
-        {"name": np.array([f"row {number}" for number in numbers.tolist()], dtype=object)},
+        {
+            "name": np.array([f"row {number}" for number in numbers.tolist()], dtype=object),
+            "multi_modal_data": np.array([*media, None], dtype=object)[:-1],
+        },
         {"position": dp},
     )
 
 
 def exchanges_rows(layout, tensor_parallel):
-    """What this rank's engine saw, and what came back: checked here, the former told to the test."""
+    """What this rank's engine saw of each batch, and what came back: checked here, the former told to the test."""
     ranks = join(layout, CPU)
-    mine = rows_of(ranks.rank("dp"))
     manager = ShardingManager(Engine(), list, neighbours(ranks, tensor_parallel))
+    return [exchanged(manager, rows_of(ranks.rank("dp"), counts)) for counts in ROWS]
+
+
+def exchanged(manager, mine):
     with manager:
         seen = manager.preprocess_data(mine)
         answers = seen.repeat(N, interleave=True)
@@ -69,17 +88,28 @@ def exchanges_rows(layout, tensor_parallel):
         back = manager.postprocess_data(answers)
     assert back["ids"].tolist() == [number for number in mine["ids"].tolist() for _ in range(N)]
     assert back["answer"].tolist() == [100 * number + k for number in mine["ids"].tolist() for k in range(N)]
-    assert list(back["name"]) == [f"row {number}" for number in back["ids"].tolist()]
-    assert back.meta_info == {"position": ranks.rank("dp")}
-    return seen["ids"].tolist(), list(seen["name"])
+    assert back.meta_info == mine.meta_info
+    for data in (seen, back):
+        assert list(data["name"]) == [f"row {number}" for number in data["ids"].tolist()]
+        for number, media in zip(data["ids"].tolist(), data["multi_modal_data"], strict=True):
+            assert [image.getpixel((2, 1)) for image in media.get("image", [])] == [(number, 0, 0)] * (number % 2 == 0)
+    return seen["ids"].tolist()
 
 
-def generates(tensor_parallel, path):
-    """The same responses as one process alone, by engines of one rank or of two; ranks have 1, 0, 2 and 1 rows."""
-    ranks = Ranks(Layout(dp=SIZE), join(Layout(dp=SIZE), CPU).mesh)
-    block = neighbours(ranks, tensor_parallel)
+def differs_from_its_other_stage():
+    """What is said where two stages of one dp position come with different rows."""
+    ranks = join(Layout(pp=2, dp=2), CPU)
+    manager = ShardingManager(Engine(), list, neighbours(ranks, 1))
+    with pytest.raises(RowCountMismatch) as refused:
+        manager.preprocess_data(rows_of(0, [3 + ranks.rank("pp")]))
+    return str(refused.value)
+
+
+def generates(layout, tensor_parallel, path):
+    """The same responses as one process alone, by engines of one rank or of two."""
+    ranks = join(layout, CPU)
     engine = HFEngine(path, device=CPU)
-    manager = ShardingManager(engine, engine.model.named_parameters, block, dist.get_rank() // tensor_parallel)
+    manager = ShardingManager(engine, engine.model.named_parameters, neighbours(ranks, tensor_parallel))
     everything, sampling = prompts(engine.model.config), SamplingParams(n=N, max_tokens=4, seed=3)
     torch.manual_seed(dist.get_rank())
     random.seed(5 + dist.get_rank())
@@ -87,7 +117,8 @@ def generates(tensor_parallel, path):
     before = torch.get_rng_state(), random.getstate()
     with manager:
         draw = float(torch.rand(())), random.random(), float(np.random.rand())
-        shared = manager.preprocess_data(everything[[0, 1, 1, 3][dist.get_rank()] : [1, 1, 3, 4][dist.get_rank()]])
+        dp, bounds = ranks.rank("dp"), HELD[layout.dp]
+        shared = manager.preprocess_data(everything[bounds[dp] : bounds[dp + 1]])
         done = engine.generate(build_requests(shared, sampling), sampling)
         back = manager.postprocess_data(attach_responses(shared, done, sampling, engine.family, 0))
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -98,6 +129,21 @@ def generates(tensor_parallel, path):
     return draw, {name: back[name].numpy() for name in columns}, [str(uid) for uid in back["uid"]]
 
 
+def refuses(path):
+    """What each rank says of a row that one engine refuses, and what all generate next."""
+    ranks = join(Layout(pp=2, dp=2), CPU)
+    worker = RolloutWorker(RolloutConfig(path, "hf"), lambda dtype: [], ranks)
+    worker.sharding.stale = False  # the engine has read its weights from the checkpoint
+    everything, sampling = prompts(worker.engine.model.config), SamplingParams(n=N, max_tokens=4, seed=3)
+    bounds, dp = HELD[2], ranks.rank("dp")
+    wrong = everything.select(deepcopy=True)
+    wrong["multi_modal_inputs"][0] = {}
+    with pytest.raises(DataProtoError) as refused:
+        worker.generate(wrong[bounds[dp] : bounds[dp + 1]], sampling)
+    back = worker.generate(everything[bounds[dp] : bounds[dp + 1]], sampling)
+    return type(refused.value).__name__, str(refused.value), [str(uid) for uid in back["uid"]]
+
+
 def prompts(config):
     return prompt_batch(config, [[(4, 6), (8, 4)], [(6, 6)], [], [(4, 4)]], texts=[4, 7, 3, 5])
 
@@ -106,7 +152,9 @@ def work(rank, store, path, results):
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     jobs = {case: lambda case=case: exchanges_rows(*case) for case in CASES}
-    jobs |= {tensor_parallel: lambda size=tensor_parallel: generates(size, path) for tensor_parallel in (1, 2)}
+    jobs |= {("generates", *case): lambda case=case: generates(*case, path) for case in GENERATED}
+    jobs["refuses"] = lambda: refuses(path)
+    jobs["mismatch"] = differs_from_its_other_stage
     for name, job in jobs.items():
         try:
             outcome = job()
@@ -121,13 +169,14 @@ def work(rank, store, path, results):
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tiny_model("qwen2_5_vl").save_pretrained(path)
+    tiny_tokenizer("qwen2_5_vl").save_pretrained(path)
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, checkpoint):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.sharding", "rollout.hf", "helpers.tiny_models"])
+    context.set_forkserver_preload(["workers.rollout", "rollout.hf", "helpers.batches"])
     results = context.Queue()
     store = str(Path(tmp_path_factory.mktemp("store")) / "file")
     processes = [
@@ -136,7 +185,7 @@ def outcomes(tmp_path_factory, checkpoint):
     for process in processes:
         process.start()
     found = {}
-    for _ in range(SIZE * (len(CASES) + 2)):
+    for _ in range(SIZE * (len(CASES) + len(GENERATED) + 2)):
         name, rank, outcome = results.get(timeout=120)
         found.setdefault(name, [None] * SIZE)[rank] = outcome
     for process in processes:
@@ -144,35 +193,86 @@ def outcomes(tmp_path_factory, checkpoint):
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case}".replace(" ", ""))
-def test_engines_see_every_row_once_and_ranks_get_their_own_back(outcomes, case):
-    layout, tensor_parallel = case
-    seen = outcomes[case]
-    assert not any(isinstance(one, str) for one in seen), "\n".join(map(str, seen))
-    engines = [seen[rank : rank + tensor_parallel] for rank in range(0, SIZE, tensor_parallel)]
-    assert all(one == engine[0] for engine in engines for one in engine)
-    expected = [number for dp in range(layout.dp) for number in rows_of(dp)["ids"].tolist()]
-    assert [number for engine in engines for number in engine[0][0]] == expected
-    assert [name for engine in engines for name in engine[0][1]] == [f"row {number}" for number in expected]
+def case_name(value):
+    return f"{value}".replace(" ", "")
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_several_ranks_generate_what_one_does(outcomes, checkpoint, tensor_parallel):
-    found = outcomes[tensor_parallel]
+@pytest.mark.parametrize(("layout", "tensor_parallel"), CASES, ids=case_name)
+def test_engines_see_every_row_once_and_ranks_get_their_own_back(outcomes, layout, tensor_parallel):
+    found = outcomes[layout, tensor_parallel]
     assert not any(isinstance(one, str) for one in found), "\n".join(map(str, found))
+    for batch, counts in enumerate(ROWS):
+        seen = [one[batch] for one in found]
+        engines = [seen[rank : rank + tensor_parallel] for rank in range(0, SIZE, tensor_parallel)]
+        assert all(one == engine[0] for engine in engines for one in engine)
+        expected = [number for dp in range(layout.dp) for number in rows_of(dp, counts)["ids"].tolist()]
+        assert sorted(number for engine in engines for number in engine[0]) == expected
+        assert all(engine[0] == sorted(engine[0]) for engine in engines)
+
+
+def test_who_generates_what(outcomes):
+    """Rows 0 to 2 are dp position 0's, row 10 is position 1's; then rows 10 to 14 are position 1's, and 0 has none."""
+    shares = {case: [[one[batch] for one in outcomes[case]] for batch in (0, 1)] for case in CASES}
+    pipelined = Layout(pp=2, dp=2)  # ranks 0 and 2 are the stages of position 0
+    assert shares[pipelined, 1] == [[[0], [], [1, 2], [10]], [[], [10, 11], [], [12, 13, 14]]]
+    assert shares[pipelined, 2] == [[[0, 1]] * 2 + [[2, 10]] * 2, [[10, 11]] * 2 + [[12, 13, 14]] * 2]
+    assert shares[pipelined, 4] == [[[0, 1, 2, 10]] * 4, [[10, 11, 12, 13, 14]] * 4]
+    assert shares[Layout(pp=2, tp=2), 1][0] == shares[Layout(pp=2, sp=2), 1][0] == [[], [0], [1], [2]]
+    assert shares[Layout(pp=2, tp=2), 2][0] == [[0], [0], [1, 2], [1, 2]]
+    assert shares[Layout(dp=4), 1] == [
+        [[0, 1, 2], [10], [], [30, 31, 32, 33]],
+        [[], [10, 11, 12, 13, 14], [20, 21], [30]],
+    ]
+
+
+@pytest.mark.parametrize(("layout", "tensor_parallel"), GENERATED, ids=case_name)
+def test_several_ranks_generate_what_one_does(outcomes, checkpoint, layout, tensor_parallel):
+    everybody = outcomes["generates", layout, tensor_parallel]
+    assert not any(isinstance(one, str) for one in everybody), "\n".join(map(str, everybody))
     engine = HFEngine(checkpoint, device=CPU)
     data, sampling = prompts(engine.model.config), SamplingParams(n=N, max_tokens=4, seed=3)
     whole = attach_responses(
         data, engine.generate(build_requests(data, sampling), sampling), sampling, engine.family, 0
     )
-    assert [uid for _, _, uids in found for uid in uids] == list(whole["uid"])
-    for name in ("responses", "position_ids", "attention_mask"):
-        assert np.array_equal(np.concatenate([columns[name] for _, columns, _ in found]), whole[name].numpy()), name
-    log_probs = np.concatenate([columns["rollout_log_probs"] for _, columns, _ in found])
-    np.testing.assert_allclose(log_probs, whole["rollout_log_probs"].numpy(), atol=1e-5)
-    draws = [draw for draw, _, _ in found]  # ranks of an engine agree, engines differ
+    for stage in range(layout.pp):
+        found = everybody[stage * layout.dp : (stage + 1) * layout.dp]
+        assert [uid for _, _, uids in found for uid in uids] == list(whole["uid"])
+        for name in ("responses", "position_ids", "attention_mask"):
+            assert np.array_equal(np.concatenate([columns[name] for _, columns, _ in found]), whole[name].numpy()), name
+        log_probs = np.concatenate([columns["rollout_log_probs"] for _, columns, _ in found])
+        np.testing.assert_allclose(log_probs, whole["rollout_log_probs"].numpy(), atol=1e-5)
+    draws = [draw for draw, _, _ in everybody]  # ranks of an engine agree, engines differ
     assert draws == [draws[rank // tensor_parallel * tensor_parallel] for rank in range(SIZE)]
     assert len(set(draws)) == SIZE // tensor_parallel
+
+
+def test_a_row_that_one_engine_refuses_ends_the_call_on_all_and_no_more(outcomes):
+    told = outcomes["refuses"]
+    assert not any(isinstance(one, str) for one in told), "\n".join(map(str, told))
+    assert [name for name, _, _ in told] == ["MediaMismatch", "RankFailure", "RankFailure", "RankFailure"]
+    assert all("rank 0: MediaMismatch" in said for _, said, _ in told[1:])
+    assert [uids for _, _, uids in told] == 2 * [[f"prompt-{row}" for row in (0, 0, 1, 1, 2, 2)], ["prompt-3"] * 2]
+
+
+def test_stages_that_come_with_different_rows_are_told(outcomes):
+    for told in outcomes["mismatch"]:
+        assert "ranks of one dp position come with the same rows" in told
+        assert "have 3 and 4" in told
+
+
+@given(st.data())
+def test_blocks_are_the_smallest_that_hold_groups_wholly(data):
+    degrees = {axis: data.draw(st.integers(1, 3), axis) for axis in ("pp", "dp", "sp", "tp")}
+    layout = Layout(**degrees)
+    world = layout.world_size
+    engine = data.draw(st.sampled_from([size for size in range(1, world + 1) if world % size == 0]), "engine")
+    holders = np.array([layout.coordinates(rank)["dp"] for rank in range(world)])
+    engines = np.arange(world) // engine
+    together = (holders[:, None] == holders) | (engines[:, None] == engines)
+    for _ in range(world):  # who reaches whom, by one step more each time
+        together = together @ together
+    expected = sorted({tuple(np.flatnonzero(row).tolist()) for row in together})
+    assert [tuple(block) for block in joined_blocks(holders.tolist(), engines.tolist())] == expected
 
 
 def test_weights_are_streamed_once_and_again_where_sleep_dropped_them():
@@ -205,8 +305,14 @@ def test_a_hand_over_that_fails_is_tried_again():
     assert manager.engine.asleep
 
 
-def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(InvalidConfig, match="tensor_parallel=3 does not fit"):
-        neighbours(Ranks(), 3)
-    with pytest.raises(InvalidConfig, match="no whole number"):
-        Neighbours(None, sharing=1, engine=2)
+@pytest.mark.parametrize("tensor_parallel", [0, 3, 8])
+def test_sizes_that_do_not_fit_are_refused(tensor_parallel):
+    with pytest.raises(InvalidConfig, match=rf"tensor_parallel={tensor_parallel} does not fit .* must divide .* = 4"):
+        neighbours(Ranks(Layout(pp=2, dp=2)), tensor_parallel)
+
+
+def test_a_rank_alone_keeps_its_rows():
+    block = neighbours(Ranks(), 1)
+    assert block == Neighbours(None, holders=(0,), engines=(0,))
+    mine = rows_of(0, [3])
+    assert ShardingManager(Engine(), list, block).preprocess_data(mine) is mine
