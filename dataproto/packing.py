@@ -119,7 +119,8 @@ def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:
     if tokens >= length:
         return rows
     tail = length - tokens
-    ends = torch.tensor([*range(segment, tail, segment), tail], dtype=torch.int32)
+    device = rows.cu_seqlens.device
+    ends = torch.arange(segment, tail + segment, segment, dtype=torch.int32, device=device).clamp_max(tail)
     longest = min(segment, tail)
     key_index = rows.key_index
     return replace(
@@ -129,7 +130,7 @@ def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:
         token_types=pad(rows.token_types, (0, tail)),
         cu_seqlens=torch.cat([rows.cu_seqlens, rows.cu_seqlens[-1] + ends]),
         max_length=max(rows.max_length, longest),
-        key_index=None if key_index is None else torch.cat([key_index, torch.arange(tokens, length)]),
+        key_index=None if key_index is None else torch.cat([key_index, torch.arange(tokens, length, device=device)]),
         key_cu_seqlens=torch.cat([rows.key_cu_seqlens, rows.key_cu_seqlens[-1] + ends]),
         key_max_length=max(rows.key_max_length, longest),
     )

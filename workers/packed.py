@@ -38,14 +38,18 @@ class Outputs:
 class TokenShare:
     """Which of the packed tokens this process computes: all of them, unless ranks share one sequence.
 
-    Ranks that share a sequence (`workers.parallel.ulysses`) are given the same rows, and each returns all log-probs.
+    Ranks that share a sequence (`workers.parallel.tokens`) are given the same rows, and each returns all log-probs.
     """
 
     def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
-        """The rows with this process's part of ``input_ids`` and ``position_ids``, and the media in that part."""
+        """The rows with what this process needs of ``input_ids`` and ``position_ids``, and the media among its tokens."""
         return rows, spans
 
-    def attention(self, rows: PackedRows) -> dict[str, Any]:
+    def held(self, tokens: int) -> int:
+        """How many states this process has, between layers, of a sequence of ``tokens``."""
+        return tokens
+
+    def attention(self) -> dict[str, Any]:
         """Further keywords of the language model's attention function."""
         return {}
 
@@ -90,14 +94,14 @@ class PackedVLM(nn.Module):
         features = self.features(self.model, media) if media else None
         mine, spans = self.tokens.rows(rows, spans)
         embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
-        return self.finish(self.decode(embeddings, mine.position_ids, extras, rows), rows, entropy)
+        return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
 
-    def decode(self, embeddings: Tensor, position_ids: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
-        """States ``(1, S, H)`` of this process's tokens behind the decoder."""
+    def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
+        """States ``(1, S, H)`` of this process's tokens behind the decoder; ``rows`` are those of `TokenShare.rows`."""
         return self.family.decode(
             self.model,
             embeddings,
-            position_ids,
+            rows.position_ids,
             extras,
             use_cache=False,
             cu_seq_lens_q=rows.cu_seqlens,
@@ -105,7 +109,7 @@ class PackedVLM(nn.Module):
             max_length_q=rows.max_length,
             max_length_k=rows.key_max_length,
             key_index=rows.key_index,
-            **self.tokens.attention(rows),
+            **self.tokens.attention(),
         )
 
     def finish(self, hidden: Tensor, rows: PackedRows, entropy: bool) -> tuple[Tensor, Tensor | None]:

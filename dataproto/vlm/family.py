@@ -276,7 +276,7 @@ class VLMFamily:
             return embeddings, {}
         if features is None or spans is None:
             raise MediaMismatch("media without spans, or spans without media: both come from one `distinct_media`")
-        return place(embeddings, features[:, 0], spans), self.extras(features, input_ids.shape, spans)
+        return place(embeddings, features[:, 0], spans), self.extras(features, embeddings.shape[:-1], spans)
 
     def embed(
         self,

@@ -21,7 +21,8 @@ from workers.attention import packed_attention
 from workers.layout import Layout
 from workers.parallel.collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
 from workers.parallel.heads import check_heads, key_value_repeats, key_value_share
-from workers.parallel.ulysses import TokenSlice, ulysses_attention
+from workers.parallel.tokens import SplitTokens
+from workers.parallel.ulysses import ulysses_attention
 from workers.parallel.vision import SplitFeatures
 
 TWO = Layout(sp=2)
@@ -42,14 +43,14 @@ def equals_one_process(model_type, rows, heads=2, key_value_heads=1):
 
 
 def attention_of_the_whole_sequence():
-    """11 tokens in segments of 6 and 5, the second of which sees keys of the first; the 12th place is padding."""
+    """12 tokens in segments of 7 and 5, the second of which sees keys of the first."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 11, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2))
-    weights = torch.randn(1, 11, 4, 8, generator=generator)
+    q, k, v = (torch.randn(1, heads, 12, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2))
+    weights = torch.randn(1, 12, 4, 8, generator=generator)
     bounds = {
-        "cu_seq_lens_q": torch.tensor([0, 6, 11]),
-        "cu_seq_lens_k": torch.tensor([0, 6, 14]),
-        "key_index": torch.tensor([*range(6), 0, 1, 2, *range(6, 11)]),
+        "cu_seq_lens_q": torch.tensor([0, 7, 12]),
+        "cu_seq_lens_k": torch.tensor([0, 7, 15]),
+        "key_index": torch.tensor([*range(7), 0, 1, 2, *range(7, 12)]),
     }
     module = torch.nn.Module()
     expected, _ = packed_attention(module, q, k, v, None, **bounds)
@@ -57,14 +58,13 @@ def attention_of_the_whole_sequence():
     whole = [x.grad.clone() for x in (q, k, v)]
     me = peers()
     mine = slice(6 * me.rank, 6 * me.rank + 6)
-    parts = [torch.nn.functional.pad(x.detach(), (0, 0, 0, 1))[:, :, mine].requires_grad_() for x in (q, k, v)]
-    out, _ = ulysses_attention(module, *parts, None, peers=me, tokens=11, **bounds)
-    (out * torch.nn.functional.pad(weights, (0, 0, 0, 0, 0, 1))[:, mine]).sum().backward()
-    length = 6 - me.rank
+    parts = [x.detach()[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
+    out, _ = ulysses_attention(module, *parts, None, peers=me, **bounds)
+    (out * weights[:, mine]).sum().backward()
     assert out.shape == (1, 6, 4, 8)
-    torch.testing.assert_close(out[:, :length], expected[:, mine])
+    torch.testing.assert_close(out, expected[:, mine])
     for part, gradient in zip(parts, whole, strict=True):
-        torch.testing.assert_close(part.grad[:, :, :length], gradient[:, :, mine])
+        torch.testing.assert_close(part.grad, gradient[:, :, mine])
 
 
 def collectives_by_hand():
@@ -105,7 +105,7 @@ def features_of_images_and_videos(model_type, counts):
     results = []
     for split in (False, True):
         model = tiny_model(model_type)
-        features = (SplitFeatures(family, me, None) if split else family.features)(model, media)
+        features = (SplitFeatures(family, me) if split else family.features)(model, media)
         weights = torch.randn(2, *features.shape, generator=torch.Generator().manual_seed(2))
         (features * (weights[me.rank] if split else weights.sum(0))).sum().backward()
         tower = [model.get_submodule(path) for path in (family.vision_tower, *family.mergers)]
@@ -152,16 +152,21 @@ def test_between_two_ranks(outcomes, check):
 # Without other processes
 
 
-def test_a_slice_has_its_own_tokens_positions_and_media():
+def test_a_rank_has_the_tokens_of_its_slice_and_the_media_of_its_part():
     ids = torch.arange(1, 8)[None]
     rows = pack_rows(ids, torch.ones_like(ids), torch.stack([ids, 10 * ids, ids, ids], 1), torch.ones(1, 2))
     spans = MediaSpans(torch.tensor([1, 2, 5]), torch.tensor([0, 1, 0]))
-    found = [TokenSlice(Peers("", 3, rank)).rows(rows, spans) for rank in range(3)]
+    found = [SplitTokens(Peers("", 3, rank), None).rows(rows, spans) for rank in range(3)]
     assert [mine.input_ids.tolist() for mine, _ in found] == [[[1, 2, 3]], [[4, 5, 6]], [[7, 0, 0]]]
     assert [mine.position_ids[1].tolist() for mine, _ in found] == [[[10, 20, 30]], [[40, 50, 60]], [[70, 0, 0]]]
     assert [part.positions.tolist() for _, part in found] == [[1, 2], [2], []]
     assert [part.features.tolist() for _, part in found] == [[0, 1], [0], []]
-    assert all(mine.cu_seqlens is rows.cu_seqlens and mine.predictors is rows.predictors for mine, _ in found)
+    assert all(mine.cu_seqlens.tolist() == [0, 7, 9] and mine.predictors is rows.predictors for mine, _ in found)
+    found = [SplitTokens(Peers("", 2, sp), Peers("", 2, tp)).rows(rows, spans) for sp in range(2) for tp in range(2)]
+    assert [mine.input_ids.tolist() for mine, _ in found] == [[[1, 2, 3, 4]]] * 2 + [[[5, 6, 7, 0]]] * 2
+    assert [part.positions.tolist() for _, part in found] == [[1], [0], [1], []]
+    assert [part.features.tolist() for _, part in found] == [[0], [1], [0], []]
+    assert [SplitTokens(None, Peers("", 4, 0)).held(tokens) for tokens in (7, 8, 9)] == [2, 2, 3]
 
 
 @given(st.integers(1, 8), st.integers(1, 8))

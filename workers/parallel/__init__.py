@@ -16,6 +16,7 @@ TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
     ("workers.parallel.tensor", lambda ranks, options: ranks.size("tp") > 1),
     ("workers.parallel.expert", lambda ranks, options: ranks.size("ep") > 1),
     ("workers.parallel.ulysses", lambda ranks, options: ranks.size("sp") > 1),
+    ("workers.parallel.tokens", lambda ranks, options: ranks.size("sp", "tp") > 1),
     ("workers.parallel.vision", lambda ranks, options: ranks.size("sp", "tp") > 1),
     ("workers.parallel.checkpointing", lambda ranks, options: options.activation_checkpointing != "none"),
     ("workers.parallel.compiling", lambda ranks, options: options.compile),

@@ -36,7 +36,7 @@ COSTLY = (
     "torch_attn._varlen_attn.default",
     "dataproto.segment_attention.default",
     "_c10d_functional.all_to_all_single.default",  # what other ranks would have to send again
-    "_c10d_functional.all_reduce.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
 )
 
 

@@ -59,16 +59,6 @@ def sum_and_split(x: Tensor, peers: Peers) -> Tensor:
     return cast(Tensor, _SumAndSplit.apply(x, peers))
 
 
-def sum_shared(x: Tensor, peers: Peers) -> Tensor:
-    """The sum over ranks of what each computed, which is shared from here on."""
-    return cast(Tensor, _SumShared.apply(x, peers.name))
-
-
-def split_work(x: Tensor, peers: Peers) -> Tensor:
-    """``x`` itself, which is shared up to here; each rank does other work with it, so its gradients are summed."""
-    return cast(Tensor, _SplitWork.apply(x, peers.name))
-
-
 def all_reduce(x: Tensor, name: str) -> Tensor:
     """The sum over ranks, without gradient, out of place."""
     return _done(_c10d.all_reduce(x.contiguous(), "sum", name))
@@ -154,24 +144,3 @@ class _SumAndSplit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_gather(gradient, ctx.peers), None
-
-
-class _SumShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        return all_reduce(x, name)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _SplitWork(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.name), None

@@ -126,19 +126,18 @@ class StagedForward:
         if states is None:
             features = module.features(module.model, media) if media else None
             hidden, extras = family.merge(module.model, mine.input_ids, features, places)
-            tokens = mine.input_ids.shape[-1]
             if features is None:
-                beyond = hidden.new_zeros(further, tokens, hidden.shape[-1])
+                beyond = hidden.new_zeros(further, *hidden.shape[1:])
             else:
-                beyond = dense_levels(features[:, 1 + deep - further :], tokens, places)
+                beyond = dense_levels(features[:, 1 + deep - further :], hidden.shape[1], places)
         else:
             hidden, levels = states[:1], states[1:]
             extras = family.dense_extras(levels) if len(levels) else {}
             beyond = levels[end - begin :]
         self.layers.running = self.bounds[stage]
-        hidden = module.decode(hidden, mine.position_ids, extras, rows)
+        hidden = module.decode(hidden, extras, mine)
         if stage == len(self.bounds) - 1:
-            return module.finish(hidden, rows, entropy)
+            return module.finish(hidden, mine, entropy)
         return torch.cat([hidden.to(dtype), beyond.to(dtype)])
 
     def levels(self, stage: int, deep: int) -> int:

@@ -48,8 +48,8 @@ def run_pipeline(
         return
     feed = Feed.of(module, parts, device)
     deep = module.family.deep_layers(module.model.config) if any(part.tower for part in parts) else 0
-    # What each rank of sp has of the tokens, and how wide states are.
-    shape = (feed.tokens_here, module.model.config.text_config.hidden_size)
+    # What each rank of sp x tp has of the tokens, and how wide states are.
+    shape = (module.tokens.held(feed.length), module.model.config.text_config.hidden_size)
     made: list[Any] = []
     for number in stages.stages:
         into, out = (
@@ -103,14 +103,6 @@ class Feed:
     def of(cls, module: PackedVLM, parts: Sequence[MicroBatch], device: torch.device) -> "Feed":
         packed = [pack(module, part.rows, sharing(part.rows)) for part in parts]
         return cls(module, parts, packed, max(rows.input_ids.shape[-1] for rows in packed), device)
-
-    @property
-    def tokens_here(self) -> int:
-        """How many of the tokens this process computes."""
-        nothing = torch.zeros(0, dtype=torch.int64)
-        filled = fill_up(self.packed[0], self.length)
-        mine, _ = self.module.tokens.rows(filled, MediaSpans(nothing, nothing))
-        return mine.input_ids.shape[-1]
 
     def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
         """Of micro-batch ``number``, on the device; ``media`` if they are wanted."""

@@ -1,12 +1,17 @@
-"""Tensor parallelism (arXiv:1909.08053) by the family's plan, over the ranks of a tp group, which get the same rows.
+"""Tensor parallelism (arXiv:1909.08053) by the family's plan, over the ranks of a tp group, which get the same rows; between
+split layers each of them has a part of the tokens alone (arXiv:2205.05198, "sequence parallelism").
+
+An attention or MLP begins by gathering the tokens of all ranks, of which it computes its part of the heads or features; what the
+ranks found is summed, and each keeps the sum of its own tokens. So residual stream, norms, deep vision features, routers and
+whole experts are computed, and kept for the backward pass, for each token once in a tp group (`workers.parallel.tokens`).
 
 Split weights are DTensors over tp, so that FSDP2, checkpoints and weight export treat them as any other; the layers compute
 with the part that they hold. Embedding and head are split over the vocabulary. Key-value projections with fewer heads than
 ranks stay whole and compute the heads that a rank's queries use. Fused experts, which the plan names as parameters, stay
 whole, and so do norms and the vision tower, whose images are split instead (`workers.parallel.vision`).
 
-Whole weights that see a part of the work (the tower, whole key-value projections, norms of single heads) get a part of their
-gradient on each rank: `sum_partial_gradients` adds the parts, once for each optimizer step.
+Every weight of the model that is whole sees a part of the work, of tokens, heads or images, and gets a part of its gradient on
+each rank: `sum_partial_gradients` adds the parts, once for each optimizer step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +29,7 @@ from dataproto.errors import InvalidConfig
 from workers.engine_config import EngineConfig
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
-from workers.parallel.collectives import Peers, split_work, sum_shared
+from workers.parallel.collectives import Peers, gather_split, sum_and_split
 from workers.parallel.heads import check_heads, key_value_share
 from workers.parallel.vocabulary import split_token_log_probs
 
@@ -49,7 +54,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     check_heads(model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
     split = _Split(mesh, peers, model.config.text_config)
     names = [name for name, _ in model.named_modules()]
-    parents: dict[int, nn.Module] = {}  # of layers split by column: whatever else they hold works on a part, too
+    parents: dict[int, nn.Module] = {}  # of layers split by column, which need all tokens
     for pattern, style in ((family.embedding, "vocabulary"), *family.tensor_plan):
         for name in (name for name in names if fnmatchcase(name, pattern)):
             parent, _, child = name.rpartition(".")
@@ -58,31 +63,29 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
             if style.endswith("colwise") and name != family.head:
                 parents[id(holder)] = holder
     for parent in parents.values():
-        parent.register_forward_pre_hook(partial(_split_input, peers=peers), with_kwargs=True)
-        for part in parent.modules():
-            if part is not parent and not isinstance(part, SPLIT):
-                mark_partial(part)
+        parent.register_forward_pre_hook(partial(_gather_input, peers=peers), with_kwargs=True)
     module.score = partial(split_token_log_probs, peers=peers)
     if ranks.size("dp", "sp") == 1:  # otherwise FSDP moves what is left
         module.to(mesh.device_type)
 
 
-def mark_partial(part: nn.Module) -> None:
-    """Says that the weights of ``part`` are whole on every rank of tp, and see a part of the work there."""
-    part.partial_over_tp = True  # type: ignore[assignment]
-
-
-def sum_partial_gradients(module: nn.Module, ranks: Ranks) -> None:
+def sum_partial_gradients(module: PackedVLM, ranks: Ranks) -> None:
     """Makes every gradient whole over tp; due on every rank after the last backward pass before a step. Nothing without tp."""
     group = ranks.group("tp")
     if ranks.mesh is not None and group is not None:
         sum_gradients(partial_parameters(module), group, ranks.mesh.device_type)
 
 
-def partial_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that every rank of a tp group holds whole, with a part of their gradient."""
-    parts = (part for part in module.modules() if getattr(part, "partial_over_tp", False))
-    return list({id(parameter): parameter for part in parts for parameter in part.parameters()}.values())
+def partial_parameters(module: PackedVLM) -> list[nn.Parameter]:
+    """Parameters that every rank of a tp group holds whole, with a part of their gradient: all that are not split over tp. What
+    a critic adds to the model works behind it, on all states.
+    """
+    return [parameter for parameter in module.model.parameters() if "tp" not in _axes(parameter)]
+
+
+def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
+    """Names of the mesh's dimensions that a parameter is spread over."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: distributed.ProcessGroup, device_type: str) -> None:
@@ -124,14 +127,16 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A part of the input features: ``weight (out, in)`` split along ``in``; outputs are summed, then comes the bias."""
+    """A part of the input features: ``weight (out, in)`` split along ``in``. Outputs are summed, each rank keeps its tokens'
+    ``(1, S / tp, out)``, then comes the bias.
+    """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, peers: Peers) -> None:
         super().__init__()
         self.weight, self.bias, self.peers = weight, bias, peers
 
     def forward(self, x: Tensor) -> Tensor:
-        out = sum_shared(linear(x, local(self.weight)), self.peers)
+        out = _sum_tokens(linear(x, local(self.weight)), self.peers)
         return out if self.bias is None else out + self.bias
 
 
@@ -139,8 +144,6 @@ class HeadsLinear(nn.Module):
     """A whole projection of which this rank computes some rows, by heads of ``head_dim``: key-value heads that are fewer than
     ranks, or the rank's part of each of two layers in one weight.
     """
-
-    partial_over_tp = True
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, heads: Sequence[int], head_dim: int) -> None:
         super().__init__()
@@ -155,7 +158,9 @@ class HeadsLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """A part of the vocabulary: ``weight (V, H)`` split along ``V``; who does not know a token adds zero."""
+    """A part of the vocabulary: ``weight (V, H)`` split along ``V``; who does not know a token adds zero. From all ids ``(1, S)``
+    to the embeddings of this rank's part of them, ``(1, S / tp, H)``.
+    """
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None, peers: Peers) -> None:
         super().__init__()
@@ -170,7 +175,7 @@ class VocabularyEmbedding(nn.Module):
         found = embedding(torch.where(inside, ids - first, 0), weight)
         if self.padding_idx is not None:
             found = torch.where(frozen[..., None], found.detach(), found)
-        return sum_shared(torch.where(inside[..., None], found, 0.0), self.peers)
+        return _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
 
 
 def local(weight: Tensor) -> Tensor:
@@ -178,16 +183,26 @@ def local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-SPLIT = (ColumnLinear, RowLinear)
-
-
-def _split_input(
+def _gather_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], peers: Peers
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The hidden states that a module hands to layers split by column: one sum of gradients for all of them."""
+    """All tokens' hidden states for a module that hands them to layers split by column: gathered once for all of them."""
     if args:
-        return (split_work(args[0], peers), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": split_work(kwargs["hidden_states"], peers)}
+        return (_gather_tokens(args[0], peers), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": _gather_tokens(kwargs["hidden_states"], peers)}
+
+
+def _gather_tokens(x: Tensor, peers: Peers) -> Tensor:
+    """``(1, n, H)`` of every rank joined ``(1, size * n, H)``; gradients are summed, each rank gets its tokens'."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # as split layers would cast it, which are all that see it: half the traffic
+        x = x.to(torch.get_autocast_dtype(device))
+    return gather_split(x.squeeze(0), peers).unsqueeze(0)
+
+
+def _sum_tokens(x: Tensor, peers: Peers) -> Tensor:
+    """``(1, size * n, H)`` summed over ranks, of which each gets its tokens ``(1, n, H)``."""
+    return sum_and_split(x.squeeze(0), peers).unsqueeze(0)
 
 
 # From whole layers to split ones

@@ -18,19 +18,14 @@ from dataproto.vlm import VLMFamily
 from workers.engine_config import EngineConfig
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
-from workers.parallel.collectives import Peers, gather_shared, gather_split
-from workers.parallel.tensor import mark_partial
+from workers.parallel.collectives import Peers, gather_split
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     """Splits the images of ``module`` over sp x tp, in place."""
-    sp, tp = (None if group is None else Peers.of(group) for group in (ranks.group("sp"), ranks.group("tp")))
-    if sp is None and tp is None:
-        return
-    module.features = SplitFeatures(module.family, sp, tp)
-    if tp is not None:
-        for path in (module.family.vision_tower, *module.family.mergers):
-            mark_partial(module.model.get_submodule(path))
+    group = ranks.group("sp", "tp")
+    if group is not None:
+        module.features = SplitFeatures(module.family, Peers.of(group))
 
 
 @dataclass(frozen=True)
@@ -40,8 +35,7 @@ class SplitFeatures:
     """
 
     family: VLMFamily
-    sp: Peers | None
-    tp: Peers | None
+    peers: Peers
 
     def __call__(self, model: Any, media: Mapping[str, Tensor]) -> Tensor:
         """Features ``(F, levels, H)`` of all media, in their order."""
@@ -50,18 +44,16 @@ class SplitFeatures:
         grids = torch.cat(list(kinds.values()))
         counts = grids.prod(-1) // family.merge_size(config) ** 2
         costs = family.vision_flops(config, grids).sum(1)
-        shares = [torch.from_numpy(share) for share in balance(costs, self._size)]
+        shares = [torch.from_numpy(share) for share in balance(costs, self.peers.size)]
         longest = max(int(counts[share].sum()) for share in shares)
-        mine = shares[self._rank]
+        mine = shares[self.peers.rank]
         if len(mine):
             features = family.features(model, self._part(media, mine, kinds))
         else:
             dummy = {name: x.to(_device_of(media, x.dtype)) for name, x in family.dummy_media(config).items()}
             features = family.features(model, dummy)[:0]
         features = pad(features, (0, 0, 0, 0, 0, longest - len(features)))
-        # Ranks along tp compute the same with the features, those along sp other things.
-        features = features if self.tp is None else gather_shared(features, self.tp)
-        features = features if self.sp is None else gather_split(features, self.sp)
+        features = gather_split(features, self.peers)  # each rank places those of its own tokens
         return features.index_select(0, _places(shares, counts, longest).to(features.device))
 
     def _part(self, media: Mapping[str, Tensor], chosen: Tensor, kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -76,16 +68,6 @@ class SplitFeatures:
                 rows = here if len(media[name]) == len(grids) else torch.repeat_interleave(here, grids.prod(-1))
                 inputs[name] = media[name].index_select(0, rows.nonzero().squeeze(1).to(media[name].device))
         return inputs
-
-    @property
-    def _size(self) -> int:
-        return (1 if self.sp is None else self.sp.size) * (1 if self.tp is None else self.tp.size)
-
-    @property
-    def _rank(self) -> int:
-        return (0 if self.sp is None else self.sp.rank) * (1 if self.tp is None else self.tp.size) + (
-            0 if self.tp is None else self.tp.rank
-        )
 
 
 def _places(shares: Sequence[Tensor], counts: Tensor, longest: int) -> Tensor:

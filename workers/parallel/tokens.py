@@ -1,0 +1,81 @@
+"""Which tokens a rank of sp x tp computes, of the rows that all of them are given.
+
+The sequence is cut into equal slices over sp, and a slice into equal parts over tp; an inert tail makes it long enough. A rank
+embeds its slice and computes attention's projections and the MLPs of all of it; what stands between those (the residual stream,
+norms, deep vision features, routers and whole experts) it computes for its part alone. Behind the decoder the parts are joined.
+Along sp the states that predict response tokens are then dealt out evenly before the head, whose work would otherwise fall to
+whoever holds the responses; every rank returns the log-probs of all.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dataproto.batching import PackedRows, fill_up
+from dataproto.vlm import MediaSpans
+from workers.engine_config import EngineConfig
+from workers.mesh import Ranks
+from workers.packed import PackedVLM, TokenShare
+from workers.parallel.collectives import Peers, gather_shared, sum_and_split
+
+
+def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+    """Splits the tokens of ``module`` over sp x tp, in place."""
+    sp, tp = (None if group is None else Peers.of(group) for group in (ranks.group("sp"), ranks.group("tp")))
+    module.tokens = SplitTokens(sp, tp)
+
+
+@dataclass(frozen=True)
+class SplitTokens(TokenShare):
+    """This rank's slice of a packed sequence, and its part of the slice."""
+
+    sp: Peers | None
+    tp: Peers | None
+
+    def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
+        """The rows with this rank's slice of ``input_ids`` and ``position_ids``, and the media in its part of that."""
+        part = self.held(rows.input_ids.shape[-1])
+        length = part * self._size(self.tp)
+        start = length * (0 if self.sp is None else self.sp.rank)
+        whole = fill_up(rows, length * self._size(self.sp))
+        mine = replace(
+            whole,
+            input_ids=whole.input_ids[..., start : start + length],
+            position_ids=whole.position_ids[..., start : start + length],
+        )
+        first = start + part * (0 if self.tp is None else self.tp.rank)
+        return mine, spans.window(first, first + part)
+
+    def held(self, tokens: int) -> int:
+        return -(-tokens // (self._size(self.sp) * self._size(self.tp)))
+
+    def attention(self) -> dict[str, Any]:
+        return {} if self.sp is None else {"peers": self.sp}
+
+    def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """Out of this rank's part ``(S, H)``, an equal share ``(n, H)`` along sp of the predicting states, wherever they were
+        computed, and their targets ``(n,)``; the same along tp.
+        """
+        if self.tp is not None:
+            hidden = gather_shared(hidden, self.tp)
+        if self.sp is None:
+            return super().states(hidden, rows)
+        count = max(-(-len(rows.targets) // self.sp.size), 1)
+        owner = torch.div(rows.predictors, len(hidden), rounding_mode="floor")
+        mine = (owner == self.sp.rank)[:, None]
+        states = torch.where(mine, hidden[rows.predictors % len(hidden)], 0.0)  # 0 where another rank has it
+        missing = count * self.sp.size - len(states)
+        states = sum_and_split(pad(states, (0, 0, 0, missing)), self.sp)
+        return states, pad(rows.targets, (0, missing)).chunk(self.sp.size)[self.sp.rank]
+
+    def join(self, values: Tensor, rows: PackedRows) -> Tensor:
+        if self.sp is None:
+            return values
+        return gather_shared(values, self.sp)[: len(rows.targets)].clone()  # FSDP wants no view from its root
+
+    @staticmethod
+    def _size(peers: Peers | None) -> int:
+        return 1 if peers is None else peers.size
