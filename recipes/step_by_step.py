@@ -8,6 +8,7 @@ with start(config, model_path) as roles:
     client.sample(prompt, num_samples=4, sampling_params=tinker.SamplingParams(max_tokens=64))
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch import Tensor
 from dataproto.chunks import Datum, read_model_input
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.datum_losses import datum_loss
-from recipes.supervised import next_token_loss
 from rollout.chunks import ChunkRenderer, token_values
 from rollout.engine import SamplingParams
 from workers.launch import Roles
@@ -103,7 +103,7 @@ class TrainingClient:
     ) -> ForwardBackwardOutput:
         if isinstance(loss_fn, str):
             loss_fn = datum_loss(loss_fn, **(config or {}))
-        passed = method(self.renderer.rows(data, every_token=per_token), loss_fn, per_token)
+        passed = method(self.renderer.rows(data), loss_fn, per_token)
         outputs = [{"logprobs": values} for values in token_values(passed.log_probs, data)] if per_token else []
         return ForwardBackwardOutput(dict(passed.metrics), outputs)
 
@@ -115,11 +115,10 @@ class TrainingClient:
     def compute_logprobs(self, prompt: Any) -> list[float | None]:
         """Of each token of a prompt, given those before; ``None`` for the first, and where images are or begin or end."""
         model_input = read_model_input(prompt)
-        ids = self.renderer.token_ids(model_input)
-        rows = self.renderer.rows([Datum(model_input, {"target_tokens": [*ids[1:], 0]})], every_token=True)
-        found = self.roles.actor.forward(rows, next_token_loss, per_token=True).log_probs[0].tolist()
-        wanted = (rows["response_mask"][0].bool() & (rows["mm_token_type_ids"][0, 1:] == 0)).tolist()
-        return [None, *(value if known else None for value, known in zip(found, wanted[: len(ids) - 1]))]
+        targets = [*self.renderer.token_ids(model_input)[1:], 0]  # of the last nothing is wanted
+        rows = self.renderer.rows([Datum(model_input, {"target_tokens": targets})])
+        found = self.roles.actor.compute_logprobs(rows)[0, : len(targets)].tolist()
+        return [None if math.isnan(value) else value for value in found]
 
     def sample(self, prompt: Any, num_samples: int = 1, sampling_params: Any = None) -> list[SampledSequence]:
         """Answers to a prompt, by a ``tinker.SamplingParams`` or any object with some of its attributes.
@@ -130,7 +129,7 @@ class TrainingClient:
         """
         sampling = self._sampling(sampling_params, num_samples)
         self._samplings += 1
-        data = self.roles.rollout.generate(self.renderer.prompts([prompt]), sampling)
+        data = self.roles.sample(self.renderer.prompts([prompt]), sampling)
         answers = []
         for row, (length, cut) in enumerate(zip(data["response_mask"].sum(1).tolist(), data["truncated"].tolist())):
             tokens, log_probs = (data[name][row, :length].tolist() for name in ("responses", "rollout_log_probs"))
@@ -176,5 +175,4 @@ class TrainingClient:
 
     def save_weights_for_sampler(self) -> None:
         """Gives the weights as they are now to the engine that samples."""
-        self.roles.sync_weights()
-        self.roles.rollout.refresh()
+        self.roles.save_weights_for_sampler()

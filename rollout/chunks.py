@@ -98,17 +98,13 @@ class ChunkRenderer:
 
     # For training
 
-    def rows(self, data: Sequence[Any], every_token: bool = False) -> DataProto:
+    def rows(self, data: Sequence[Any]) -> DataProto:
         """The training batch of data: a row is its input and, behind it, its last target.
 
         Besides the columns of `collate_rows`: ``loss_weights``, ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32, for
         ``weights``, ``logprobs`` and ``advantages``. ``response_mask`` is ``mask`` or, without it, 1 where one of the others is
         not 0. Position i of a loss input stands in column i. A text token may have any id: types tell text from images.
-        The column ``targets`` is there only if some token to be learnt is not the next one of its sequence.
-
-        Args:
-            every_token: ``response_mask`` is 1 on all tokens that have a log-prob, and what it would have been is the
-                column ``loss_mask``.
+        The column ``targets`` is there only if some target is not the next token of its sequence.
 
         Raises:
             InvalidRow: a datum cannot be rendered, its loss inputs are not one number a token, or it wants the log-prob of a
@@ -122,10 +118,9 @@ class ChunkRenderer:
                 raise InvalidRow(number, f"its loss inputs are {sorted(found)}, those of row 0 {sorted(names)}")
         flat = {name: np.concatenate([found[name] for found in inputs]) for name in names}
         lengths = np.array([len(found["target_tokens"]) for found in inputs])
-        mask, known = self._masks(flat, lengths)
-        scored = known if every_token else mask
-        behind = np.zeros(len(scored) + len(rows), dtype=np.uint8)  # a row's first token follows none
-        behind[_not_first(lengths + 1)] = scored
+        mask = self._mask(flat, lengths)
+        behind = np.zeros(len(mask) + len(rows), dtype=np.uint8)  # a row's first token follows none
+        behind[_not_first(lengths + 1)] = mask
         batch = collate_rows(
             self.builder,
             rows,
@@ -133,10 +128,7 @@ class ChunkRenderer:
             {"uid": [str(number) for number in range(len(rows))]},
         )
         columns = {COLUMN_OF[name]: flat[name] for name in COLUMN_OF if name in names}
-        if every_token:
-            columns["loss_mask"] = mask.astype(np.float32)
-        next_tokens = np.concatenate([row.input_ids[1:] for row in rows])
-        if np.any((next_tokens != flat["target_tokens"]) & scored):
+        if np.any(np.concatenate([row.input_ids[1:] for row in rows]) != flat["target_tokens"]):
             columns["targets"] = flat["target_tokens"]
         width = batch["response_mask"].shape[1]
         for column, values in columns.items():
@@ -159,18 +151,15 @@ class ChunkRenderer:
         ids, types = _joined([*parts, Part(inputs["target_tokens"][-1:])])
         return Prompt(ids, types, [], Conversation([], [], []), images, (), {}), inputs
 
-    def _masks(
-        self, flat: dict[str, npt.NDArray[Any]], lengths: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which targets of all rows are to be learnt, and which have a log-prob under the policy."""
+    def _mask(self, flat: dict[str, npt.NDArray[Any]], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which targets of all rows are to be learnt: those need a log-prob under the policy."""
         targets = flat["target_tokens"]
-        inside = (targets >= 0) & (targets < self._vocabulary)
-        known = inside & self._known[np.where(inside, targets, 0)]
         mask = np.zeros(len(targets), dtype=bool)
         for name in ("mask",) if "mask" in flat else COLUMN_OF:
             if name in flat:
                 mask |= flat[name] != 0
-        wrong = np.flatnonzero(mask & ~known)
+        inside = (targets >= 0) & (targets < self._vocabulary)
+        wrong = np.flatnonzero(mask & ~(inside & self._known[np.where(inside, targets, 0)]))
         if wrong.size:
             ends = np.cumsum(lengths)
             row = int(np.searchsorted(ends, wrong[0], side="right"))
@@ -179,7 +168,7 @@ class ChunkRenderer:
                 f"target_tokens[{wrong[0] - ends[row] + lengths[row]}] = {targets[wrong[0]]} is no token of the model, or stands "
                 "for media or encloses them: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0",
             )
-        return mask, known
+        return mask
 
     # One input
 

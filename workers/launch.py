@@ -6,7 +6,9 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from rollout.engine import SamplingParams
 from workers.actor import ActorConfig, ActorWorker
 from workers.critic import CriticConfig, CriticWorker
 from workers.group import LocalGroup
@@ -49,6 +51,18 @@ class Roles:
         """Tells the engine that the actor has changed; the next generation streams the weights, once."""
         self.rollout.mark_stale()
         self.after_sync()
+
+    def sample(self, prompts: DataProto, sampling: SamplingParams | None = None) -> DataProto:
+        """``sampling.n`` answers to each prompt, from the weights that the engine was last given; see
+        `RolloutWorker.generate`.
+        """
+        data: DataProto = self.rollout.generate(prompts, sampling or SamplingParams())
+        return data
+
+    def save_weights_for_sampler(self) -> None:
+        """Gives the actor's weights as they are now to the engine, while `sync_weights` leaves that to the next generation."""
+        self.sync_weights()
+        self.rollout.refresh()
 
     def _optional(self, role: str) -> Any:
         if not self.has(role):

@@ -1,19 +1,23 @@
 """Training step by step: passes and optimizer steps, each usable alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dataproto import DataProto
+from dataproto.columns import require
 from workers.dispatch import split_rows
 from workers.group import dispatch
 from workers.optimizer import AdamParams
-from workers.step import LARGEST, LossFn, check_rows
+from workers.packed import Outputs, PackedVLM
+from workers.step import LARGEST, LossFn, check_rows, token_types
 
 if TYPE_CHECKING:
     from workers.actor import TrainedWorker
@@ -21,14 +25,15 @@ else:
     TrainedWorker = object
 
 LOSS_SUM = "loss:sum"
+LOSS_MASK = "loss_mask"  # where a batch's own response_mask stands while all targets are scored
 
 
 @dataclass(frozen=True)
 class PassOutput:
     """What a pass over rows gives.
 
-    ``metrics`` are sums over tokens of all rows, ``loss:sum`` among them; ``log_probs (B, R)`` float32, 0 where
-    ``response_mask`` is 0, are there if asked for.
+    ``metrics`` are sums over tokens of all rows, ``loss:sum`` among them; ``log_probs (B, R)`` float32, 0 for targets without
+    one (see `scored_targets`), are there if asked for.
     """
 
     metrics: Mapping[str, float]
@@ -41,12 +46,17 @@ def join_passes(results: Sequence[PassOutput]) -> PassOutput:
     return PassOutput(results[0].metrics, torch.cat(parts) if parts else results[0].log_probs)
 
 
+def join_tensors(results: Sequence[Tensor]) -> Tensor:
+    """The ranks' rows one after the other."""
+    return torch.cat(list(results))
+
+
 class StepByStep(TrainedWorker):
     """What `TrainedWorker.update` is made of, as calls of their own.
 
-    The loss is the sum over tokens of what the loss function gives, where ``loss_mask`` (without that column:
-    ``response_mask``) is not 0. Gradients add up over calls until `optim_step`; a `forward_backward` that raises in its loss
-    function clears them.
+    The loss is the sum over tokens of what the loss function gives, where ``response_mask`` is not 0. Gradients add up over
+    calls until `optim_step`; a `forward_backward` that raises in its loss function clears them. `Roles.sample` and
+    `Roles.save_weights_for_sampler`, which take an engine as well, complete them.
     """
 
     @dispatch(split=split_rows, join=join_passes)
@@ -54,7 +64,8 @@ class StepByStep(TrainedWorker):
         """The loss, without gradients.
 
         Args:
-            per_token: also return the log-probs of all tokens where ``response_mask`` is not 0.
+            per_token: also return the log-probs of all targets, whatever ``response_mask`` says; the loss function sees the
+                same outputs and rows either way.
 
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
@@ -65,6 +76,21 @@ class StepByStep(TrainedWorker):
     def forward_backward(self, data: DataProto, loss_fn: LossFn, per_token: bool = False) -> PassOutput:
         """The loss, and its gradients added to those that stand. Arguments and errors as `forward`'s."""
         return self._pass(data, loss_fn, per_token, backward=True)
+
+    @dispatch(split=split_rows, join=join_tensors)
+    def compute_logprobs(self, data: DataProto) -> Tensor:
+        """Log-probs of tokens given those before, ``(B, L)`` float32 beside ``input_ids``, of prompts or of any other rows.
+
+        NaN stands where there is none: on padding, a row's first token, and tokens that the policy never gives (media and
+        what encloses them).
+
+        Raises:
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
+        """
+        require(data, "input_ids", "attention_mask", "position_ids")
+        rows = every_token(data, self.module)
+        found = self.scores(rows, "log_probs")["log_probs"]
+        return pad(found.where(rows["response_mask"].bool(), torch.nan), (1, 0), value=torch.nan)
 
     @dispatch("all")
     def optim_step(self, params: AdamParams | None = None) -> dict[str, float]:
@@ -89,8 +115,9 @@ class StepByStep(TrainedWorker):
     def _pass(self, data: DataProto, loss_fn: LossFn, per_token: bool, backward: bool) -> PassOutput:
         with self.ranks.all_or_none():
             check_rows(data, self.module)
-        weights = (data["loss_mask"] if "loss_mask" in data else data["response_mask"]).float()
-        scores = torch.zeros(weights.shape) if per_token else None
+        weights, scores = data["response_mask"].float(), None
+        if per_token:
+            data, loss_fn, scores = every_target(data, self.module), own_targets(loss_fn), torch.zeros(weights.shape)
         self.module.train(backward)
         with torch.set_grad_enabled(backward):
             totals, _ = self.accumulate(data, loss_fn, weights, backward=backward, scores=scores)
@@ -110,3 +137,50 @@ class StepByStep(TrainedWorker):
                 else:
                     sums[name] = sums.get(name, 0.0) + value
         return sums
+
+
+def scored_targets(data: DataProto, module: PackedVLM) -> Tensor:
+    """``(B, R)`` int64: 1 on targets that have a log-prob under the policy.
+
+    They stand behind another token, are in the vocabulary, and are neither placeholders of media nor enclose them.
+    """
+    attended, width = data["attention_mask"].bool(), data["response_mask"].shape[1]
+    behind = attended & (attended.cumsum(1) > 1)
+    response = slice(attended.shape[1] - width, None)
+    targets = data["targets"] if "targets" in data else data["input_ids"][:, response]
+    vocabulary = module.model.config.get_text_config().vocab_size
+    banned = torch.isin(targets, torch.tensor(module.banned_ids, dtype=targets.dtype))
+    return (behind[:, response] & (targets >= 0) & (targets < vocabulary) & ~banned).to(torch.int64)
+
+
+def every_target(data: DataProto, module: PackedVLM) -> DataProto:
+    """The rows with all of `scored_targets` in ``response_mask``, whose own is kept for `own_targets`."""
+    rows = copy(data)
+    rows[LOSS_MASK] = data["response_mask"]
+    rows["response_mask"] = scored_targets(data, module)
+    return rows
+
+
+def own_targets(loss_fn: LossFn) -> LossFn:
+    """The loss function over rows of `every_target`: it sees what it would see without that, and none of the other log-probs."""
+
+    def own(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        mask, rows = rows[LOSS_MASK], copy(rows)
+        rows.pop([LOSS_MASK])
+        rows["response_mask"] = mask
+        return loss_fn(replace(outputs, log_probs=outputs.log_probs.where(mask != 0, 0.0)), rows)
+
+    return own
+
+
+def every_token(data: DataProto, module: PackedVLM) -> DataProto:
+    """The rows with all tokens but the first as responses, R = L - 1, and 1 in ``response_mask`` wherever there is a log-prob."""
+    rows, ids = copy(data), data["input_ids"]
+    if "targets" in rows:
+        rows.pop(["targets"])
+    if "response_mask" not in rows:
+        rows["response_mask"] = ids[:, :0]
+    rows["mm_token_type_ids"] = token_types(module, rows)
+    rows["response_mask"] = torch.zeros_like(ids[:, 1:])
+    rows["response_mask"] = scored_targets(rows, module)
+    return rows

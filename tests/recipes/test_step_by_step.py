@@ -15,7 +15,7 @@ from dataproto.chunks import Datum, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
 from recipes.step_by_step import TrainingClient
-from recipes.supervised import SupervisedConfig, start
+from recipes.supervised import SupervisedConfig, next_token_loss, start
 from rollout.chunks import ChunkRenderer
 from rollout.prompts import PromptBuilder
 
@@ -224,9 +224,11 @@ def test_log_probs_of_a_prompt_are_those_of_its_tokens(client):
     ids = client.renderer.token_ids(asked)
     banned = client.renderer.builder.family.banned_ids(client.renderer.builder.config)
     assert [value is None for value in found] == [place == 0 or token in banned for place, token in enumerate(ids)]
-    rows = client.renderer.rows([Datum(ModelInput(asked.chunks), {"target_tokens": [*ids[1:], 0]})], every_token=True)
-    scored = client.roles.actor.log_probs(rows, into="x")["x"][0, :-1]
+    rows = client.renderer.rows([Datum(ModelInput(asked.chunks), {"target_tokens": [*ids[1:], 0]})])
+    scored = client.roles.actor.forward(rows, next_token_loss, per_token=True).log_probs[0, :-1]
     assert [value or 0.0 for value in found[1:]] == pytest.approx(scored.tolist(), abs=1e-5)
+    longer = client.compute_logprobs(tinker.ModelInput.from_ints([5, 6] * 300))  # than the longest prompt
+    assert len(longer) == 600
 
 
 def test_targets_other_than_the_next_tokens_are_learnt(client):
@@ -266,6 +268,21 @@ def test_a_custom_loss_sees_outputs_and_rows(client):
     own = passed.loss_fn_outputs[0]["logprobs"][data[0].loss_fn_inputs["weights"].to_torch() > 0]
     assert passed.loss == pytest.approx(float((own**2).sum()), rel=1e-5)
     assert passed.metrics["mine"] == len(own)
+
+
+def test_a_custom_loss_may_normalise_by_the_response_mask(client):
+    data = supervised(client, ["one", "two words", "x"], *SIZES)
+
+    def mean_of_rows(outputs, rows):
+        mask = rows["response_mask"]
+        return -outputs.log_probs * mask / mask.sum(1, keepdim=True), {"learnt": mask.float()}
+
+    plain, shown = (client.forward(data, mean_of_rows, per_token=asked) for asked in (False, True))
+    weights = [one.loss_fn_inputs["weights"].to_torch() for one in data]
+    own = [outputs["logprobs"][weight > 0].mean() for outputs, weight in zip(shown.loss_fn_outputs, weights)]
+    assert shown.metrics == pytest.approx(plain.metrics, rel=1e-6)
+    assert shown.loss == pytest.approx(-float(sum(own)), rel=1e-5)
+    assert shown.metrics["learnt"] == sum(float((weight > 0).sum()) for weight in weights)
 
 
 def test_what_cannot_be_done_is_refused(client):

@@ -141,17 +141,6 @@ def test_loss_inputs_become_columns_of_the_targets():
     assert "loss_weights" not in batch
 
 
-def test_every_token_has_its_log_prob_on_request():
-    model_input = chunked("see ", SIZES[0], "it")
-    length = ChunkRenderer(builder()).length(model_input)
-    datum = supervised(model_input, [0.0] * (length - 1) + [1.0], ids_of("!"))
-    batch = ChunkRenderer(builder()).rows([datum], every_token=True)
-    ids, types = batch["input_ids"][0, 1:], batch["mm_token_type_ids"][0, 1:]
-    banned = torch.tensor(builder().family.banned_ids(builder().config))
-    assert torch.equal(batch["response_mask"][0].bool(), (types == 0) & ~torch.isin(ids, banned))
-    assert batch["loss_mask"][0].tolist() == [0.0] * (length - 1) + [1.0]
-
-
 @pytest.mark.parametrize("expected", [3, 5])
 def test_wrong_expected_tokens_are_refused_alike_for_sampling_and_training(expected):
     text, image = EncodedTextChunk([1, 2]), ImageChunk(png(), "png", expected_tokens=expected)
@@ -258,9 +247,12 @@ def test_loss_inputs_that_do_not_fit_are_refused(inputs, message):
 
 
 def test_a_target_that_is_not_learnt_may_be_anything():
-    batch = ChunkRenderer(builder()).rows([datum_of(ModelInput.from_ints([5, 6]), [9, 7], weights=[0, 1])])
-    assert batch["input_ids"].tolist() == [[5, 6, 7]]
-    assert "targets" not in batch
+    for target in (9, 5000, -100):
+        datum = datum_of(ModelInput.from_ints([5, 6]), [target, 7], weights=[0, 1])
+        batch = ChunkRenderer(builder()).rows([datum])
+        assert batch["input_ids"].tolist() == [[5, 6, 7]]
+        assert batch["targets"].tolist() == [[target, 7]]
+    assert "targets" not in ChunkRenderer(builder()).rows([datum_of(ModelInput.from_ints([5]), [6], weights=[1])])
 
 
 def test_what_is_learnt_may_be_another_token_than_the_next():

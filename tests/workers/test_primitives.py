@@ -8,11 +8,16 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn
+from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
+from helpers.checkpoints import write_checkpoint
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
+from rollout.engine import SamplingParams
+from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig, ActorWorker
 from workers.group import LocalGroup
+from workers.launch import launch
 from workers.layout import Layout
 from workers.mesh import Ranks, join
 from workers.optimizer import AdamParams
@@ -141,6 +146,105 @@ def test_passes_equal_an_update_and_leave_the_weights_alone():
     other.update(data, loss_fn, aggregation="token-mean")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def hugging_faces_log_probs(data):
+    """Of all tokens ``(B, L)``, NaN on padding and first tokens and on media and what encloses them, row by row."""
+    model = tiny_model("qwen3_vl")
+    banned = list(family_of(model.config).banned_ids(model.config))
+    found = torch.full(data["input_ids"].shape, torch.nan)
+    for row in range(len(data)):
+        kept = data["attention_mask"][row].bool()
+        ids, types = data["input_ids"][row, kept], data["mm_token_type_ids"][row, kept].int()
+        with torch.no_grad():
+            logits = model(
+                input_ids=ids[None], mm_token_type_ids=types[None], use_cache=False, **data["multi_modal_inputs"][row]
+            ).logits[0]
+        scored = logits.index_fill(1, torch.tensor(banned), -torch.inf).log_softmax(-1)[:-1].gather(1, ids[1:, None])
+        scored = scored.squeeze(1).where(~torch.isin(ids[1:], torch.tensor(banned)), torch.nan)
+        found[row, kept] = torch.cat([torch.tensor([torch.nan]), scored])
+    return found
+
+
+def test_log_probs_of_all_tokens_are_hugging_faces():
+    worker, data = actor(), rows()
+    width = data["response_mask"].shape[1]
+    before = data["input_ids"].shape[1] - width
+    prompts = DataProto.from_dict(
+        {
+            name: data[name][..., :before]
+            for name in ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
+        },
+        {"multi_modal_inputs": data["multi_modal_inputs"]},
+    )
+    for batch in (data, prompts):  # padded on both sides, and on the left
+        names = set(batch.names())
+        found = worker.compute_logprobs(batch)
+        torch.testing.assert_close(found, hugging_faces_log_probs(batch), atol=1e-4, rtol=0, equal_nan=True)
+        assert set(batch.names()) == names
+    untyped = data.select(["input_ids", "attention_mask", "position_ids", "response_mask"], ["multi_modal_inputs"])
+    torch.testing.assert_close(worker.compute_logprobs(untyped), worker.compute_logprobs(data), equal_nan=True)
+    torch.testing.assert_close(
+        worker.compute_logprobs(data)[:, before:].nan_to_num(), worker.log_probs(data)["old_log_probs"]
+    )
+    assert worker.compute_logprobs(prompts[:0]).shape == (0, before)
+
+
+def test_all_targets_are_scored_on_request_and_the_loss_sees_nothing_of_it():
+    worker, data = actor(), rows()
+    whole = worker.compute_logprobs(data)[:, -data["response_mask"].shape[1] :].nan_to_num()
+    data["response_mask"][0, 1:4] = 0  # as of text that a tool has written
+    data["response_mask"][2] = 0
+    seen = []
+
+    def mean_of_row(outputs, batch):
+        mask = batch["response_mask"]
+        seen.append(set(batch.names()))
+        return -outputs.log_probs.sum(1, keepdim=True) / mask.sum(1, keepdim=True) * torch.ones_like(mask), {
+            "share": mask / mask.sum(1, keepdim=True)
+        }
+
+    def gradients(per_token):
+        passed = worker.forward_backward(data, mean_of_row, per_token)
+        taken = torch.cat([p.grad.flatten() for p in worker.module.parameters() if p.grad is not None])
+        worker.optimizer.adamw.zero_grad()
+        return passed, taken
+
+    (plain, expected), (shown, found) = gradients(False), gradients(True)
+    assert plain.log_probs is None
+    torch.testing.assert_close(shown.log_probs, whole, atol=1e-5, rtol=0)
+    assert dict(shown.metrics) == pytest.approx(dict(plain.metrics), rel=1e-6)
+    assert plain.metrics["share"] == pytest.approx(3)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert all(names == set(data.names()) for names in seen)
+
+
+def test_targets_out_of_the_vocabulary_have_no_log_prob():
+    worker, data = actor(), rows()
+    data["targets"] = data["input_ids"][:, -data["response_mask"].shape[1] :].clone()
+    data["targets"][0, :2] = torch.tensor([-100, tiny_config("qwen3_vl").text_config.vocab_size])
+    data["response_mask"][0, :2] = 0
+    found = worker.forward(data, loss_fn, per_token=True).log_probs
+    assert found[0, :2].tolist() == [0, 0]
+    assert (found[0, 2:5] < 0).all()
+
+
+def test_sampler_takes_weights_when_told_and_not_before(tmp_path):
+    path = write_checkpoint("qwen3_vl", tmp_path)
+    prompts = PromptBuilder.from_pretrained(path, 512)([{"prompt": "which?", "images": []}])
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    with launch(ActorConfig(path)) as roles:
+        first = roles.sample(prompts, greedy)
+        data = roles.sample(prompts, SamplingParams(n=2, max_tokens=4))
+        roles.actor.forward_backward(data, lambda outputs, batch: (outputs.log_probs, {}))
+        roles.actor.optim_step(AdamParams(learning_rate=1e-2))
+        assert roles.rollout.differing_weights()
+        still = roles.sample(prompts, greedy)
+        assert torch.equal(still["rollout_log_probs"], first["rollout_log_probs"])
+        roles.save_weights_for_sampler()
+        assert not roles.rollout.differing_weights()
+        moved = roles.sample(prompts, greedy)
+    assert not torch.allclose(moved["rollout_log_probs"], first["rollout_log_probs"], atol=1e-3)
 
 
 def test_groups_pass_the_calls_on():
