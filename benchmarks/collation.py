@@ -20,8 +20,7 @@ sys.path[:] = [
 
 from dataproto.chunks import Datum, EncodedTextChunk, ModelInput  # noqa: E402
 from recipes.tiny import make_tiny_model  # noqa: E402
-from rollout.chunks import ChunkRenderer  # noqa: E402
-from rollout.prompts import PromptBuilder  # noqa: E402
+from rollout.prompts import ChunkRenderer, PromptBuilder  # noqa: E402
 
 ROWS, REPEATS = 1024, 5
 

@@ -1,7 +1,7 @@
 """Inputs as chunks of tokens and images, and what a loss needs beside them.
 
 Names and meaning are those of the public ``tinker`` package, whose objects are taken as they are: `read_model_input` and
-`read_datum` look at attributes, not at classes. Nothing here decodes an image or counts its tokens; `rollout.chunks` does.
+`read_datum` look at attributes, not at classes. Nothing here decodes an image or counts its tokens; `rollout.prompts` does.
 """
 
 import struct

@@ -21,8 +21,7 @@ from recipes.loader import EvaluationLoader, PromptLoader
 from recipes.sft_data import Questions
 from recipes.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
 from recipes.training import RunConfig
-from rollout.prompts import PromptBuilder
-from rollout.supervised import SupervisedBuilder
+from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers.launch import Roles
 from workers.optimizer import OptimizerConfig
 

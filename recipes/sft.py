@@ -22,8 +22,7 @@ from recipes.sft_data import Questions, conversation_rows, conversation_stream
 from recipes.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
 from recipes.synthetic.talks import DrawnSums, DrawnTalks
 from recipes.training import RunConfig
-from rollout.prompts import PromptBuilder
-from rollout.supervised import SupervisedBuilder, Turns
+from rollout.prompts import PromptBuilder, SupervisedBuilder, Turns
 from workers.launch import Roles
 from workers.optimizer import OptimizerConfig
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from dataproto.chunks import Datum, read_model_input
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.datum_losses import datum_loss
-from rollout.chunks import ChunkRenderer, token_values
 from rollout.engine import SamplingParams
+from rollout.prompts import ChunkRenderer, token_values
 from workers.launch import Roles
 from workers.optimizer import AdamParams
 from workers.primitives import LOSS_SUM

@@ -13,9 +13,8 @@ from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft
 from recipes.step_by_step import TrainingClient
 from recipes.supervised import SupervisedConfig, start
-from rollout.chunks import ChunkRenderer
 from rollout.engine import SamplingParams
-from rollout.prompts import PromptBuilder
+from rollout.prompts import ChunkRenderer, PromptBuilder
 from workers.layout import Layout
 from workers.optimizer import AdamParams
 from workers.ray_config import RayConfig

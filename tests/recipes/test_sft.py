@@ -15,7 +15,7 @@ from recipes.loader import PromptLoader
 from recipes.metrics import read_metrics
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
 from recipes.supervised import exact_match, held_out_loss, measure_rows, packing_order, sft_step, start
-from rollout.supervised import SupervisedBuilder
+from rollout.prompts import SupervisedBuilder
 from workers.reward import RewardRow
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

@@ -16,8 +16,7 @@ from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
 from recipes.step_by_step import TrainingClient
 from recipes.supervised import SupervisedConfig, next_token_loss, start
-from rollout.chunks import ChunkRenderer
-from rollout.prompts import PromptBuilder
+from rollout.prompts import ChunkRenderer, PromptBuilder
 
 SIZES = [(16, 16), (24, 16), (40, 32)]
 RATE = tinker.AdamParams(learning_rate=2e-3, grad_clip_norm=1.0)

@@ -13,7 +13,7 @@ from PIL import Image
 from dataproto.chunks import Datum, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
 from dataproto.errors import InvalidRow
 from helpers.tiny_prompts import tiny_builder
-from rollout.chunks import ChunkRenderer
+from rollout.prompts import ChunkRenderer
 
 SIZES = [(16, 16), (24, 16), (40, 32)]  # of width and height; 8 pixels a token side
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -7,7 +7,7 @@ from PIL import Image
 
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
-from rollout.supervised import SupervisedBuilder
+from rollout.prompts import SupervisedBuilder
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TALK = [

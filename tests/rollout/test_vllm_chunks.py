@@ -7,7 +7,7 @@ import torch
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
 from helpers.engines import GREEDY, ROWS, generate, start
-from rollout.chunks import ChunkRenderer
+from rollout.prompts import ChunkRenderer
 
 pytestmark = pytest.mark.vllm
 

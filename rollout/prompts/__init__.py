@@ -1,0 +1,22 @@
+"""What engines and training are given, made in one place: rows of data sets, whole conversations, and chunks to batches.
+
+`PromptBuilder` turns rows into prompts, `SupervisedBuilder` conversations into training rows, `ChunkRenderer` chunks into either.
+"""
+
+from rollout.prompts.builder import IMAGE_BACKEND, ProcessedImage, Prompt, PromptBuilder, load_image_processor
+from rollout.prompts.chunks import ChunkRenderer, Resolver, token_values
+from rollout.prompts.conversations import SupervisedBuilder, TrainingRow, Turns
+
+__all__ = [
+    "IMAGE_BACKEND",
+    "ChunkRenderer",
+    "ProcessedImage",
+    "Prompt",
+    "PromptBuilder",
+    "Resolver",
+    "SupervisedBuilder",
+    "TrainingRow",
+    "Turns",
+    "load_image_processor",
+    "token_values",
+]

@@ -1,0 +1,156 @@
+"""Conversations to training rows: chat template, tokens, images, and the mask of what the assistant says.
+
+A conversation is rendered in pieces, and each piece is encoded by itself: what the template writes up to an assistant's turn,
+the turn, and so on. So a prompt has the tokens that it has when the model is asked, and a turn those that the model samples.
+Letters: B rows, L tokens of the longest row, R = L - 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dataproto import DataProto, object_array
+from dataproto.collation import Rows, collate_supervised
+from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.vlm import media_grids
+from rollout.messages import Conversation
+from rollout.prompts.builder import ProcessedImage, Prompt, PromptBuilder, conversation_of, row_columns, share_media
+from rollout.video import ProcessedVideo
+
+Ids = npt.NDArray[np.int64]
+Turns = Literal["all", "last"]
+
+
+@dataclass(frozen=True)
+class TrainingRow(Prompt):
+    """A whole conversation made ready for `collate_rows`."""
+
+    loss_mask: npt.NDArray[np.uint8]  # (P,) 1 on tokens to be learnt
+
+
+class SupervisedBuilder(PromptBuilder):
+    """Rows to a training batch: as `PromptBuilder`, but a row's ``prompt`` is a conversation with its answers.
+
+    What is learnt are the assistant's turns, all of them or the last, up to and including the token that ends a turn.
+    ``max_prompt_length`` is that of the whole conversation.
+    """
+
+    turns: Turns = "all"
+
+    def learning(self, turns: Turns) -> "SupervisedBuilder":
+        """The same builder, set to learn ``"all"`` turns or the ``"last"``."""
+        if turns not in get_args(Turns):
+            raise InvalidConfig(f"turns={turns!r}: choose one of {', '.join(get_args(Turns))}")
+        self.turns = turns
+        return self
+
+    def prepare(self, row: Mapping[str, Any]) -> TrainingRow:
+        """One conversation, images decoded and processed. Raises `InvalidPrompt`, before images are decoded if it is too
+        long.
+        """
+        conversation = conversation_of(row)
+        pieces = self._pieces(conversation)
+        raw_ids = [token for ids, _ in pieces for token in ids]
+        root = row.get("media_root")
+        self.check_length(self.length(conversation, raw_ids, root))
+        images, videos = self.process_media(conversation, root)
+        ids, types, mask = self._expand(pieces, images, videos)
+        self.check_length(len(ids))
+        return TrainingRow(ids, types, raw_ids, conversation, images, videos, self.other_columns(row), mask)
+
+    def prompt_length(self, row: Mapping[str, Any]) -> int:
+        conversation = conversation_of(row)
+        raw_ids = [token for ids, _ in self._pieces(conversation) for token in ids]
+        return self.length(conversation, raw_ids, row.get("media_root"))
+
+    def collate(self, prompts: Sequence[Prompt]) -> DataProto:
+        """The training batch, see `collate_rows`."""
+        rows = [row for row in prompts if isinstance(row, TrainingRow)]
+        return collate_rows(self, rows, [row.loss_mask for row in rows], row_columns(rows))
+
+    def _pieces(self, conversation: Conversation) -> list[tuple[list[int], bool]]:
+        """Token ids, one placeholder a medium, of the conversation's pieces, and whether a piece is to be learnt."""
+        self.check_text(conversation)
+        messages = conversation.messages
+        speaking = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if not speaking or not speaking[0]:
+            raise InvalidPrompt("a conversation to learn from begins with a prompt and has an answer by the assistant")
+        pieces: list[tuple[list[int], bool]] = []
+        done = ""
+        for place in speaking if self.turns == "all" else speaking[-1:]:
+            before = self.render(messages[:place], add_generation_prompt=True)
+            whole = self.render(messages[: place + 1])
+            if not (before.startswith(done) and whole.startswith(before)):
+                raise InvalidPrompt(
+                    f"the chat template writes the turns before message {place} differently once that message follows, so "
+                    "its tokens cannot be told apart: learn the last turn only, or split the conversation into one row a turn"
+                )
+            prompt, answer = self.encode_text(before[len(done) :]), self.encode_text(whole[len(before) :])
+            ends = [at for at, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
+            learnt = ends[-1] + 1 if ends else len(answer)
+            pieces += [(prompt, False), (answer[:learnt], True), (answer[learnt:], False)]
+            done = whole
+        pieces.pop()  # what follows the last turn teaches nothing
+        self.check_placeholders([token for ids, _ in pieces for token in ids], conversation)
+        return pieces
+
+    def _expand(
+        self,
+        pieces: Sequence[tuple[list[int], bool]],
+        images: Sequence[ProcessedImage],
+        videos: Sequence[ProcessedVideo],
+    ) -> tuple[Ids, npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
+        """Ids, token types and loss mask with a placeholder for each feature."""
+        tokens, banned = self.media_tokens, self.family.banned_ids(self.config)
+        parts = []
+        for piece, learnt in pieces:
+            shown, filmed = (
+                sum(token == placeholder for token in piece) for placeholder in (tokens.image, tokens.video)
+            )
+            own_images, images = images[:shown], images[shown:]
+            own_videos, videos = videos[:filmed], videos[filmed:]
+            media: list[ProcessedImage | ProcessedVideo] = [*own_images, *own_videos]
+            expanded, types = self.family.expand(
+                piece,
+                [medium.inputs for medium in media],
+                self.config,
+                encode_text=self.encode_text,
+                seconds=[video.seconds for video in own_videos],
+            )
+            mask = (~np.isin(expanded, banned) & (types == 0) & learnt).astype(np.uint8)
+            parts.append((expanded, types, mask))
+        ids, types, mask = (np.concatenate(column) for column in zip(*parts))
+        return ids, types, mask
+
+
+def collate_rows(
+    builder: PromptBuilder,
+    rows: Sequence[Prompt],
+    loss_mask: Rows,
+    objects: Mapping[str, Sequence[Any]],
+) -> DataProto:
+    """Training rows in the columns of a rollout, right-padded, R = L - 1, with the family's positions and shared media.
+
+    Args:
+        loss_mask: of each row ``(P,)`` uint8, 1 on tokens to be learnt.
+        objects: further object columns.
+    """
+    if not rows:
+        raise InvalidPrompt("a training batch needs at least one row")
+    data = collate_supervised(
+        [row.input_ids for row in rows],
+        loss_mask,
+        [row.token_types.view(np.uint8) for row in rows],
+        pad_token_id=builder.pad_token_id,
+    )
+    _, inputs = share_media(rows)
+    data["position_ids"] = builder.family.position_ids(
+        data["mm_token_type_ids"], data["attention_mask"], **media_grids(inputs), config=builder.config
+    )
+    data["multi_modal_inputs"] = object_array(inputs)
+    for name, values in objects.items():
+        data[name] = object_array(list(values))
+    return data
