@@ -92,6 +92,7 @@ class Bench:
             compile=a.compile,
             reshard_after_forward=a.reshard,
             freeze_vision=a.freeze_vision,
+            flash_attention=a.flash_attention,
         )
         self.config.save_pretrained(options.model_path)
         torch.manual_seed(0)
@@ -346,6 +347,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=8192, help="tokens of a micro-batch (default: 8192)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])
+    parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--compile", action=flag, default=None, help="default: on CUDA")
     parser.add_argument("--optimizer", action=flag, default=None, help="AdamW's step (default: where it fits)")
     parser.add_argument("--reshard", action=flag, default=True, help="FSDP frees weights after the forward pass")

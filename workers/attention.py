@@ -1,13 +1,13 @@
 """The one attention of the packed path, registered with transformers' `AttentionInterface`.
 
 Language model and vision tower both call it with ``cu_seq_lens_q``: rows, images or windows are segments of one sequence that
-do not see each other. On CUDA in half precision it is variable-length flash attention, whose kernel is torch's own unless
-another has been chosen (``torch.nn.attention.activate_flash_attention_impl("FA3")``); elsewhere scaled-dot-product attention,
-one call for all segments of equal length.
+do not see each other. On CUDA in half precision it is variable-length flash attention, by torch's own kernel or one that was
+chosen by name; elsewhere scaled-dot-product attention, one call for all segments of equal length.
 """
 
 import inspect
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -16,9 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from dataproto.errors import UnsupportedAttention
-
-# Vision towers make one variable-length call a layer only for names that contain "flash".
-PACKED_ATTENTION = "packed_flash"
+from workers import flash4
 
 
 def packed_attention(
@@ -36,6 +34,7 @@ def packed_attention(
     key_index: Tensor | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    flash: "Flash | None" = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention within the segments of one packed sequence.
@@ -47,6 +46,7 @@ def packed_attention(
         key_index: ``(K,)`` which of the T keys the segments see, one segment after the other; by default their own.
             The last key of a causal segment is that of its last query.
         is_causal: ``None`` asks the module (language models say yes, vision towers no).
+        flash: what computes it on CUDA in half precision; by default torch's kernel.
 
     Returns:
         ``(1, T, H, D)``, or as many rows as the query has, and ``None``.
@@ -76,7 +76,8 @@ def packed_attention(
     if q.device.type == "cuda" and (q.dtype in HALF or torch.is_autocast_enabled("cuda")):
         dtype = q.dtype if q.dtype in HALF else torch.get_autocast_dtype("cuda")
         longest_q, longest_k = max_length_q or _longest(cu_seq_lens_q), max_length_k or _longest(cu_k)
-        out = _flash(q.to(dtype), k.to(dtype), v.to(dtype), cu_seq_lens_q, cu_k, longest_q, longest_k, scaling, causal)
+        q, k, v, cu_q, cu_k = q.to(dtype), k.to(dtype), v.to(dtype), cu_seq_lens_q.int(), cu_k.int()
+        out = (flash or torch_flash)(q, k, v, cu_q, cu_k, longest_q, longest_k, scaling, causal)
     elif torch.compiler.is_compiling():
         out = segment_attention(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
     else:
@@ -91,7 +92,7 @@ def _longest(cu_seqlens: Tensor) -> int:
     return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
 
 
-def _flash(
+def torch_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -102,14 +103,30 @@ def _flash(
     scaling: float | None,
     causal: bool,
 ) -> Tensor:
+    """Torch's kernel: arguments and result as `workers.flash4.attend`."""
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if causal else (-1, -1)  # aligned to the last query and key, as flash attention does
     options: dict[str, Any] = {"scale": scaling, "window_size": window}
     if _takes_enable_gqa():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, **options)
-    return cast(Tensor, out)
+    return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, **options))
+
+
+def flash_4(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scaling: float | None,
+    causal: bool,
+) -> Tensor:
+    """FlashAttention 4, but for short segments; arguments and result as `workers.flash4.attend`."""
+    attend = flash4.attend if longest_q > flash4.LONGER_THAN else torch_flash
+    return attend(q, k, v, cu_q, cu_k, longest_q, longest_k, scaling, causal)
 
 
 @cache
@@ -230,13 +247,26 @@ def _to_inputs(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 segment_attention.register_autograd(_to_inputs, setup_context=_keep_inputs)
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Makes every part of ``model`` attend through `packed_attention`.
+Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None, bool], Tensor]
+"""Queries, keys, values, their segments' boundaries, their longest segments, scaling and causality, to outputs."""
+
+FLASH: dict[str, Flash] = {"torch": torch_flash, "fa4": flash_4}
+"""Kernels by the name under which they are chosen."""
+
+
+def use_packed_attention(model: PreTrainedModel, flash: str = "torch") -> None:
+    """Makes every part of ``model`` attend through `packed_attention`, by a kernel of `FLASH`.
 
     Set on the configs, since `set_attn_implementation` looks for a flash-attn package behind any name with "flash" in it.
+
+    Raises:
+        InvalidConfig: the kernel cannot be used here.
     """
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    if flash == "fa4":
+        flash4.check_usable()
+    name = f"packed_flash_{flash}"  # vision towers make one variable-length call a layer only for names with "flash" in them
+    AttentionInterface.register(name, partial(packed_attention, flash=FLASH[flash]))
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation_internal = PACKED_ATTENTION
+            config._attn_implementation_internal = name

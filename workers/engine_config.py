@@ -29,6 +29,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
     compile: bool = False  # torch.compile for the repeated layers
+    flash_attention: Literal["torch", "fa4"] = "torch"  # on CUDA: torch's kernel, or FlashAttention 4 (the extra "fa4")
     reshard_after_forward: bool = (
         True  # free a layer's gathered weights after each use; False: gather once for all micro-batches
     )

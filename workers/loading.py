@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
+from workers.attention import use_packed_attention
 from workers.engine_config import EngineConfig
 from workers.lora import add_adapters
 from workers.mesh import Ranks
@@ -43,6 +44,7 @@ def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, w
     if ranks.mesh is None:
         model.to(device)  # type: ignore[arg-type]
     module = wrap(model, family)
+    use_packed_attention(model, config.flash_attention)  # instead of the usual kernel
     weights = module.state_dict() if one_reads and reader else {}
     parallelize(module, ranks, config)
     if one_reads:

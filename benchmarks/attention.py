@@ -1,0 +1,95 @@
+"""Packed attention on a GPU by each kernel that can be chosen: time, rate, and distance from float32.
+
+    python benchmarks/attention.py
+
+Cases are those of a training step at the sizes of Qwen2.5-VL: images and windows of the vision tower (heads of 80), and rows of
+the 3B and 7B decoders. The rate counts 4 * length^2 * heads * width operations forward (half of it if causal) and 2.5 times as
+many backward. The distance is |x - x32| / |x32| of output and of the gradients of queries, keys and values, where x32 is
+scaled-dot-product attention in float32.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # its dataproto.py is not the library
+sys.path.insert(0, str(HERE.parent))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from dataproto.errors import InvalidConfig  # noqa: E402
+from workers import flash4  # noqa: E402
+from workers.attention import FLASH, attend_segments  # noqa: E402
+
+REPEATS = 10
+
+
+def lengths(low: int, high: int, count: int, seed: int = 0) -> list[int]:
+    return torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# segments, heads of queries, heads of keys, width of a head, causal
+CASES = {
+    "images": (lengths(500, 5000, 12), 16, 16, 80, False),
+    "windows": ([64] * 600 + lengths(8, 64, 60), 16, 16, 80, False),
+    "3B rows": (lengths(600, 3000, 9), 16, 2, 128, True),
+    "7B rows": (lengths(600, 3000, 5), 28, 4, 128, True),
+}
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Mean of `REPEATS` runs, after two that are not counted."""
+    for _ in range(2):
+        work()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / REPEATS * 1000
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def main() -> None:
+    kernels = list(FLASH)
+    try:
+        flash4.check_usable()
+    except InvalidConfig as error:
+        print(error)
+        kernels.remove("fa4")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("| case | kernel | forward ms | TFLOP/s | backward ms | TFLOP/s | distance: output, dq, dk, dv |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for case, (segments, heads, key_heads, width, causal) in CASES.items():
+        torch.manual_seed(0)
+        bounds = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+        total, longest = sum(segments), max(segments)
+        half = torch.bfloat16
+        q, upstream = (torch.randn(total, heads, width, device="cuda", dtype=half) for _ in range(2))
+        k, v = (torch.randn(total, key_heads, width, device="cuda", dtype=half) for _ in range(2))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        whole = [x.detach().float().requires_grad_() for x in inputs]
+        out = attend_segments(*whole, bounds, bounds, None, causal)
+        expected = [out.detach(), *torch.autograd.grad(out, whole, upstream.float())]
+        operations = 4 * sum(length**2 for length in segments) * heads * width / (2 if causal else 1)
+        for name in kernels:
+
+            def forward(name: str = name) -> Tensor:
+                return FLASH[name](*inputs, bounds, bounds, longest, longest, None, causal)
+
+            found = [(first := forward()).detach(), *torch.autograd.grad(first, inputs, upstream)]
+            ahead = milliseconds(forward)
+            back = milliseconds(lambda: torch.autograd.grad(forward(), inputs, upstream)) - ahead
+            rates = operations / ahead / 1e9, 2.5 * operations / back / 1e9
+            apart = ", ".join(f"{distance(*pair):.1e}" for pair in zip(found, expected, strict=True))
+            print(f"| {case} | {name} | {ahead:.2f} | {rates[0]:.0f} | {back:.2f} | {rates[1]:.0f} | {apart} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""FlashAttention 4 is chosen by name. Its numbers are compared on a GPU: ``python benchmarks/attention.py``."""
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from dataproto.errors import InvalidConfig
+from helpers.tiny_models import tiny_model
+from recipes.tiny import tiny_checkpoint
+from workers import flash4
+from workers.actor import ActorConfig, ActorWorker
+from workers.attention import FLASH, use_packed_attention
+
+
+def test_it_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(flash4, "find_spec", lambda name: None)
+    with pytest.raises(InvalidConfig, match="needs the package flash-attn-4: pip install"):
+        ActorWorker(ActorConfig(str(tiny_checkpoint(0)), flash_attention="fa4"))
+
+
+def test_models_of_one_process_choose_for_themselves(monkeypatch):
+    monkeypatch.setattr(flash4, "find_spec", lambda name: name)
+    first, second = tiny_model("qwen2_5_vl"), tiny_model("qwen2_5_vl")
+    use_packed_attention(first)
+    use_packed_attention(second, "fa4")
+    for model, name in ((first, "packed_flash_torch"), (second, "packed_flash_fa4")):
+        assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {name}
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(16, 16, 80), (28, 4, 128), (16, 16, 72)])
+def test_heads_are_padded_to_what_the_kernel_computes_rightly(heads, key_heads, width, monkeypatch):
+    given = []
+    kernel = flash4.flash_attention_4
+    monkeypatch.setattr(flash4, "flash_attention_4", lambda q, *args: given.append(q.shape[-1]) or kernel(q, *args))
+    q = torch.empty(600, heads, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    k, v = (
+        torch.empty(700, key_heads, width, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2)
+    )
+    bounds = torch.empty(3, dtype=torch.int32, device="meta")
+    out = flash4.attend(q, k, v, bounds, bounds, 400, 500, None, True)
+    assert given == [-(-width // 32) * 32]
+    assert out.shape == (600, heads, width)
+    assert [each.shape for each in grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+def test_windows_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr("workers.attention.torch_flash", lambda q, *args: q)
+    q = torch.zeros(128, 2, 32)
+    bounds = torch.tensor([0, 64, 128], dtype=torch.int32)
+    assert FLASH["fa4"](q, q, q, bounds, bounds, 64, 64, None, False) is q
