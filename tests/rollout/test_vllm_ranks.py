@@ -1,16 +1,17 @@
-"""Two training ranks, sharded by FSDP, that run one vLLM together."""
+"""Two training ranks, sharded by FSDP or stages of a pipeline, that run one vLLM together."""
 
 import multiprocessing
 import os
 import socket
 import traceback
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.checkpoints import write_checkpoint
-from helpers.engines import ROWS, SAMPLED
+from helpers.engines import GREEDY, ROWS, SAMPLED
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
@@ -23,34 +24,40 @@ pytestmark = pytest.mark.vllm
 
 CPU = torch.device("cpu")
 SIZE = 2
+LAYOUTS = {"fsdp": Layout(dp=SIZE), "pipeline": Layout(pp=SIZE)}
 
 
 def prompts_of(builder):
     return builder([{**row, "uid": f"prompt {number}"} for number, row in enumerate(ROWS)])
 
 
-def work(rank, port, path, results):
-    """The first rank comes with one prompt, the second with the others; the engine's weights change once."""
+def rows_of(case, rank):
+    """Of dp positions, the first comes with one prompt and the second with the others; both stages come with all."""
+    return slice(None) if case == "pipeline" else [slice(0, 1), slice(1, None)][rank]
+
+
+def work(rank, case, port, path, results):
+    """The engine's weights change once."""
     try:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(SIZE)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("gloo", rank=rank, world_size=SIZE)
-        ranks = join(Layout(dp=SIZE), CPU)
+        ranks = join(LAYOUTS[case], CPU)
         actor = ActorWorker(ActorConfig(path, temperature=SAMPLED.temperature), CPU, ranks)
         builder = PromptBuilder.from_pretrained(path, 300)
         options = {"tensor_parallel": SIZE, "max_model_len": 400, "kv_cache_bytes": 1 << 26, "max_num_seqs": 16}
         config = RolloutConfig(path, "vllm", options | {"image_options": builder.image_options})
         rollout = RolloutWorker(config, actor.named_weights, ranks)
-        prompts = prompts_of(builder)
-        mine = prompts[:1] if rank == 0 else prompts[1:]
-        first = rollout.generate(mine, SAMPLED)
+        mine = prompts_of(builder)[rows_of(case, rank)]
+        first, greedy = rollout.generate(mine, SAMPLED), rollout.generate(mine, GREEDY)
         with torch.no_grad():
             for parameter in actor.module.parameters():
                 parameter.mul_(1.5)
         assert rollout.differing_weights()
         rollout.mark_stale()
         second = rollout.generate(mine, SAMPLED)
-        results.put((rank, (read(first), read(second), rollout.differing_weights(), scores(actor, second))))
+        found = read(first), read(greedy), read(second), rollout.differing_weights(), scores(actor, second)
+        results.put((rank, found))
     except BaseException:  # told to the test, so that nobody waits without a word
         results.put((rank, traceback.format_exc()))
 
@@ -69,15 +76,20 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module", params=LAYOUTS)
+def case(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def found(checkpoint):
+def found(case, checkpoint):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=work, args=(rank, port, checkpoint, results), daemon=True) for rank in range(SIZE)
+        context.Process(target=work, args=(rank, case, port, checkpoint, results), daemon=True) for rank in range(SIZE)
     ]
     for process in processes:
         process.start()
@@ -90,20 +102,21 @@ def found(checkpoint):
     return [outcomes[rank] for rank in range(SIZE)]
 
 
-def test_both_get_their_own_rows_as_one_process_samples_them(found, checkpoint):
+def test_both_get_their_own_rows_as_one_process_samples_them(found, case, checkpoint):
     builder = PromptBuilder.from_pretrained(checkpoint, 300)
     engine, prompts = HFEngine(checkpoint, device=CPU), prompts_of(builder)
-    done, pad = engine.generate(build_requests(prompts, SAMPLED), SAMPLED), builder.tokenizer.pad_token_id
-    whole = attach_responses(prompts, done, SAMPLED, builder.family, pad)
-    expected = read(whole)
-    for rank, rows in enumerate((slice(0, SAMPLED.n), slice(SAMPLED.n, None))):
-        responses, _, uids = found[rank][0]
-        assert uids == expected[2][rows]
-        assert (responses == expected[0][rows]).all()
+    for number, sampling in enumerate((SAMPLED, GREEDY)):
+        done, pad = engine.generate(build_requests(prompts, sampling), sampling), builder.tokenizer.pad_token_id
+        whole = attach_responses(prompts, done, sampling, builder.family, pad)
+        for rank in range(SIZE):
+            expected = read(whole[np.arange(len(whole)).reshape(len(ROWS), -1)[rows_of(case, rank)].reshape(-1)])
+            responses, _, uids = found[rank][number]
+            assert uids == expected[2]
+            assert (responses == expected[0]).all()
 
 
 def test_each_holds_its_part_of_the_new_weights(found):
-    for first, second, differing, largest in found:
+    for first, _, second, differing, largest in found:
         assert not (first[1] == second[1]).all()
         assert differing == []
         assert largest < 1e-4
