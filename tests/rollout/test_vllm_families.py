@@ -1,9 +1,14 @@
-"""vLLM's tokens and log-probs for every family: those of the Hugging Face engine and of the actor, before and after updates."""
+"""vLLM's tokens and log-probs for every family: those of the Hugging Face engine and of the actor, before and after updates;
+and its expansion of chunks."""
+
+import io
 
 import pytest
 import torch
 
-from helpers.engines import GREEDY, RESTRICTED, SAMPLED, generate, start
+from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
+from helpers.engines import GREEDY, RESTRICTED, ROWS, SAMPLED, generate, start
+from rollout.prompts import ChunkRenderer
 
 pytestmark = pytest.mark.vllm
 
@@ -46,3 +51,31 @@ def test_log_probs_are_the_actors_before_and_after_updates(family):
         assert family.vllm.differing_weights(family.actor.named_weights()) == []
         data = assert_same_as_actor(family, SAMPLED)  # the same images: nothing old may come out of a cache
     family.vllm.load_weights(family.hf.model.named_parameters())
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def chunks_of(builder, row):
+    """The row's text and images, with the vision tokens of Qwen in the text chunks."""
+    pieces = row["prompt"].split("<image>")
+    chunks = [EncodedTextChunk(builder.encode_text(pieces[0]))]
+    for image, text in zip(row["images"], pieces[1:], strict=True):
+        chunks += [
+            EncodedTextChunk(builder.encode_text("<|vision_start|>")),
+            ImageChunk(png(image), "png"),
+            EncodedTextChunk(builder.encode_text(f"<|vision_end|>{text}")),
+        ]
+    return ModelInput(chunks)
+
+
+def test_our_expansion_of_chunks_is_vllms(family):
+    prompts = ChunkRenderer(family.builder).prompts([chunks_of(family.builder, row) for row in ROWS])
+    # The engine refuses a request whose expansion by vLLM is not ours (`check_expansion`).
+    ours, theirs = (generate(family, engine, GREEDY, prompts) for engine in (family.hf, family.vllm))
+    assert torch.equal(ours["responses"], theirs["responses"])
+    assert torch.equal(ours["truncated"], theirs["truncated"])
+    torch.testing.assert_close(ours["rollout_log_probs"], theirs["rollout_log_probs"], atol=1e-4, rtol=0)
