@@ -214,3 +214,27 @@ def test_defaults_are_the_small_models_until_a_model_is_named():
 
 def test_an_answer_is_right_when_it_is_the_truth():
     assert [row["acc"] for row in exact_match([RewardRow(" 7\n", 7), RewardRow("8", "7")])] == [1.0, 0.0]
+
+
+TALKS, SUMS = (f"val-core/synthetic/{name}/acc/mean@1" for name in ("talks", "sums"))
+
+
+def test_the_default_run_needs_no_arguments(tmp_path, monkeypatch):
+    """As a user starts it, but for the number of steps."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["--steps", "10"]) == 0
+    rows = read_metrics(tmp_path / "outputs" / "sft" / "metrics.jsonl")
+    assert [row["step"] for row in rows if {"val/loss", TALKS, SUMS} <= row.keys()] == [0, 10]
+    assert rows[-1]["val/loss"] < 0.7 * rows[0]["val/loss"]
+    assert all(0 < row["data/rows_with_media"] < 64 for row in rows[1:])
+    assert (tmp_path / "outputs" / "sft" / "report.html").is_file()
+    assert (tmp_path / "outputs" / "sft" / "global_step_10" / "actor" / "huggingface" / "config.json").is_file()
+
+
+@pytest.mark.long
+def test_the_default_run_learns_its_conversations(tmp_path):
+    assert main(["--output-dir", str(tmp_path / "run")]) == 0
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0][TALKS] == rows[0][SUMS] == 0
+    assert rows[-1][TALKS] > 0.7
+    assert rows[-1][SUMS] > 0.9
