@@ -56,6 +56,13 @@ def one_image(config: Any) -> DataProto:
     return with_responses(config, prompt_batch(config, [[(4, 4)]], texts=[5]), lengths=[3], width=4)
 
 
+def odd_rows(config: Any) -> DataProto:
+    """Two images and none, two samples of a prompt, and an odd number of packed tokens."""
+    prompts = prompt_batch(config, [[(4, 6), (8, 4)], []], texts=[4, 6])
+    tokens = int(prompts["attention_mask"].sum())
+    return with_responses(config, prompts[[0, 0, 1]], lengths=[3, 1, 1 + tokens % 2], width=4)
+
+
 def run_pass(
     config: Any,
     data: DataProto,

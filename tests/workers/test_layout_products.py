@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import distributed
 
+from helpers.batches import prompt_batch, with_responses
 from helpers.layouts import (
     CPU,
     config_with_heads,
     differences,
     joined,
     mixed_rows,
+    odd_rows,
     one_image,
     run_pass,
     text_rows,
@@ -38,6 +40,11 @@ def equals_one_process(model_type, layout, rows, key_value_heads=2, tied=False, 
     data = rows(config)
     found = run_pass(config, data, joined(layout), **options)
     return differences(found, run_pass(config, data, **options)) if distributed.get_rank() == 0 else []
+
+
+def three_tokens(config):
+    """Fewer than ranks."""
+    return with_responses(config, prompt_batch(config, [[]], texts=[2]), lengths=[1], width=1)
 
 
 def pg_loss(outputs, rows):
@@ -96,6 +103,8 @@ CASES = {
     ),
     "no image, tied weights": partial(equals_one_process, "qwen2_5_vl", Layout(sp=2, tp=2), text_rows, tied=True),
     "one image for four ranks": partial(equals_one_process, "qwen3_vl", Layout(sp=2, tp=2), one_image),
+    "three tokens for four ranks": partial(equals_one_process, "qwen3_vl_moe", Layout(sp=2, tp=2), three_tokens),
+    "an odd number of tokens": partial(equals_one_process, "qwen3_vl", Layout(tp=4), odd_rows),
     "activations computed again": partial(
         equals_one_process, "qwen3_vl", Layout(sp=2, tp=2), mixed_rows, activation_checkpointing="full"
     ),

@@ -2,16 +2,29 @@
 parameter's gradient within 1e-4 of its norm. All cases run in one start of the processes.
 """
 
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch import distributed, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
-from helpers.layouts import config_with_heads, differences, joined, mixed_rows, one_image, run_pass, text_rows
+from helpers.layouts import (
+    CPU,
+    config_with_heads,
+    differences,
+    joined,
+    mixed_rows,
+    odd_rows,
+    one_image,
+    run_pass,
+    text_rows,
+)
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.engine_config import EngineConfig, LoraConfig
@@ -22,6 +35,7 @@ from workers.parallel import parallelize
 from workers.parallel.collectives import Peers
 from workers.parallel.tensor import VocabularyEmbedding, partial_parameters, sum_gradients
 from workers.parallel.vocabulary import split_token_log_probs
+from workers.step import forward_rows, pack, sharing
 from workers.weights import named_weights
 
 TWO = Layout(tp=2)
@@ -37,8 +51,9 @@ def spread(config, **options):
 # What both ranks run
 
 
-def equals_one_process(model_type, rows, heads=2, key_value_heads=1, tied=False):
+def equals_one_process(model_type, rows, heads=2, key_value_heads=1, tied=False, biases=False):
     config = config_with_heads(model_type, heads, key_value_heads, tied)
+    config.text_config.attention_bias = biases
     data = rows(config)
     found = run_pass(config, data, joined(TWO))
     return differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []
@@ -102,6 +117,58 @@ def weights_are_split_and_come_back_whole():
     assert all(torch.equal(weight, whole[name]) for name, weight in named_weights(module.model))
 
 
+def each_token_is_computed_once(model_type):
+    """What is not split sees ceil(T / 2) tokens on each rank, but for the norms of single heads, which see a rank's heads."""
+    config = config_with_heads(model_type, heads=4, key_value_heads=2)
+    module, data = spread(config), odd_rows(config)
+    packed = pack(module, data, sharing(data))
+    part = -(-packed.input_ids.shape[-1] // 2)
+    assert packed.input_ids.shape[-1] == 2 * part - 1
+    decoder = module.model.get_submodule(module.family.language_model)
+    seen = {}
+
+    def count(name, part, args, output):
+        seen[name] = (args[0] if args else output).numel() // config.text_config.hidden_size
+
+    for name, layer in decoder.named_modules():
+        if name.endswith(("norm", "mlp.gate", "mlp.experts")) and not name.endswith(("q_norm", "k_norm")):
+            layer.register_forward_hook(partial(count, name))
+    forward_rows(module, data, CPU)
+    kinds = {"qwen3_vl": 2, "qwen3_vl_moe": 4, "glm4v": 4}
+    assert len(seen) == 2 * kinds[model_type] + 1
+    assert set(seen.values()) == {part}, seen
+
+
+def what_is_asked_of_other_ranks(mode):
+    """How often tokens are gathered and summed in a pass forward and backward."""
+    config = config_with_heads("qwen2_5_vl", heads=2, key_value_heads=1)
+    module = spread(config, activation_checkpointing=mode)
+    module.train()
+    asked = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            asked[function.name()] += 1
+            return function(*args, **kwargs or {})
+
+    with Count():
+        forward_rows(module, text_rows(config), CPU).log_probs.sum().backward()
+    return asked["_c10d_functional::all_gather_into_tensor"], asked["_c10d_functional::reduce_scatter_tensor"]
+
+
+def compiled_layers_give_the_same(model_type, mode):
+    """Layers compiled for one batch, and for another of another length; without graph breaks."""
+    config = config_with_heads(model_type, heads=4, key_value_heads=2)
+    torch._dynamo.reset()
+    counters.clear()
+    wrong = []
+    for rows in (mixed_rows, odd_rows):
+        data = rows(config)
+        found = run_pass(config, data, joined(TWO), activation_checkpointing=mode, compile=True)
+        wrong += differences(found, run_pass(config, data))
+    return wrong, dict(counters["graph_break"])
+
+
 def gradients_add_up_in_buckets():
     group = joined(TWO).group("tp")
     me = distributed.get_rank(group)
@@ -136,6 +203,8 @@ CASES = {
     "tied weights": partial(equals_one_process, "qwen2_vl", mixed_rows, tied=True),
     "no image": partial(equals_one_process, "qwen3_vl", text_rows),
     "one image": partial(equals_one_process, "qwen2_5_vl", one_image),
+    **{f"an odd number of tokens, {kind}": partial(equals_one_process, kind, odd_rows) for kind in MODEL_TYPES},
+    "biases": partial(equals_one_process, "qwen3_vl", odd_rows, biases=True),
 }
 CHECKS = {
     "log-probs": partial(log_probs_of_a_split_vocabulary, (2, 20), 0.7, None),
@@ -144,12 +213,14 @@ CHECKS = {
     "embedding": an_embedding_of_a_split_vocabulary,
     "weights": weights_are_split_and_come_back_whole,
     "sums": gradients_add_up_in_buckets,
+    **{f"tokens, {kind}": partial(each_token_is_computed_once, kind) for kind in ("qwen3_vl", "qwen3_vl_moe", "glm4v")},
 }
+MODES = {mode: partial(what_is_asked_of_other_ranks, mode) for mode in ("none", "selective", "full")}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_ranks(2, CASES | CHECKS | {"refusals": refusals}, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(2, CASES | CHECKS | MODES | {"refusals": refusals}, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,6 +231,25 @@ def test_two_halves_equal_one_process(outcomes, case):
 @pytest.mark.parametrize("check", CHECKS)
 def test_between_two_ranks(outcomes, check):
     assert outcomes[check] == [None, None]
+
+
+def test_sums_are_kept_and_gathers_made_again(outcomes):
+    """Two layers: forward two of each in a layer, a sum of the embedding, one gather before the head and one in it; backward,
+    what mirrors those but the last two, which are summed otherwise or stay.
+    """
+    gathers, sums = outcomes["none"][0]
+    assert sums == 1 + 4 + 4
+    assert outcomes["selective"] == [(gathers + 4, sums)] * 2
+    full = sums + 2  # attention's; nothing needs the MLP's again
+    assert outcomes["full"] == [(gathers + 4, full)] * 2
+
+
+@pytest.mark.long
+def test_split_layers_can_be_compiled(tmp_path):
+    modes = {"qwen2_5_vl": "none", "qwen3_vl": "selective", "qwen3_vl_moe": "full"}
+    cases = {f"{kind}, {mode}": partial(compiled_layers_give_the_same, kind, mode) for kind, mode in modes.items()}
+    for case, outcome in run_ranks(2, cases, tmp_path, timeout=600).items():
+        assert outcome == [([], {})] * 2, case
 
 
 def test_what_cannot_be_split_is_named(outcomes):
