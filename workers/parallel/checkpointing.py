@@ -1,8 +1,8 @@
 """Activation checkpointing: what of the repeated layers the backward pass computes again instead of keeping.
 
 ``full`` keeps a layer's input alone and computes the layer again (a third more work). ``selective`` keeps what matrix products,
-attention and other ranks gave as well, so that only norms, activations and rotary embeddings are computed again
-(arXiv:2205.05198).
+attention and other ranks gave as well, so that only norms, activations and rotary embeddings are computed again; the tokens that
+a split layer gathers, which would be the whole sequence on every rank, are gathered again (arXiv:2205.05198).
 """
 
 from collections.abc import Callable
