@@ -463,6 +463,8 @@ def packed(side: str, lists: bool) -> Work | None:
 
         ids, learnt = (tokens, masks) if lists else (ragged_rows(tokens), ragged_rows(masks, "B"))
         return lambda: pack_supervised(ids, learnt, capacity=4096, pad_token_id=0, bins=bins)
+    if not lists:  # both sides begin with the same: lists, or arrays
+        rows, marks = ([np.array(each) for each in column] for column in (tokens, masks))
     if side == "floor":
         return lambda: [torch.zeros(len(bins), 4096, dtype=torch.int64) for _ in range(3)]
 
@@ -471,7 +473,9 @@ def packed(side: str, lists: bool) -> Work | None:
         for chosen in bins:
             ids, places, labels = [], [], []
             for number in chosen.tolist():
-                row, mask = tokens[number], masks[number]
+                row, mask = (
+                    (tokens[number], masks[number]) if lists else (rows[number].tolist(), marks[number].tolist())
+                )
                 for place, token in enumerate(row):
                     ids.append(token)
                     places.append(place)
