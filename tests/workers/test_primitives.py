@@ -88,6 +88,7 @@ def a_program(worker: ActorWorker, saved: Path, loaded: Path):
         assert worker.forward_backward(data, loss_fn).log_probs is None
         norms.append(worker.optim_step(STEP)["grad_norm"])
         scored.append(worker.log_probs(data[:1])["old_log_probs"])
+    scored.append(worker.compute_logprobs(data).nan_to_num())
     return found, norms, scored
 
 
