@@ -127,10 +127,12 @@ def checkpoints(tmp_path_factory):
         **{model: config_with_layers(model) for model in MODELS},
         "deep": config_with_layers("qwen3_vl", layers=4, tied=True),
         "text": config_with_layers("qwen2_5_vl"),
+        "odd": config_with_layers("qwen3_vl"),
     }.items():
         path = tmp_path_factory.mktemp(name)
         tiny_model(config.model_type, config=config).save_pretrained(path)
         data = text_rows(config) if name == "text" else mixed_rows(config)
+        data = data[[0, 1, 3, 4]] if name == "odd" else data  # micro-batches of 31 and 13 tokens
         data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
         found[name] = str(path), data
     return found
@@ -150,6 +152,8 @@ TWO = {
 FOUR = {
     **{f"{model}, tp 2 x pp 2": (model, Layout(tp=2, pp=2), {}) for model in MODELS},
     **{f"{model}, sp 2 x pp 2": (model, Layout(sp=2, pp=2), {}) for model in MODELS},
+    "an odd number of tokens, tp 2 x pp 2": ("odd", Layout(tp=2, pp=2), {}),
+    "an odd number of tokens, sp 2 x pp 2": ("odd", Layout(sp=2, pp=2), {}),
     "dp 2 x pp 2": ("qwen3_vl", Layout(dp=2, pp=2), {}),
     "dp 2 x pp 2, interleaved, tied": ("deep", Layout(dp=2, pp=2), {"pipeline_schedule": "interleaved"}),
     "dp 2 x pp 2, ep 2": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {}),
