@@ -10,7 +10,8 @@ scaled-dot-product attention in float32.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -56,6 +57,31 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).norm() / expected.norm())
 
 
+def measure(case: str, kernels: Sequence[str]) -> Iterator[str]:
+    """A line of the table for each kernel."""
+    segments, heads, key_heads, width, causal = CASES[case]
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    total, longest = sum(segments), max(segments)
+    upstream = torch.randn(total, heads, width, device="cuda", dtype=torch.bfloat16)
+    inputs = [
+        torch.randn(total, count, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for count in (heads, key_heads, key_heads)
+    ]
+    whole = [x.detach().float().requires_grad_() for x in inputs]
+    out = attend_segments(*whole, bounds, bounds, None, causal)
+    expected = [out.detach(), *torch.autograd.grad(out, whole, upstream.float())]
+    operations = 4 * sum(length**2 for length in segments) * heads * width / (2 if causal else 1)
+    for name in kernels:
+        forward = partial(FLASH[name], *inputs, bounds, bounds, longest, longest, None, causal)
+        found = [(first := forward()).detach(), *torch.autograd.grad(first, inputs, upstream)]
+        ahead = milliseconds(forward)
+        back = milliseconds(lambda run=forward: torch.autograd.grad(run(), inputs, upstream)) - ahead
+        rates = operations / ahead / 1e9, 2.5 * operations / back / 1e9
+        apart = ", ".join(f"{distance(*pair):.1e}" for pair in zip(found, expected, strict=True))
+        yield f"| {case} | {name} | {ahead:.2f} | {rates[0]:.0f} | {back:.2f} | {rates[1]:.0f} | {apart} |"
+
+
 def main() -> None:
     kernels = list(FLASH)
     try:
@@ -66,29 +92,9 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| case | kernel | forward ms | TFLOP/s | backward ms | TFLOP/s | distance: output, dq, dk, dv |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for case, (segments, heads, key_heads, width, causal) in CASES.items():
-        torch.manual_seed(0)
-        bounds = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-        total, longest = sum(segments), max(segments)
-        half = torch.bfloat16
-        q, upstream = (torch.randn(total, heads, width, device="cuda", dtype=half) for _ in range(2))
-        k, v = (torch.randn(total, key_heads, width, device="cuda", dtype=half) for _ in range(2))
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        whole = [x.detach().float().requires_grad_() for x in inputs]
-        out = attend_segments(*whole, bounds, bounds, None, causal)
-        expected = [out.detach(), *torch.autograd.grad(out, whole, upstream.float())]
-        operations = 4 * sum(length**2 for length in segments) * heads * width / (2 if causal else 1)
-        for name in kernels:
-
-            def forward(name: str = name) -> Tensor:
-                return FLASH[name](*inputs, bounds, bounds, longest, longest, None, causal)
-
-            found = [(first := forward()).detach(), *torch.autograd.grad(first, inputs, upstream)]
-            ahead = milliseconds(forward)
-            back = milliseconds(lambda: torch.autograd.grad(forward(), inputs, upstream)) - ahead
-            rates = operations / ahead / 1e9, 2.5 * operations / back / 1e9
-            apart = ", ".join(f"{distance(*pair):.1e}" for pair in zip(found, expected, strict=True))
-            print(f"| {case} | {name} | {ahead:.2f} | {rates[0]:.0f} | {back:.2f} | {rates[1]:.0f} | {apart} |")
+    for case in CASES:
+        for line in measure(case, kernels):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
