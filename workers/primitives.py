@@ -25,7 +25,7 @@ else:
     TrainedWorker = object
 
 LOSS_SUM = "loss:sum"
-LOSS_MASK = "loss_mask"  # where a batch's own response_mask stands while all targets are scored
+OWN_MASK = "_own_response_mask"  # where a batch keeps its response_mask while all targets are scored
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def scored_targets(data: DataProto, module: PackedVLM) -> Tensor:
 def every_target(data: DataProto, module: PackedVLM) -> DataProto:
     """The rows with all of `scored_targets` in ``response_mask``, whose own is kept for `own_targets`."""
     rows = copy(data)
-    rows[LOSS_MASK] = data["response_mask"]
+    rows[OWN_MASK] = data["response_mask"]
     rows["response_mask"] = scored_targets(data, module)
     return rows
 
@@ -165,8 +165,8 @@ def own_targets(loss_fn: LossFn) -> LossFn:
     """The loss function over rows of `every_target`: it sees what it would see without that, and none of the other log-probs."""
 
     def own(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-        mask, rows = rows[LOSS_MASK], copy(rows)
-        rows.pop([LOSS_MASK])
+        mask, rows = rows[OWN_MASK], copy(rows)
+        rows.pop([OWN_MASK])
         rows["response_mask"] = mask
         return loss_fn(replace(outputs, log_probs=outputs.log_probs.where(mask != 0, 0.0)), rows)
 

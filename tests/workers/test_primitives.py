@@ -196,6 +196,7 @@ def test_all_targets_are_scored_on_request_and_the_loss_sees_nothing_of_it():
     whole = worker.compute_logprobs(data)[:, -data["response_mask"].shape[1] :].nan_to_num()
     data["response_mask"][0, 1:4] = 0  # as of text that a tool has written
     data["response_mask"][2] = 0
+    data["loss_mask"] = data["response_mask"].clone()  # a column of the caller's own, which the loss function gets too
     seen = []
 
     def mean_of_row(outputs, batch):
