@@ -57,14 +57,14 @@ def rollout_metrics(
     Args:
         data: with ``attention_mask`` (B, P + R), ``response_mask`` (B, R), ``token_level_rewards`` (B, R); if present,
             ``token_level_scores`` (B, R; otherwise the rewards are the scores), ``advantages``, ``values`` and ``returns``
-            (B, R) and ``acc`` (B,).
+            (B, R), ``acc`` and ``truncated`` (B,).
         max_prompt_length: what ``prompt_length/clip_ratio`` counts; by default P.
         max_response_length: what ``response_length/clip_ratio`` counts; by default R.
 
     Returns:
         ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
         the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
-        a response), ``reward/acc`` (share of right answers).
+        a response), ``response/truncated_ratio`` (share of those that were cut), ``reward/acc`` (share of right answers).
     """
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]
@@ -87,6 +87,8 @@ def rollout_metrics(
     for name, lengths, limit in zip(("prompt_length", "response_length"), (prompt, response), limits, strict=True):
         metrics |= _statistics(name, lengths)
         metrics[f"{name}/clip_ratio"] = _mean(lengths == limit)
+    if "truncated" in data:
+        metrics["response/truncated_ratio"] = _mean(data["truncated"])
     return metrics | {"response/aborted_ratio": _mean(~answered)}
 
 

@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from dataproto import DataProto
 from dataproto.errors import DataProtoError, InvalidConfig
+from recipes.algorithms.differences import Differences, differences
 from recipes.command_line import parse_config
 from recipes.geo3k import load_rows
 from recipes.synthetic.rows import ProblemRows
@@ -55,39 +53,6 @@ class ParityConfig:
             raise InvalidConfig(f"rows={self.rows}: must be at least 1")
 
 
-@dataclass(frozen=True)
-class Differences:
-    """Statistics of |actor - engine| over the log-probs of some tokens, and of the ratio of their probabilities."""
-
-    tokens: int
-    mean: float
-    p99: float
-    max: float
-    ratio_mean: float  # of importance ratios exp(actor - engine); 1 without a difference
-    ratio_off: float  # share of tokens whose ratio is further than 0.01 from 1
-
-    @classmethod
-    def of(cls, actor: Tensor, engine: Tensor) -> "Differences":
-        """Of log-probs ``(N,)``.
-
-        >>> half = torch.tensor([0.5, 0.5]).log()
-        >>> found = Differences.of(half, torch.tensor([0.5, 0.25]).log())
-        >>> found.tokens, round(found.max, 4), round(found.ratio_mean, 4), found.ratio_off
-        (2, 0.6931, 1.5, 0.5)
-        """
-        log_ratio = (actor - engine).double()
-        difference, ratio = log_ratio.abs(), log_ratio.exp()
-        place = max(1, round(0.99 * len(difference)))
-        return cls(
-            len(difference),
-            float(difference.mean()),
-            float(difference.kthvalue(place).values),
-            float(difference.max()),
-            float(ratio.mean()),
-            float(((ratio - 1).abs() > 0.01).double().mean()),
-        )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, compares, prints, and returns the exit status."""
     disable_progress_bar()
@@ -117,7 +82,7 @@ def compare(config: ParityConfig) -> tuple[dict[str, Differences], list[str]]:
         data = roles.rollout.generate(prompts, sampling)
         data |= roles.actor.log_probs(data, into="old_log_probs")
         differing = roles.rollout.differing_weights() if config.check_weights else []
-    return differences(data), differing
+    return differences(data, data["old_log_probs"]), differing
 
 
 def start(config: ParityConfig, path: str, builder: PromptBuilder) -> Roles:
@@ -136,19 +101,6 @@ def prompt_rows(config: ParityConfig) -> list[Mapping[str, Any]]:
         return [rows[number] for number in range(min(config.rows, len(rows)))]
     problems = ProblemRows(1, config.seed, "test", "")
     return [_without_images(problems[number]) if number % 2 else problems[number] for number in range(config.rows)]
-
-
-def differences(data: DataProto) -> dict[str, Differences]:
-    """Of the columns ``old_log_probs`` and ``rollout_log_probs``, by kind of row; kinds without a token are left out."""
-    mask = data["response_mask"].bool()
-    pictured = torch.tensor([bool(media) for media in data["multi_modal_inputs"]])
-    kinds = {"all": torch.ones(len(data), dtype=torch.bool), "text": ~pictured, "images": pictured}
-    cells = {kind: mask & rows[:, None] for kind, rows in kinds.items()}
-    return {
-        kind: Differences.of(data["old_log_probs"][chosen], data["rollout_log_probs"][chosen])
-        for kind, chosen in cells.items()
-        if chosen.any()
-    }
 
 
 def table(found: Mapping[str, Differences]) -> list[str]:

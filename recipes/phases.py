@@ -4,9 +4,13 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dataproto import DataProto
+from dataproto.batching import cut_minibatches
 from dataproto.errors import InvalidConfig
-from recipes.algorithms.correction import with_deviation
+from recipes.algorithms.differences import difference_metrics
 from recipes.algorithms.kl import KLController, penalised_rewards
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, policy_loss
 from recipes.algorithms.sampling import overlong_penalty
@@ -103,7 +107,7 @@ def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics
     if config.entropy_anneal:
         entropy_coef *= 1 - accuracy(data)
     with timed(metrics, "update_actor"):
-        found = roles.actor.update(
+        updated = roles.actor.update_and_score(
             data,
             policy_loss(config, entropy_coef),
             minibatch=config.minibatch,
@@ -111,9 +115,25 @@ def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics
             aggregation=config.aggregation,
             entropy=True,
         )
-    metrics.update(with_deviation(found))
     roles.sync_weights()
+    metrics.update(updated.metrics | engine_differences(data, updated.scores, config.minibatch))
     metrics["actor/entropy_coeff"] = entropy_coef
+
+
+def engine_differences(data: DataProto, seen: Tensor, minibatch: int | None) -> dict[str, float]:
+    """How far the engine's log-probs are from the actor's before its update; see `difference_metrics`.
+
+    The actor's are ``old_log_probs``. Where that column is missing or the engine's own, they are those that the update has
+    ``seen (B, R)``, of the rows of its first mini-batch: the others met a policy that had learned.
+    """
+    if "rollout_log_probs" not in data:
+        return {}
+    if "old_log_probs" in data and not torch.equal(data["old_log_probs"], data["rollout_log_probs"]):
+        return difference_metrics(data, data["old_log_probs"])
+    if minibatch is None:
+        return difference_metrics(data, seen)
+    rows = cut_minibatches(data["uid"], minibatch)[0]
+    return difference_metrics(data[rows], seen[rows])
 
 
 def accuracy(data: DataProto) -> float:

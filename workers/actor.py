@@ -23,7 +23,7 @@ from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
 from workers.mesh import Ranks
 from workers.optimizer import AdamParams, Optimizer, OptimizerConfig
-from workers.planning import split_update
+from workers.planning import ROW, split_update
 from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
 from workers.primitives import StepByStep
 from workers.step import LARGEST, LossFn, MicroBatch, check_rows
@@ -53,6 +53,26 @@ class SkippedStep:
             f"rows with these uids: {', '.join(self.rows)}" if self.rows else "no single row: all losses were finite"
         )
         return f"optimizer step {self.step} skipped, gradient norm {self.grad_norm}; {cause}"
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What an update gives.
+
+    ``metrics`` are those of all ranks together, averaged over the optimizer steps. ``scores (B, R)`` float32 are a policy's
+    log-probs, or a critic's values, of each row before the first step on its mini-batch, 0 where ``response_mask`` is 0.
+    """
+
+    metrics: dict[str, float]
+    scores: Tensor
+    rows: np.ndarray | None = None  # which rows of the caller's batch they are, where ranks have parts of it
+
+
+def join_updates(results: Sequence[Updated]) -> Updated:
+    """Scores in the order of the caller's rows; every rank has the same metrics."""
+    scores = torch.cat([result.scores for result in results])
+    order = np.concatenate([result.rows for result in results if result.rows is not None])
+    return Updated(results[0].metrics, torch.empty_like(scores).index_copy_(0, torch.from_numpy(order), scores))
 
 
 class TrainedWorker(ModelWorker):
@@ -102,28 +122,55 @@ class TrainedWorker(ModelWorker):
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`; also a mini-batch without any response token.
             RankFailure: another rank's rows were refused.
         """
+        return self._update(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
+
+    @dispatch(split=split_update, join=join_updates)
+    def update_and_score(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        minibatch: int | None = None,
+        epochs: int = 1,
+        aggregation: str = "token-mean",
+        entropy: bool = False,
+    ) -> Updated:
+        """`update`, and what the model said of the rows before it learned from them, which costs no further pass."""
+        return self._update(data, loss_fn, minibatch, epochs, aggregation, entropy)
+
+    def _update(
+        self, data: DataProto, loss_fn: LossFn, minibatch: int | None, epochs: int, aggregation: str, entropy: bool
+    ) -> Updated:
         if epochs < 1:
             raise InvalidConfig(f"epochs={epochs}: must be at least 1")
         with self.ranks.all_or_none():
             check_rows(data, self.module)
         parts = minibatches(data, minibatch, self.ranks)
         self.accounting.start()
-        steps = [
-            self._step(data if part is None else data[part], loss_fn, aggregation, entropy)
-            for _ in range(epochs)
-            for part in parts
-        ]
+        shape, first, steps = data["response_mask"].shape, [], []
+        for epoch in range(epochs):
+            for part in parts:
+                chosen = data if part is None else data[part]
+                scores = torch.zeros(len(chosen), shape[1], device=self.device) if epoch == 0 else None
+                steps.append(self._step(chosen, loss_fn, aggregation, entropy, scores))
+                if scores is not None:
+                    first.append(scores)
+        found = torch.zeros(shape)
+        for part, scores in zip(parts, first, strict=True):
+            found[slice(None) if part is None else torch.from_numpy(part)] = scores.cpu()
+        rows = np.asarray(data[ROW]) if ROW in data else None
         if not steps:
-            return {}
+            return Updated({}, found, rows)
         averages = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         averages |= {name: max(step[name] for step in steps) for name in steps[0] if name.endswith(LARGEST)}
-        return averages | self.accounting.metrics(self.role)
+        return Updated(averages | self.accounting.metrics(self.role), found, rows)
 
-    def _step(self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool) -> dict[str, float]:
+    def _step(
+        self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool, scores: Tensor | None
+    ) -> dict[str, float]:
         weights = self._token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
         self.accounting.add(whole_work(self.ranks.gather(required_work(self.module, data), "pp")))
         self.module.train()
-        totals, finite = self.accumulate(data, loss_fn, weights, entropy)
+        totals, finite = self.accumulate(data, loss_fn, weights, entropy, scores=scores)
         return self._finish(data, weights, totals, finite)
 
     def accumulate(
@@ -140,7 +187,7 @@ class TrainedWorker(ModelWorker):
         Args:
             weights: ``(B, R)``; loss and metrics are weighted sums.
             backward: also backward.
-            scores: ``(B, R)`` on the host, to be filled with the outputs' scores.
+            scores: ``(B, R)`` on the worker's device, to be filled with the outputs' scores.
 
         Returns:
             Loss and metrics of this rank's rows, and which rows' were finite ``(B,)``.
@@ -164,14 +211,15 @@ class TrainedWorker(ModelWorker):
                     totals[name] += weighted_sum(values.detach(), share)
             finite[index_on(part.index, self.device)] = all_finite(loss, outputs.scores, share)
             if scores is not None:
-                scores[part.index] = outputs.scores.detach().cpu()
+                scores[index_on(part.index, self.device)] = outputs.scores.detach()
             return total
 
         with self.compute(), self._nothing_left_by_errors():
             self.passes(data, conclude, entropy, backward, self.accounting.phase)
         if self.ranks.size("pp") == 1:
             return totals, finite
-        found = {name: value.cpu() for name, value in totals.items()}, finite.cpu(), scores
+        kept = None if scores is None else scores.cpu()
+        found = {name: value.cpu() for name, value in totals.items()}, finite.cpu(), kept
         found = self.ranks.from_last(found, "pp")
         if scores is not None and found[2] is not None:
             scores.copy_(found[2])

@@ -16,6 +16,10 @@ IMAGE_TOKEN = 0.4  # what the vision tower adds for an image token
 ATTENTION = 1 / 43_000  # what attention adds for a pair of tokens
 
 
+ROW = "row"
+"""The column that says which row of the whole batch a row is."""
+
+
 def split_update(call: Arguments, parts: int) -> list[Arguments]:
     """The call ``update(data, loss_fn, minibatch, ...)`` for each of ``parts`` data-parallel ranks, see `share_out`."""
     named = dict(zip(("data", "loss_fn", "minibatch"), call.args)) | call.kwargs
@@ -26,7 +30,8 @@ def split_update(call: Arguments, parts: int) -> list[Arguments]:
 
 
 def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list[DataProto]:
-    """The rows of each of ``parts`` ranks, with the column ``minibatch`` ``(B,)`` that says which rows make one step together.
+    """The rows of each of ``parts`` ranks, with `ROW` and the column ``minibatch`` ``(B,)``, which says which rows make one step
+    together.
 
     A mini-batch is ``minibatch`` prompts of the whole batch (all of it if ``None``), and its work is spread evenly. Samples of
     a prompt stay on one rank, where the prompt is computed once, unless that leaves a rank with `TOLERANCE` times the
@@ -42,7 +47,7 @@ def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list
         for share, chosen in zip(shares, spread(own[rows], lead[rows], groups[rows].tolist(), parts), strict=True):
             share.append(rows[chosen])
     numbered = data[:]
-    numbered["minibatch"] = numbers
+    numbered["minibatch"], numbered[ROW] = numbers, np.arange(len(data))
     return [numbered[np.concatenate(share)] for share in shares]
 
 

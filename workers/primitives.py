@@ -117,13 +117,17 @@ class StepByStep(TrainedWorker):
             check_rows(data, self.module)
         weights, scores = data["response_mask"].float(), None
         if per_token:
-            data, loss_fn, scores = every_target(data, self.module), own_targets(loss_fn), torch.zeros(weights.shape)
+            data, loss_fn, scores = (
+                every_target(data, self.module),
+                own_targets(loss_fn),
+                torch.zeros(weights.shape, device=self.device),
+            )
         self.module.train(backward)
         with torch.set_grad_enabled(backward):
             totals, _ = self.accumulate(data, loss_fn, weights, backward=backward, scores=scores)
         if not backward and self.sharded:
             import_module("workers.parallel.fsdp").reshard(self.module)
-        return PassOutput(self._sums(totals), scores)
+        return PassOutput(self._sums(totals), None if scores is None else scores.cpu())
 
     def _sums(self, totals: Mapping[str, Any]) -> dict[str, float]:
         """Sums over the rows of all ranks; of what counts by its largest, the largest."""

@@ -56,37 +56,5 @@ def importance_weights(
     return ((ratio >= 1 / limit) & (ratio <= limit)).to(log_ratio.dtype)
 
 
-def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the engine's probabilities are from the actor's, per token (B, R), under verl's names and to be averaged over the
-    mask: the mean, the largest (a worker takes the maximum of what ends in ``_max``), and the square, of which `with_deviation`
-    makes the standard deviation.
-
-    >>> old, rollout = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[0.4, 0.9]]).log()
-    >>> rollout_difference(old, rollout, torch.tensor([[1, 0]]))["training/rollout_probs_diff_mean"]
-    tensor([[0.1000, 0.0000]])
-    """
-    kept = mask.bool()
-    difference = torch.where(kept, (old_log_probs.detach().exp() - rollout_log_probs.exp()).abs(), 0.0)
-    return {
-        "training/rollout_probs_diff_mean": difference,
-        "training/rollout_probs_diff_max": difference,
-        "training/rollout_probs_diff_square": difference**2,
-    }
-
-
-def with_deviation(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics with the standard deviation in place of the mean square.
-
-    >>> with_deviation({"training/rollout_probs_diff_mean": 3.0, "training/rollout_probs_diff_square": 25.0})
-    {'training/rollout_probs_diff_mean': 3.0, 'training/rollout_probs_diff_std': 4.0}
-    """
-    metrics = dict(metrics)
-    square = metrics.pop("training/rollout_probs_diff_square", None)
-    if square is not None:
-        variance = square - metrics["training/rollout_probs_diff_mean"] ** 2
-        metrics["training/rollout_probs_diff_std"] = max(variance, 0.0) ** 0.5
-    return metrics
-
-
 def _log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), old_log_probs.detach() - rollout_log_probs, 0.0)

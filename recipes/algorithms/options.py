@@ -13,7 +13,7 @@ from recipes.algorithms.advantages import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
 )
-from recipes.algorithms.correction import Correction, importance_weights, rollout_difference
+from recipes.algorithms.correction import Correction, importance_weights
 from recipes.algorithms.kl import KLController, k1_kl, k2_kl, k3_kl
 from recipes.algorithms.losses import clipped_policy_loss, clipped_weight_loss, sequence_policy_loss
 from rollout.engine import SamplingParams
@@ -189,13 +189,11 @@ def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
                 loss, metrics = sequence_policy_loss(new, old, advantages, data["response_mask"], clip)
             case "cispo":
                 loss, metrics = clipped_weight_loss(new, old, advantages, data["response_mask"], clip)
-        if "rollout_log_probs" in data and not config.skip_old_log_probs:
+        if config.correction != "none" and "rollout_log_probs" in data:
             rollout, mask = data["rollout_log_probs"], data["response_mask"]
-            metrics |= rollout_difference(old, rollout, mask)
-            if config.correction != "none":
-                weights = importance_weights(old, rollout, mask, config.correction, config.correction_limit)
-                loss = loss * weights
-                metrics |= {"rollout_corr/rollout_is_mean": weights, "rollout_corr/rollout_is_max": weights}
+            weights = importance_weights(old, rollout, mask, config.correction, config.correction_limit)
+            loss = loss * weights
+            metrics |= {"rollout_corr/rollout_is_mean": weights, "rollout_corr/rollout_is_max": weights}
         metrics |= {"actor/pg_loss": loss, "actor/entropy": outputs.entropy}
         if entropy_coef:
             loss = loss - entropy_coef * outputs.entropy

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from recipes.parity import differences, main, table
+from recipes.algorithms.differences import differences
+from recipes.parity import main, table
 
 FEW = ["--rows", "4", "--n", "2", "--max-response-length", "8"]
 
@@ -48,10 +49,10 @@ def test_rows_are_told_apart_by_hand():
     engine = torch.tensor([[0.5, 0.5, 0.1], [0.25, 0.5, 0.1]]).log()
     media = np.array([{"pixel_values": torch.zeros(1)}, {}], dtype=object)
     data = DataProto.from_dict(
-        {"old_log_probs": actor, "rollout_log_probs": engine, "response_mask": torch.tensor([[1, 1, 0], [1, 1, 0]])},
+        {"rollout_log_probs": engine, "response_mask": torch.tensor([[1, 1, 0], [1, 1, 0]])},
         {"multi_modal_inputs": media},
     )
-    found = differences(data)
+    found = differences(data, actor)
     assert found["all"].tokens == 4
     assert found["images"].ratio_mean == pytest.approx((1 + 0.5) / 2)
     assert found["text"].ratio_mean == pytest.approx((2 + 1) / 2)
@@ -59,4 +60,4 @@ def test_rows_are_told_apart_by_hand():
     assert found["all"].mean == pytest.approx(np.log(2) / 2)
     assert found["all"].ratio_off == 0.5
     assert table(found)[-1] == "max 6.931e-01"
-    assert "text" not in differences(data[:1])
+    assert "text" not in differences(data[:1], actor[:1])

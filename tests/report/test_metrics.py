@@ -57,6 +57,8 @@ def test_rollout_metrics_by_hand():
     }
     assert metrics == pytest.approx(expected)
     assert rollout_metrics(batch(), max_response_length=9)["response_length/clip_ratio"] == 0
+    cut = batch() | {"truncated": torch.tensor([True, False, True])}
+    assert rollout_metrics(cut)["response/truncated_ratio"] == pytest.approx(2 / 3)
 
 
 def test_scores_differ_from_rewards_where_the_batch_says_so():

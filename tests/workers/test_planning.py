@@ -66,6 +66,7 @@ def test_the_call_is_split_wherever_its_batch_stands():
         for part in parts:
             share = part.args[0] if part.args else part.kwargs["data"]
             assert share["minibatch"].max() == 1
+            assert data["uid"][share["row"]].tolist() == share["uid"].tolist()
         assert parts[0].args[1:] == call.args[1:]
     assert "minibatch" not in data
 

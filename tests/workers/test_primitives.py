@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.actor import ActorConfig, ActorWorker
+from workers.actor import ActorConfig, ActorWorker, Updated, join_updates
 from workers.group import LocalGroup
 from workers.launch import launch
 from workers.layout import Layout
@@ -70,6 +71,30 @@ def sharded_passes_equal_one_process() -> None:
     assert moved["grad_norm"] == pytest.approx(stepped["grad_norm"], rel=1e-4)
     assert dict(seen.metrics) == pytest.approx(dict(after.metrics), rel=1e-4)
     torch.testing.assert_close(seen.log_probs, after.log_probs[[mine, 2 + mine]], atol=1e-4, rtol=0)
+
+
+def test_an_update_tells_what_it_saw_before_it_learned(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_PRIMITIVES_FOLDER", write_checkpoint("qwen3_vl", tmp_path))
+    data = rows()
+    worker, other = actor(), actor()
+    before = worker.log_probs(data, into="old")["old"]
+    updated = worker.update_and_score(data, loss_fn, minibatch=1, epochs=2)
+    torch.testing.assert_close(updated.scores[:1], before[:1], atol=1e-6, rtol=0)
+    assert not torch.allclose(updated.scores[1:], before[1:], atol=1e-6)  # the first row has taught something
+    same = other.update(data, loss_fn, minibatch=1, epochs=2)
+    measured = {name: value for name, value in same.items() if not name.startswith(("timing_s", "perf"))}
+    assert measured == {name: updated.metrics[name] for name in measured}
+
+
+def test_scores_of_ranks_come_back_in_the_callers_order():
+    first, second = (np.array(rows) for rows in ([2, 0], [1, 3]))
+    parts = [
+        Updated({"loss": 1.0}, torch.tensor([[2.0], [0.0]]), first),
+        Updated({}, torch.tensor([[1.0], [3.0]]), second),
+    ]
+    joined = join_updates(parts)
+    assert joined.scores.tolist() == [[0.0], [1.0], [2.0], [3.0]]
+    assert joined.metrics == {"loss": 1.0}
 
 
 def a_program(worker: ActorWorker, saved: Path, loaded: Path):

@@ -1,0 +1,57 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto import DataProto
+from recipes.algorithms.differences import difference_metrics, differences
+from recipes.phases import engine_differences
+
+ACTOR = torch.tensor([[0.4, 0.9, 0.5], [0.1, 0.6, 0.5]]).log()
+ENGINE = torch.tensor([[0.1, 0.6, 0.5], [0.4, 0.9, math.nan]]).log()
+PREFIX = "training/rollout_probs_diff_"
+
+
+def batch(**columns):
+    return DataProto.from_dict(
+        {"response_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]), "rollout_log_probs": ENGINE, **columns},
+        non_tensors={"multi_modal_inputs": [{"pixel_values": torch.zeros(1)}, {}], "uid": np.array(["a", "b"], object)},
+    )
+
+
+def test_by_hand():
+    found = difference_metrics(batch(), ACTOR)
+    assert found[f"{PREFIX}mean"] == pytest.approx(4 * 0.3 / 5)
+    assert found[f"{PREFIX}max"] == pytest.approx(0.3)
+    assert found[f"{PREFIX}std"] == pytest.approx(math.sqrt(4 * 0.09 / 5 - 0.24**2))
+    assert found[f"{PREFIX}log_max"] == found[f"{PREFIX}text_log_p99"] == pytest.approx(math.log(4))
+    assert found[f"{PREFIX}images_log_mean"] == pytest.approx((math.log(4) + math.log(1.5)) / 3)
+    assert found[f"{PREFIX}text_ratio_mean"] == pytest.approx((0.25 + 2 / 3) / 2)
+    assert found[f"{PREFIX}ratio_off"] == pytest.approx(4 / 5)
+
+
+def test_the_99th_percentile_leaves_one_in_a_hundred_above():
+    engine = torch.zeros(1, 200)
+    data = DataProto.from_dict({"response_mask": torch.ones(1, 200), "rollout_log_probs": engine})
+    actor = torch.arange(200.0).unsqueeze(0)[:, torch.randperm(200, generator=torch.Generator().manual_seed(0))]
+    assert differences(data, actor)["all"].p99 == 197
+
+
+def test_rows_without_a_token_measure_nothing():
+    data = batch()
+    data["response_mask"] = torch.zeros(2, 3)
+    assert difference_metrics(data, ACTOR) == {}
+
+
+def test_the_actors_log_probs_are_the_old_ones_or_those_of_the_first_minibatch():
+    seen = ACTOR - 1
+    own = engine_differences(batch(old_log_probs=ACTOR), seen, 1)
+    assert own == difference_metrics(batch(), ACTOR)
+    assert engine_differences(batch(), seen, None) == difference_metrics(batch(), seen)
+    trusted = batch()
+    trusted["rollout_log_probs"] = trusted["old_log_probs"] = ENGINE.nan_to_num()
+    first = engine_differences(trusted, seen, 1)
+    assert first == difference_metrics(trusted[:1], seen[:1])
+    assert not any("text" in name for name in first)
+    assert engine_differences(DataProto.from_dict({"response_mask": torch.ones(1, 1)}), seen, None) == {}
