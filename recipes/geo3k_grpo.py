@@ -36,6 +36,7 @@ from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
 from workers.critic import CriticConfig
+from workers.engine_config import EngineConfig
 from workers.launch import Roles, launch
 from workers.layout import Layout
 from workers.loading import checkpoint_family
@@ -85,8 +86,7 @@ class Geo3KConfig:
     reward: str | None = None  # FILE.py:FUNCTION in verl's or TRL's form; Geo3K's reward by default
     engine: str = "hf"  # what generates: hf or vllm
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    token_budget: int = 16_384  # tokens of one micro-batch
-    freeze_vision: bool = False  # train the language model only
+    compute: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
     layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
@@ -197,9 +197,8 @@ def start(config: Geo3KConfig, model_path: str, reward: RewardFunction, critic: 
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
-        token_budget=config.token_budget,
-        freeze_vision=config.freeze_vision,
         optimizer=optimizer,
+        **vars(config.compute),
     )
     return launch(
         actor=actor,
@@ -228,9 +227,7 @@ def rollout_config(config: Geo3KConfig, model_path: str) -> RolloutConfig:
 
 def critic_config(config: Geo3KConfig, model_path: str, optimizer: OptimizerConfig) -> CriticConfig:
     """A critic that starts from the policy's checkpoint."""
-    return CriticConfig(
-        model_path, token_budget=config.token_budget, freeze_vision=config.freeze_vision, optimizer=optimizer
-    )
+    return CriticConfig(model_path, optimizer=optimizer, **vars(config.compute))
 
 
 def over_the_run(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:

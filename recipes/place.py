@@ -14,9 +14,6 @@ class Placed(Protocol):
     def engine(self) -> str: ...
 
     @property
-    def token_budget(self) -> int: ...
-
-    @property
     def on(self) -> str: ...
 
     @property
@@ -34,9 +31,7 @@ def check_place(config: Placed) -> None:
     """
     if config.engine not in ENGINES:
         raise InvalidConfig(f"engine {config.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-    if config.token_budget < 1 or config.max_restarts < 0:
-        raise InvalidConfig(
-            f"token_budget={config.token_budget} must be above 0, max_restarts={config.max_restarts} not below"
-        )
+    if config.max_restarts < 0:
+        raise InvalidConfig(f"max_restarts={config.max_restarts}: must be at least 0")
     if config.on == "local" and config.layout.world_size > 1:
         raise InvalidConfig(f"{config.layout} needs {config.layout.world_size} processes: add --on ray")

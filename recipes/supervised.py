@@ -22,6 +22,7 @@ from recipes.tiny import make_tiny_model
 from recipes.training import Loader, RunConfig, train, with_restarts
 from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
+from workers.engine_config import EngineConfig
 from workers.launch import Roles, launch
 from workers.layout import Layout
 from workers.loading import checkpoint_family
@@ -62,10 +63,8 @@ class SupervisedConfig:
 
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     engine: str = "hf"  # what answers held-out questions
-    token_budget: int = (
-        16_384  # tokens of one micro-batch: rows are packed first-fit-decreasing into as few as they take
-    )
-    freeze_vision: bool = False  # train the language model only
+    # rows are packed first-fit-decreasing into as few micro-batches as they take
+    compute: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
     layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
@@ -104,7 +103,7 @@ def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> 
                 run,
                 roles,
                 task.loader,
-                lambda rows, _: sft_step(roles, rows, config.token_budget),
+                lambda rows, _: sft_step(roles, rows, config.compute.token_budget),
                 lambda step: task.evaluate(roles, step),
                 lambda target: save_processors(task.builder, target),
                 NothingCarried(),
@@ -132,9 +131,8 @@ def start(config: SupervisedConfig, model_path: str, image_options: Mapping[str,
         optimizer = replace(optimizer, total_steps=total, warmup_steps=min(optimizer.warmup_steps, total - 1))
     actor = ActorConfig(
         model_path=model_path,
-        token_budget=config.token_budget,
-        freeze_vision=config.freeze_vision,
         optimizer=optimizer,
+        **vars(config.compute),
     )
     engine_options = {"image_options": image_options} if config.engine == "vllm" else {}
     return launch(

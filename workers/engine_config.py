@@ -8,19 +8,6 @@ import torch
 from dataproto.errors import InvalidConfig
 
 
-@dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685) in every linear layer of the decoder and, on request, of the vision tower."""
-
-    rank: int = 16
-    alpha: float = 32.0  # the adapter's output is scaled by alpha / rank
-    vision: bool = False  # adapt the vision tower too; without, it is frozen
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0:
-            raise InvalidConfig(f"lora: rank={self.rank} must be at least 1 and alpha={self.alpha} above 0")
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Options of the forward and backward pass that change speed and memory, never the result beyond rounding."""
@@ -35,7 +22,11 @@ class EngineConfig:
     )
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
-    lora: LoraConfig | None = None  # train low-rank adapters instead of the weights
+    lora_rank: int = (
+        0  # train adapters of this rank (arXiv:2106.09685) in the decoder's linear layers instead of the weights
+    )
+    lora_alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
+    lora_vision: bool = False  # adapt the vision tower too; without, adapters leave it frozen
     pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = (
         "1f1b"  # of forward and backward passes, with layout.pp > 1
     )
@@ -45,6 +36,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.token_budget < 1:
             raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")
+        if self.lora_rank < 0 or self.lora_alpha <= 0:
+            raise InvalidConfig(
+                f"lora_rank={self.lora_rank} must be at least 0 and lora_alpha={self.lora_alpha} above 0"
+            )
         if self.pipeline_chunks < 2:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
 

@@ -82,8 +82,8 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trai
     """Leaves gradients to what is trained, and adds the adapters if it is they."""
     if not trains:
         model.requires_grad_(False)
-    elif config.lora is not None:
-        add_adapters(model, family, config.lora)
+    elif config.lora_rank:
+        add_adapters(model, family, config)
     if config.freeze_vision:
         for path in (family.vision_tower, *family.mergers):
             model.get_submodule(path).requires_grad_(False)

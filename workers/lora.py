@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from workers.engine_config import LoraConfig
+from workers.engine_config import EngineConfig
 
 BASE = ".base_layer"  # what peft puts between an adapted layer's name and its own parameters
 ADAPTER = "default"
 
 
-def add_adapters(model: PreTrainedModel, family: VLMFamily, config: LoraConfig) -> None:
+def add_adapters(model: PreTrainedModel, family: VLMFamily, config: EngineConfig) -> None:
     """Freezes the model and puts trainable adapters, which change nothing yet, beside its linear layers.
 
     Their initial values depend on nothing but the model, so all ranks draw the same.
@@ -28,9 +28,9 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: LoraConfig) 
     except ImportError as error:
         raise InvalidConfig("lora needs the package peft: pip install 'dataproto-vlm[lora]'") from error
     settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number scales
-        target_modules=list(adapted_layers(model, family, config.vision)),
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # any number scales
+        target_modules=list(adapted_layers(model, family, config.lora_vision)),
     )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):

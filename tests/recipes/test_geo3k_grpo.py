@@ -58,11 +58,27 @@ def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
         assert row["actor/grad_norm"] > 0
         assert math.isfinite(row["actor/pg_loss"])
         assert {"critic/score/mean", "response_length/mean", "timing_s/gen", "perf/throughput"} <= row.keys()
+        assert row["training/rollout_probs_diff_images_log_p99"] <= row["training/rollout_probs_diff_log_max"] < 1e-4
     assert sorted(path.name for path in finished_run.glob("global_step_*")) == ["global_step_4", "global_step_5"]
     assert "<html" in (finished_run / "report.html").read_text()
     assert list((finished_run / "tensorboard").glob("events*"))
     config = json.loads((finished_run / "config.json").read_text())
     assert config["algorithm"]["n"] == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--algorithm.skip-old-log-probs", "--algorithm.minibatch", "2"),
+        ("--lora-rank", "2", "--activation-checkpointing", "selective", "--token-budget", "300"),
+    ],
+)
+def test_options_of_algorithm_and_model_are_there(options, checkpoint, geometry3k, reward, tmp_path):
+    steps = ("--steps", "1", "--optimizer.lr", "1e-2")
+    assert main(arguments(checkpoint, geometry3k, reward, tmp_path / "run", *steps, *options)) == 0
+    row = rows_of(tmp_path / "run")[1]
+    assert 0 < row["training/rollout_probs_diff_log_max"] < 1e-4  # of the rows that met the policy that sampled them
+    assert row["actor/grad_norm"] > 0
 
 
 def test_the_exported_checkpoint_is_one_to_start_from(finished_run, geometry3k, reward, tmp_path):
@@ -203,7 +219,16 @@ def test_help_is_complete(capsys):
         parse(["--help"])
     assert exit_info.value.code == 0
     text = capsys.readouterr().out
-    for option in ("--model-path", "--data-path", "--reward", "--engine", "--output-dir", "--resume", "--seed"):
+    for option in (
+        "--model-path",
+        "--data-path",
+        "--reward",
+        "--engine",
+        "--output-dir",
+        "--resume",
+        "--seed",
+        "--lora-rank",
+    ):
         assert option in text
 
 

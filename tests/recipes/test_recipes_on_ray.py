@@ -15,6 +15,7 @@ from recipes.step_by_step import TrainingClient
 from recipes.supervised import SupervisedConfig, start
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
+from workers.engine_config import EngineConfig
 from workers.layout import Layout
 from workers.optimizer import AdamParams
 from workers.ray_config import RayConfig
@@ -107,7 +108,7 @@ def test_step_by_step(model, tmp_path):
     renderer = ChunkRenderer(PromptBuilder.from_pretrained(model, 512))
 
     def numbers(name: str, **place) -> list[float]:
-        with start(SupervisedConfig(model_path=model, token_budget=120, **place), model) as roles:
+        with start(SupervisedConfig(model_path=model, compute=EngineConfig(token_budget=120), **place), model) as roles:
             return program(TrainingClient(roles, renderer), tmp_path / name)
 
     expected = numbers("alone")

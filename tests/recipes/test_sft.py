@@ -16,6 +16,7 @@ from recipes.metrics import read_metrics
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
 from recipes.supervised import exact_match, held_out_loss, measure_rows, packing_order, sft_step, start
 from rollout.prompts import SupervisedBuilder
+from workers.engine_config import EngineConfig
 from workers.reward import RewardRow
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -127,7 +128,7 @@ def test_packed_and_mixed_rows_give_plain_hugging_faces_loss(model_type, checkpo
                 torch.nn.functional.cross_entropy(logits[0, :-1], labels[kept][1:], ignore_index=-100, reduction="sum")
             )
             tokens += int(batch["response_mask"][row].sum())
-    config = SFTConfig(model_path=path, token_budget=150)
+    config = SFTConfig(model_path=path, compute=EngineConfig(token_budget=150))
     with start(config, path) as roles:
         held_out = held_out_loss(roles, [batch])["val/loss"]
         _, metrics = sft_step(roles, batch, 150)

@@ -17,6 +17,7 @@ from helpers.checkpoints import write_checkpoint
 from recipes.step_by_step import TrainingClient
 from recipes.supervised import SupervisedConfig, next_token_loss, start
 from rollout.prompts import ChunkRenderer, PromptBuilder
+from workers.engine_config import EngineConfig
 
 SIZES = [(16, 16), (24, 16), (40, 32)]
 RATE = tinker.AdamParams(learning_rate=2e-3, grad_clip_norm=1.0)
@@ -29,7 +30,7 @@ def path(tmp_path_factory):
 
 @contextmanager
 def client_of(path):
-    with start(SupervisedConfig(model_path=path, token_budget=120), path) as roles:
+    with start(SupervisedConfig(model_path=path, compute=EngineConfig(token_budget=120)), path) as roles:
         yield TrainingClient(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
 
 

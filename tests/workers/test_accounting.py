@@ -11,7 +11,7 @@ from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_model
 from workers import accounting
 from workers.accounting import Accounting, Work, peak_flops, required_work
-from workers.engine_config import LoraConfig
+from workers.engine_config import EngineConfig
 from workers.lora import add_adapters
 from workers.packed import PackedVLM
 
@@ -59,7 +59,7 @@ def test_what_is_frozen_takes_less():
     prompts = prompt_batch(model.config, [[(4, 6)]], texts=[5])
     data = with_responses(model.config, prompts, lengths=[2], width=2)
     whole = required_work(PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0), data)
-    add_adapters(model, family_of(model.config), LoraConfig())  # the tower is frozen then
+    add_adapters(model, family_of(model.config), EngineConfig(lora_rank=16))  # the tower is frozen then
     adapted = required_work(PackedVLM(model, family_of(model.config), 1.0), data)
     assert adapted.vision == whole.vision / 3
     assert adapted.language == whole.language * 2 / 3

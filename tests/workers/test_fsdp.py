@@ -20,7 +20,6 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
 from workers import weights
 from workers.actor import ActorConfig, ActorWorker
-from workers.engine_config import LoraConfig
 from workers.layout import Layout
 from workers.mesh import Ranks, join
 from workers.optimizer import OptimizerConfig
@@ -98,7 +97,7 @@ def equals_one_process(model_type: str, split: str, token_budget: int, layout: L
     """However rows are split over ranks and micro-batches, the update is that of one process with all rows."""
     ranks, data = join(layout, CPU), mixed_rows(model_type)
     aggregation = "seq-mean-token-sum-norm" if split == "uneven" else "token-mean"
-    alone = {name: value for name, value in options.items() if name in ("freeze_vision", "lora")}
+    alone = {name: value for name, value in options.items() if name == "freeze_vision" or name.startswith("lora")}
     metrics, expected = gradients_of(actor(model_type, token_budget=10_000, **alone), data, aggregation=aggregation)
     mine = data if layout.dp == 1 else data[SPLITS[split][ranks.rank("dp")]]
     worker = actor(model_type, ranks, token_budget=token_budget, **options)
@@ -244,7 +243,7 @@ def equals_row_by_row(model_type: str) -> None:
     assert_close_gradients(gradients_of(worker, data[chosen])[1], gradients)
 
 
-VISION_LORA = {"lora": LoraConfig(rank=2, vision=True)}
+VISION_LORA = {"lora_rank": 2, "lora_vision": True}
 SCENARIOS = {
     **{f"{model_type}, row by row": partial(equals_row_by_row, model_type) for model_type in MODEL_TYPES},
     **{

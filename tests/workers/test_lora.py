@@ -7,7 +7,6 @@ from dataproto.errors import InvalidConfig
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.tiny_models import CLASSES, MODEL_TYPES, tiny_config, tiny_model
 from workers.actor import ActorConfig, ActorWorker
-from workers.engine_config import LoraConfig
 from workers.optimizer import OptimizerConfig
 from workers.policy import ReferenceWorker
 
@@ -35,8 +34,8 @@ def model_type(request):
 def adapted(model_type, tmp_path):
     """An actor whose adapters have learnt something."""
     tiny_model(model_type).save_pretrained(tmp_path / "model")
-    lora = LoraConfig(rank=2, alpha=8.0, vision=True)
-    config = ActorConfig(str(tmp_path / "model"), lora=lora, optimizer=OptimizerConfig(lr=3e-2))
+    lora = {"lora_rank": 2, "lora_alpha": 8.0, "lora_vision": True}
+    config = ActorConfig(str(tmp_path / "model"), **lora, optimizer=OptimizerConfig(lr=3e-2))
     actor = ActorWorker(config, CPU)
     before = actor.log_probs(rows(model_type))["old_log_probs"]
     for _ in range(2):
@@ -86,12 +85,12 @@ def test_the_frozen_policy_is_the_base_model(adapted, model_type):
 
 def test_only_adapters_are_trained(tmp_path):
     tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
-    actor = ActorWorker(ActorConfig(str(tmp_path), lora=LoraConfig(rank=2)), CPU)
+    actor = ActorWorker(ActorConfig(str(tmp_path), lora_rank=2), CPU)
     trained = [name for name, parameter in actor.module.model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2 * 7  # two matrices for each of two layers' seven linear ones
     assert all("language_model" in name and (".lora_A." in name or ".lora_B." in name) for name in trained)
 
 
 def test_adapters_that_cannot_be_are_refused():
-    with pytest.raises(InvalidConfig, match="rank=0"):
-        LoraConfig(rank=0)
+    with pytest.raises(InvalidConfig, match="lora_rank=-1"):
+        ActorConfig("", lora_rank=-1)

@@ -17,7 +17,7 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.actor import ActorConfig, ActorWorker
 from workers.critic import CriticConfig, CriticWorker
-from workers.engine_config import EngineConfig, LoraConfig
+from workers.engine_config import EngineConfig
 from workers.layout import Layout
 from workers.mesh import Ranks
 from workers.optimizer import OptimizerConfig
@@ -147,7 +147,7 @@ TWO = {
     "uneven, tied": ("deep", PP2, {"pipeline_layers": (1, 3), "activation_checkpointing": "full"}),
     "no image": ("text", PP2, {}),
     "a frozen tower": ("qwen3_vl", PP2, {"freeze_vision": True}),
-    "adapters": ("qwen3_vl", PP2, {"lora": LoraConfig(rank=4)}),
+    "adapters": ("qwen3_vl", PP2, {"lora_rank": 4}),
 }
 FOUR = {
     **{f"{model}, tp 2 x pp 2": (model, Layout(tp=2, pp=2), {}) for model in MODELS},

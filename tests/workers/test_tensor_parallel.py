@@ -27,7 +27,7 @@ from helpers.layouts import (
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.engine_config import EngineConfig, LoraConfig
+from workers.engine_config import EngineConfig
 from workers.layout import Layout
 from workers.logprobs import token_log_probs
 from workers.packed import PackedVLM
@@ -188,7 +188,7 @@ def refusals():
     odd = config_with_heads("qwen3_vl", heads=3, key_value_heads=3)
     fine = config_with_heads("qwen3_vl", heads=2, key_value_heads=1)
     said = []
-    for config, options in ((uneven, {}), (odd, {}), (fine, {"lora": LoraConfig()})):
+    for config, options in ((uneven, {}), (odd, {}), (fine, {"lora_rank": 2})):
         try:
             spread(config, **options)
         except InvalidConfig as error:

@@ -46,7 +46,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     mesh, group = ranks.submesh("tp"), ranks.group("tp")
     if mesh is None or group is None:
         return
-    if options.lora is not None:
+    if options.lora_rank:
         raise InvalidConfig(
             f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
         )
