@@ -5,6 +5,7 @@ prompt is compared with the training side's tokens before anything is generated.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -95,21 +96,22 @@ class VLLMEngine:
                 otherwise than the training side did; names the rows, and nothing has been generated.
             RunAbandoned: read on after another run has begun; an engine has one at a time.
         """
-        prompts = self._render(requests, sampling)
+        with self._both_ends_agree():
+            prompts = self._render(requests, sampling)
         self.wake_kv_cache()
         self._abort(self._open)  # of a caller who neither finished nor closed the last run
         self._open, run = {}, next(self._runs)
         mine, left = self._open, len(requests)
         self.sampler.begin(requests, sampling)
         try:
-            for number, request in enumerate(requests):
-                name = f"{run}-{number}"
-                try:
-                    self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
-                except ValueError as error:
-                    self.llm.reset_mm_cache()  # as in `_render`
-                    raise InvalidPrompt(f"row {number // sampling.n}: {_first_line(error)}") from error
-                mine[name] = number
+            with self._both_ends_agree():
+                for number, request in enumerate(requests):
+                    name = f"{run}-{number}"
+                    try:
+                        self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
+                    except ValueError as error:
+                        raise InvalidPrompt(f"row {number // sampling.n}: {_first_line(error)}") from error
+                    mine[name] = number
             while mine:
                 for output in self.engine.step():
                     if output.finished and output.request_id in mine:
@@ -122,6 +124,17 @@ class VLLMEngine:
                             )
         finally:
             self._abort(mine)  # after an error, or for a caller who wants no more
+
+    @contextmanager
+    def _both_ends_agree(self) -> Iterator[None]:
+        """vLLM remembers an image where prompts are read and where they are computed. After an error on the way from one to the
+        other both forget, since one would rely on the other.
+        """
+        try:
+            yield
+        except BaseException:
+            self.llm.reset_mm_cache()
+            raise
 
     def _abort(self, requests: dict[str, int]) -> None:
         if requests:
@@ -165,7 +178,6 @@ class VLLMEngine:
                 prompts[id(request.input_ids)] = None
                 wrong[number // sampling.n] = _first_line(error)
         if wrong:
-            self.llm.reset_mm_cache()  # one end knows the other rows' images, which never come to the other end
             reasons = [f"row {row}: {reason}" for row, reason in list(wrong.items())[:MAX_REPORTED_ROWS]]
             more = f" (and {len(wrong) - len(reasons)} more rows)" if len(wrong) > len(reasons) else ""
             raise InvalidPrompt("; ".join(reasons) + more)
@@ -223,17 +235,20 @@ class VLLMEngine:
         return (self.family.rollout_weight(name, weight) for name, weight in weights)
 
     def _reset_caches(self) -> None:
-        """Drops prefixes and image features, which belong to the weights that made them."""
+        """Drops prefixes and image features, which belong to the weights that made them; processed images belong to none."""
         self.engine.reset_prefix_cache()
         self.engine.reset_encoder_cache()
 
     def sleep(self) -> None:
-        """Lets go of the KV cache, processed images and, on CUDA, the weights."""
+        """Lets go of the KV cache and, on CUDA, the weights. Processed images stay, up to vLLM's ``mm_processor_cache_gb``.
+
+        The worker is told by itself: ``vllm.LLM.sleep`` would drop the processed images, which no weights have gone into.
+        """
         self._reset_caches()
-        self.llm.reset_mm_cache()  # both ends: one alone would look for what the other no longer has
         if self.device.type == "cuda" and self._awake:
+            torch.cuda.synchronize()  # a step that was begun ahead of the last token still reads what is taken away
             before = torch.cuda.mem_get_info()[0]
-            self.llm.sleep(level=self.sleep_level)
+            self.llm.collective_rpc("sleep", kwargs={"level": self.sleep_level})
             self._freed_bytes = torch.cuda.mem_get_info()[0] - before
             self._awake, self._has_kv_cache = False, False
             self._has_weights = self.sleep_level == 1
@@ -242,7 +257,7 @@ class VLLMEngine:
         """Makes room for the weights, and for the KV cache when generation begins. See `RolloutEngine.wake`."""
         if not self._awake:
             self._make_room()
-            self.llm.wake_up(tags=["weights"])
+            self.llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
             self._awake = True
         return self._has_weights
 
@@ -250,7 +265,7 @@ class VLLMEngine:
         """Makes room for the KV cache, if there is none; `generate` does it by itself."""
         if not self._has_kv_cache:
             self._make_room()
-            self.llm.wake_up(tags=["kv_cache"])
+            self.llm.collective_rpc("wake_up", kwargs={"tags": ["kv_cache"]})
             self._has_kv_cache = True
 
     def _make_room(self) -> None:

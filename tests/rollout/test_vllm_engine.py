@@ -202,6 +202,39 @@ def test_fifty_cycles_leak_nothing(setup):
     }
 
 
+def test_processed_images_outlive_sleep_and_new_weights(setup, monkeypatch):
+    weights = [(name, weight.detach()) for name, weight in setup.hf.model.named_parameters()]
+    before = generate(setup, setup.vllm, SAMPLED)
+    setup.vllm.sleep()
+    assert setup.vllm.wake()
+    setup.vllm.load_weights(iter(weights))
+    cache, processed = setup.vllm.engine.renderer.mm_processor_cache, []
+    taken = cache.get_and_update_item
+    monkeypatch.setattr(
+        cache, "get_and_update_item", lambda item, key: processed.append(item is not None) or taken(item, key)
+    )
+    later = setup.builder(ROWS)  # other objects of the same content
+    assert torch.equal(generate(setup, setup.vllm, SAMPLED, later)["responses"], before["responses"])
+    assert processed == [False] * 6
+
+
+@pytest.mark.parametrize("where", ["_render_one", "_params"])
+def test_an_interruption_leaves_no_image_half_known(setup, where, monkeypatch):
+    rows = [{"prompt": "<image>", "images": [picture(50, 40, 300 + number)]} for number in range(3)]
+    whole, times = getattr(setup.vllm, where), []
+
+    def interrupted(*args):
+        times.append(args)
+        if len(times) == 2:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(setup.vllm, where, interrupted)
+        generate(setup, setup.vllm, GREEDY, setup.builder(rows))
+    assert len(generate(setup, setup.vllm, GREEDY, setup.builder(rows))) == 3
+
+
 def test_random_states_are_left_alone(setup):
     torch.manual_seed(3)
     random.seed(3)
