@@ -296,7 +296,7 @@ def _start(model_path: str, device: torch.device, options: dict[str, Any]) -> tu
     try:
         with vllm_versions.process_settings_kept():
             llm = LLM(model_path, **usual | options)
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {_first_line(error)}") from error
     (sampler,) = llm.collective_rpc(install)
     return llm, sampler
