@@ -115,12 +115,30 @@ def check_rows(data: DataProto, module: PackedVLM) -> None:
 
     Raises:
         MissingColumn: a column that training reads is absent.
-        InvalidColumn: a response token is one that the policy can never sample; names row, position and token.
+        InvalidColumn: a token is none of the model's, or a response token one that the policy can never sample; names row,
+            position and token.
         MediaMismatch: a row's placeholder tokens and media disagree, as when a row was cut through an image; names the row.
     """
     require(data, *TRAINING_COLUMNS)
+    check_vocabulary(data, module.model.config.get_text_config().vocab_size)
     check_responses(data, module.banned_ids)
     check_media(data, module)
+
+
+def check_vocabulary(data: DataProto, vocabulary: int) -> None:
+    """A split vocabulary would take a token that nobody knows for one without an embedding, in silence."""
+    seen = {"input_ids": "attention_mask", "targets": "response_mask"}
+    for name, mask in seen.items():
+        if name not in data:
+            continue
+        tokens = data[name]
+        cells = (((tokens < 0) | (tokens >= vocabulary)) & data[mask].bool()).nonzero()
+        if len(cells):
+            row, column = cells[0].tolist()
+            raise InvalidColumn(
+                f"{name!r}, row {row}, position {column}: token {int(tokens[row, column])} is none of the model's {vocabulary}; "
+                f"set {mask!r} to 0 where a token does not count"
+            )
 
 
 def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:

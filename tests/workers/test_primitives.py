@@ -256,6 +256,16 @@ def test_targets_out_of_the_vocabulary_have_no_log_prob():
     assert (found[0, 2:5] < 0).all()
 
 
+@pytest.mark.parametrize("token", [-100, 10**6])
+@pytest.mark.parametrize("name", ["input_ids", "targets"])
+def test_tokens_that_the_model_does_not_have_are_refused_where_they_count(name, token):
+    worker, data = actor(), rows()
+    data["targets"] = data["input_ids"][:, -data["response_mask"].shape[1] :].clone()
+    data[name][1, -6] = token  # the first of four response tokens
+    with pytest.raises(InvalidColumn, match=rf"'{name}', row 1, position \d+: token {token} is none of the model's"):
+        worker.forward(data, loss_fn)
+
+
 def test_sampler_takes_weights_when_told_and_not_before(tmp_path):
     path = write_checkpoint("qwen3_vl", tmp_path)
     prompts = PromptBuilder.from_pretrained(path, 512)([{"prompt": "which?", "images": []}])
