@@ -95,7 +95,9 @@ COLUMNS: dict[str, Column] = {
             "1 on tokens the policy sampled",
             allowed=(0, 1),
         ),
-        Column("truncated", "bool", "B", _ENGINE, "TrainingClient", "cut at max_tokens: no end token came by then"),
+        Column(
+            "truncated", "bool", "B", _ENGINE, "TrainingClient, reports", "cut at max_tokens: no end token came by then"
+        ),
         Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
         Column("loss_weights", "float32", "B R", _CHUNKS, "cross entropy", "weight of each token in the loss"),
         Column("targets", "int64", "B R", _CHUNKS, "actor", "tokens to be scored, if some are not the next ones"),

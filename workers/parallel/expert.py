@@ -4,8 +4,8 @@ ep divides dp x sp, whose ranks hold different tokens. A rank holds ``experts / 
 that FSDP2, the norm of gradients, checkpoints and weight export treat them as any other. It sends each of its tokens to the
 ranks of the experts that the router, which is whole everywhere, has chosen for it, computes what it is sent, and sends that
 back (all-to-all, as in arXiv:2006.16668). So the gradient of an expert is whole within an ep group; FSDP shards the experts over
-the dp x sp / ep ranks that hold the same ones, and sums over those alone. Ranks of tp hold
-the same experts, and send them different tokens.
+the dp x sp / ep ranks that hold the same ones, and sums over those alone. Ranks of tp hold the same experts, and send them
+different tokens.
 """
 
 from collections.abc import Iterator
