@@ -96,15 +96,15 @@ class VLLMEngine:
                 otherwise than the training side did; names the rows, and nothing has been generated.
             RunAbandoned: read on after another run has begun; an engine has one at a time.
         """
-        with self._both_ends_agree():
-            prompts = self._render(requests, sampling)
-        self.wake_kv_cache()
-        self._abort(self._open)  # of a caller who neither finished nor closed the last run
-        self._open, run = {}, next(self._runs)
-        mine, left = self._open, len(requests)
-        self.sampler.begin(requests, sampling)
+        mine: dict[str, int] = {}
+        left = len(requests)
         try:
             with self._both_ends_agree():
+                prompts = self._render(requests, sampling)
+                self.wake_kv_cache()
+                self._abort(self._open)  # of a caller who neither finished nor closed the last run
+                self._open, run = mine, next(self._runs)
+                self.sampler.begin(requests, sampling)
                 for number, request in enumerate(requests):
                     name = f"{run}-{number}"
                     try:
@@ -320,7 +320,8 @@ class ImageKeys:
     def __call__(self, image: Image.Image) -> str:
         number = id(image)
         if number not in self._keys:
-            digest = blake2b(image.tobytes(), digest_size=16, person=f"{image.mode}{image.size}".encode()[:16])
+            pixels = image.convert("RGBA") if image.mode in ("P", "PA") else image  # a palette's numbers are no content
+            digest = blake2b(pixels.tobytes(), digest_size=16, person=f"{image.mode}{image.size}".encode()[:16])
             self._keys[number] = ref(image, lambda _: self._keys.pop(number, None)), digest.hexdigest()
         return self._keys[number][1]
 

@@ -7,12 +7,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dataproto.errors import InvalidConfig, InvalidPrompt, RunAbandoned
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, picture, start
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
+from rollout.vllm import ImageKeys
 
 pytestmark = pytest.mark.vllm
 
@@ -233,6 +235,26 @@ def test_an_interruption_leaves_no_image_half_known(setup, where, monkeypatch):
         patch.setattr(setup.vllm, where, interrupted)
         generate(setup, setup.vllm, GREEDY, setup.builder(rows))
     assert len(generate(setup, setup.vllm, GREEDY, setup.builder(rows))) == 3
+
+
+def test_without_room_for_the_cache_no_image_is_half_known(setup, monkeypatch):
+    rows = [{"prompt": "<image>", "images": [picture(52, 44, 310)]}]
+
+    def no_room():
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(setup.vllm, "wake_kv_cache", no_room)
+        generate(setup, setup.vllm, GREEDY, setup.builder(rows))
+    assert len(generate(setup, setup.vllm, GREEDY, setup.builder(rows))) == 1
+
+
+def test_images_of_the_same_numbers_and_other_colours_are_told_apart():
+    keys, images = ImageKeys(), [Image.new("P", (4, 4)) for _ in range(3)]
+    for image, colour in zip(images, ([255, 0, 0], [0, 0, 255], [255, 0, 0]), strict=True):
+        image.putpalette(colour)
+    red, blue, same = map(keys, images)
+    assert red == same != blue
 
 
 def test_random_states_are_left_alone(setup):
