@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed.nn.functional import all_reduce
+from transformers import AttentionInterface
 
 from dataproto.errors import InvalidConfig
 from dataproto.packing import pack_rows
@@ -17,12 +18,14 @@ from dataproto.vlm import MediaSpans, family_of
 from helpers.layouts import config_with_heads, differences, joined, mixed_rows, one_image, run_pass, text_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_config, tiny_model
-from workers.attention import packed_attention
+from workers.attention import FLASH, packed_attention, use_packed_attention
+from workers.engine_config import EngineConfig
 from workers.layout import Layout
+from workers.packed import PackedVLM
 from workers.parallel.collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
 from workers.parallel.heads import check_heads, key_value_repeats, key_value_share
 from workers.parallel.tokens import SplitTokens
-from workers.parallel.ulysses import ulysses_attention
+from workers.parallel.ulysses import apply, ulysses_attention
 from workers.parallel.vision import SplitFeatures
 
 TWO = Layout(sp=2)
@@ -116,6 +119,17 @@ def features_of_images_and_videos(model_type, counts):
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
+def keeps_the_chosen_kernel(flash):
+    """Behind the all-to-all attention is computed by the kernel of this name, in the tower as without sp."""
+    model = tiny_model("qwen2_5_vl")
+    module = PackedVLM(model, family_of(model.config), temperature=1.0)
+    use_packed_attention(model)
+    apply(module, joined(TWO), EngineConfig(flash_attention=flash))
+    registered = AttentionInterface()[model.model.language_model.config._attn_implementation]
+    assert (registered.func, registered.keywords) == (ulysses_attention, {"flash": FLASH[flash]})
+    assert model.model.visual.config._attn_implementation == "packed_flash_torch"
+
+
 CASES = {
     **{f"mixed rows, {kind}": partial(equals_one_process, kind, mixed_rows) for kind in MODEL_TYPES},
     "key-value heads for all": partial(equals_one_process, "qwen2_5_vl", mixed_rows, heads=4, key_value_heads=2),
@@ -126,6 +140,8 @@ CASES = {
 CHECKS = {
     "attention": attention_of_the_whole_sequence,
     "collectives": collectives_by_hand,
+    "torch's kernel": partial(keeps_the_chosen_kernel, "torch"),
+    "another kernel": partial(keeps_the_chosen_kernel, "fa4"),
     "images and videos": partial(features_of_images_and_videos, "qwen3_vl", (3, 2)),
     "images and a video": partial(features_of_images_and_videos, "qwen2_5_vl", (2, 1)),
     "videos": partial(features_of_images_and_videos, "qwen2_vl", (0, 2)),

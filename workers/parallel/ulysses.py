@@ -6,20 +6,19 @@ m-RoPE positions. Around attention an all-to-all turns "my tokens, all heads" in
 shared prompts and kernels are those of one process.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from workers.attention import packed_attention
+from workers.attention import FLASH, packed_attention
 from workers.engine_config import EngineConfig
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
 from workers.parallel.collectives import Peers, exchange
 from workers.parallel.heads import check_heads, key_value_repeats
-
-ULYSSES_ATTENTION = "ulysses_packed_flash"
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
@@ -32,12 +31,13 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     if group is None:
         return
     check_heads(module.model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
-    AttentionInterface.register(ULYSSES_ATTENTION, ulysses_attention)
+    name = f"ulysses_packed_flash_{options.flash_attention}"
+    AttentionInterface.register(name, partial(ulysses_attention, flash=FLASH[options.flash_attention]))
     decoder = module.model.get_submodule(module.family.language_model)
     for part in decoder.modules():
         config = getattr(part, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation_internal = ULYSSES_ATTENTION
+            config._attn_implementation_internal = name
 
 
 def ulysses_attention(
