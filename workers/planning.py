@@ -16,7 +16,7 @@ IMAGE_TOKEN = 0.4  # what the vision tower adds for an image token
 ATTENTION = 1 / 43_000  # what attention adds for a pair of tokens
 
 
-ROW = "row"
+ROW = "_row"
 """The column that says which row of the whole batch a row is."""
 
 

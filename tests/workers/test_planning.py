@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from workers.dispatch import Arguments
-from workers.planning import places_in_groups, row_work, share_out, split_update, spread
+from workers.planning import ROW, places_in_groups, row_work, share_out, split_update, spread
 
 
 def rows(prompts, responses, uids, images=None):
@@ -46,6 +46,14 @@ def test_samples_of_a_prompt_stay_together_and_minibatches_are_cut_first():
         assert share["uid"][0] == share["uid"][1]
     assert sorted(row for share in shares for row in share["row"]) == list(range(8))
     assert {*shares[0]["uid"][:2], *shares[1]["uid"][:2]} == {"a", "b"}
+
+
+def test_columns_of_the_caller_stay_as_they_are():
+    data = rows([10] * 3, [4] * 3, list("abc"))
+    data["row"] = np.array(["x", "y", "z"], dtype=object)
+    for share in share_out(data, 2):
+        assert share["row"].tolist() == [{"a": "x", "b": "y", "c": "z"}[uid] for uid in share["uid"]]
+        assert share[ROW].tolist() == ["abc".index(uid) for uid in share["uid"]]
 
 
 def test_a_prompt_with_too_many_samples_is_cut():
