@@ -56,8 +56,8 @@ class RolloutWorker:
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """``sampling.n`` rows for each prompt row, next to each other, with prompt and response columns."""
         with self.sharding as sharding:
-            shared = sharding.preprocess_data(prompts)
             with self.ranks.all_or_none():  # a row refused by one engine would leave the others waiting
+                shared = sharding.preprocess_data(prompts)
                 completions = list(self.engine.generate(build_requests(shared, sampling), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
             return sharding.postprocess_data(rollouts)

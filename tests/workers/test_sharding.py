@@ -130,7 +130,7 @@ def generates(layout, tensor_parallel, path):
 
 
 def refuses(path):
-    """What each rank says of a row that one engine refuses, and what all generate next."""
+    """What each rank says of a row that one engine refuses, and of stages with different rows; what all generate next."""
     ranks = join(Layout(pp=2, dp=2), CPU)
     worker = RolloutWorker(RolloutConfig(path, "hf"), lambda dtype: [], ranks)
     worker.sharding.stale = False  # the engine has read its weights from the checkpoint
@@ -140,8 +140,11 @@ def refuses(path):
     wrong["multi_modal_inputs"][0] = {}
     with pytest.raises(DataProtoError) as refused:
         worker.generate(wrong[bounds[dp] : bounds[dp + 1]], sampling)
+    with pytest.raises(DataProtoError) as uneven:  # the stages of position 0 come with one row and with two
+        worker.generate(everything[: 1 + (ranks.rank("pp") if dp == 0 else 0)], sampling)
     back = worker.generate(everything[bounds[dp] : bounds[dp + 1]], sampling)
-    return type(refused.value).__name__, str(refused.value), [str(uid) for uid in back["uid"]]
+    errors = [(type(each.value).__name__, str(each.value)) for each in (refused, uneven)]
+    return *errors, [str(uid) for uid in back["uid"]]
 
 
 def prompts(config):
@@ -249,8 +252,9 @@ def test_several_ranks_generate_what_one_does(outcomes, checkpoint, layout, tens
 def test_a_row_that_one_engine_refuses_ends_the_call_on_all_and_no_more(outcomes):
     told = outcomes["refuses"]
     assert not any(isinstance(one, str) for one in told), "\n".join(map(str, told))
-    assert [name for name, _, _ in told] == ["MediaMismatch", "RankFailure", "RankFailure", "RankFailure"]
-    assert all("rank 0: MediaMismatch" in said for _, said, _ in told[1:])
+    assert [name for (name, _), _, _ in told] == ["MediaMismatch", "RankFailure", "RankFailure", "RankFailure"]
+    assert all("rank 0: MediaMismatch" in said for (_, said), _, _ in told[1:])
+    assert [name for _, (name, _), _ in told] == ["RowCountMismatch", "RankFailure"] * 2
     assert [uids for _, _, uids in told] == 2 * [[f"prompt-{row}" for row in (0, 0, 1, 1, 2, 2)], ["prompt-3"] * 2]
 
 
