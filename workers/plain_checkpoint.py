@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import EnumMeta
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -118,7 +119,15 @@ class _Contents(pickle.Unpickler):
             return getattr(contents, name)
         if (module, name) in _HARMLESS:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python before 3.11.4 writes members of enumerations
+            return _member
         raise pickle.UnpicklingError(f"the table of contents asks for {module}.{name}")
+
+
+def _member(kind: Any, name: str) -> Any:
+    if not isinstance(kind, EnumMeta):
+        raise pickle.UnpicklingError(f"the table of contents asks for {name} of {kind!r}")
+    return kind[name]
 
 
 class PlainPlanner(DefaultLoadPlanner):

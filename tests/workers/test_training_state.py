@@ -1,10 +1,12 @@
 """What training goes on from, on disk: exact, for any layout, and read without running code."""
 
+import io
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from dataproto.errors import CheckpointError
 from dataproto.vlm import family_of
@@ -12,7 +14,7 @@ from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.mesh import Ranks
 from workers.optimizer import Optimizer, OptimizerConfig
 from workers.packed import PackedVLM
-from workers.plain_checkpoint import read_into, write
+from workers.plain_checkpoint import _Contents, read_into, write
 from workers.training_state import Saving, load_training_state
 
 
@@ -46,6 +48,24 @@ def test_a_hostile_table_of_contents_runs_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"asks for pathlib"):
         read_into(zeros(), tmp_path / "c")
     assert not (tmp_path / "exploded").exists()
+
+
+class Member:
+    """Pickles as ``getattr(kind, name)``, as Python 3.11.3 and older pickle members of enumerations."""
+
+    def __init__(self, kind: object, name: str) -> None:
+        self.way = kind, name
+
+    def __reduce__(self):
+        return getattr, self.way
+
+
+def test_members_of_enumerations_are_read_however_they_were_written():
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    written = pickle.dumps(Member(_MEM_FORMAT_ENCODING, member.name))
+    assert _Contents(io.BytesIO(written)).load() is member
+    with pytest.raises(pickle.UnpicklingError, match="asks for __init__ of"):
+        _Contents(io.BytesIO(pickle.dumps(Member(Metadata, "__init__")))).load()
 
 
 def test_a_hostile_value_runs_nothing(tmp_path):
