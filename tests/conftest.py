@@ -4,6 +4,10 @@ import signal
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import RowCountMismatch
@@ -110,7 +110,6 @@ def naive(scores, uid, normalise_std):
 groups = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])), min_size=1, max_size=24)
 
 
-@settings(deadline=None)
 @given(groups, st.booleans(), st.randoms(use_true_random=False))
 def test_equals_a_plain_loop_sums_to_zero_and_follows_permutations(rows, normalise_std, random):
     uid, scores = [u for u, _ in rows], [s for _, s in rows]

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
@@ -55,14 +55,12 @@ def make(batch):
     return loss, torch.rand(rows, width, generator=generator) < density
 
 
-@settings(deadline=None)
 @given(batches, st.sampled_from(MODES))
 def test_equals_a_plain_loop(batch, mode):
     loss, mask = make(batch)
     assert aggregate(loss, mask, mode, max_length=11).item() == pytest.approx(naive(loss, mask, mode, 11), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(batches, st.sampled_from(MODES), st.data())
 def test_parts_sum_to_the_whole_and_inert_rows_add_nothing(batch, mode, data):
     loss, mask = make(batch)

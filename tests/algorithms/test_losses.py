@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
@@ -108,7 +108,6 @@ def naive(ratio, advantage, low, high, dual):
 reals = st.floats(-3, 3, width=32)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(reals, reals, reals), min_size=1, max_size=8), st.floats(0, 0.9), st.floats(0, 0.9))
 def test_equals_a_plain_loop(tokens, low, high):
     new, old, advantages = (torch.tensor([column]) for column in zip(*tokens))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig, RowCountMismatch
@@ -25,7 +25,6 @@ def test_as_many_scores_as_uids():
         informative_rows([1.0, 2.0], ["a"])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 1.0])), max_size=20))
 def test_informative_means_that_some_advantage_is_not_zero(rows):
     from recipes.algorithms.advantages import group_advantage
@@ -45,7 +44,6 @@ def test_overlong_by_hand(length, expected):
     assert overlong_penalty(mask, max_length=100, buffer=20).item() == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 12), st.integers(1, 10), st.integers(1, 10))
 def test_overlong_equals_the_paper_case_by_case(length, longest, buffer):
     if buffer > longest:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
@@ -137,7 +137,6 @@ tables = st.integers(1, 5).flatmap(
 
 
 @pytest.mark.parametrize(("loss_fn", "naive"), [(sequence_policy_loss, naive_gspo), (clipped_weight_loss, naive_cispo)])
-@settings(deadline=None)
 @given(tables, st.floats(0, 0.9), st.floats(0, 2))
 def test_equals_a_plain_loop(loss_fn, naive, table, low, high):
     new, old, advantages, mask = ([[cell[k] for cell in row] for row in table] for k in range(4))
@@ -177,7 +176,6 @@ def test_impossible_value_clips(clip):
         value_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), clip)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.floats(-3, 3, width=16)] * 3), min_size=1, max_size=8), st.floats(0.01, 2))
 def test_value_loss_equals_a_plain_loop(tokens, clip):
     values, old, returns = (torch.tensor([column]) for column in zip(*tokens))

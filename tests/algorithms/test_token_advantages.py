@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import RowCountMismatch
@@ -176,7 +176,6 @@ def columns(table):
     return [[[cell[k] for cell in row] for row in table] for k in range(3)]
 
 
-@settings(deadline=None)
 @given(tables, st.floats(0, 1), st.floats(0, 1))
 def test_gae_equals_a_plain_loop(table, gamma, lam):
     rewards, values, mask = columns(table)
@@ -187,7 +186,6 @@ def test_gae_equals_a_plain_loop(table, gamma, lam):
     torch.testing.assert_close(returns, expected + masked, atol=1e-4, rtol=1e-4)
 
 
-@settings(deadline=None)
 @given(tables, st.floats(0, 1))
 def test_reinforce_plus_plus_equals_a_plain_loop(table, gamma):
     rewards, _, mask = columns(table)
@@ -202,7 +200,6 @@ def test_reinforce_plus_plus_equals_a_plain_loop(table, gamma):
 groups = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=1, max_size=16)
 
 
-@settings(deadline=None)
 @given(groups)
 def test_leave_one_out_equals_a_plain_loop_and_is_a_multiple_of_the_group_advantage(rows):
     uid, scores = [u for u, _ in rows], [s for _, s in rows]
@@ -218,7 +215,6 @@ def test_leave_one_out_equals_a_plain_loop_and_is_a_multiple_of_the_group_advant
     torch.testing.assert_close(got[:, 0], centred[:, 0] * sizes / (sizes - 1).clamp(min=1))
 
 
-@settings(deadline=None)
 @given(groups)
 def test_reinforce_plus_plus_baseline_equals_a_plain_loop(rows):
     uid, scores = [u for u, _ in rows], [s for _, s in rows]

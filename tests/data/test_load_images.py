@@ -87,7 +87,7 @@ def test_every_mode_becomes_rgb(mode):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8), st.sampled_from(["PNG", "JPEG", "WEBP", "TIFF"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_size_from_the_header_is_the_size_of_the_upright_picture(width, height, orientation, kind):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation

@@ -156,7 +156,7 @@ def test_images_of_equal_bytes_and_other_shape_are_distinct():
 
 
 @given(st.lists(st.tuples(st.integers(4, 120), st.integers(4, 120)), max_size=3), st.integers(0, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_length_from_headers_is_the_length_of_the_prompt(sizes, words):
     builder = tiny_builder(max_prompt_length=4096)
     row = {"prompt": "<image>" * len(sizes) + "word " * words, "images": [picture(*size) for size in sizes]}

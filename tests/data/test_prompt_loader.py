@@ -27,14 +27,14 @@ def uids(loader, batches):
 
 
 @given(st.integers(1, 30), st.integers(0, 2**32 - 1), st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_draws_go_on_from_anywhere(count, seed, start):
     whole = list(islice(occurrences(count, seed), start + 2 * count))
     assert list(islice(occurrences(count, seed, start=start), 2 * count)) == whole[start:]
 
 
 @given(st.integers(1, 30), st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_epoch_draws_every_row_once(count, seed):
     drawn = list(islice(occurrences(count, seed), 3 * count))
     for epoch in range(3):

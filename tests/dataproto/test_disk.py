@@ -188,7 +188,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.text(), PLAIN, max_size=3))
 def test_any_plain_facts_come_back(tmp_path: Path, facts: dict) -> None:
     assert same_value(round_trip(DataProto(meta_info=facts), tmp_path / "file").meta_info, facts)

@@ -389,7 +389,7 @@ def loaded(path: Path, **options: bool) -> DataProto | None:
         return None
 
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @QUICK

@@ -108,6 +108,13 @@ def test_prompts_with_other_media_or_media_in_the_response_are_not_shared():
     assert prompt_sharing(ids, ids, ids, types, media, response_width=1).tolist() == [False, True, False, False]
 
 
+def test_supervised_rows_share_no_prompt_though_they_begin_alike():
+    ids = torch.tensor([[1, 5, 6, 7], [1, 5, 8, 0]])
+    rows = ids, (ids > 0).long(), torch.arange(4).expand(2, 4), 0 * ids, [{}, {}]
+    assert not prompt_sharing(*rows, response_width=3).any()
+    assert prompt_sharing(*rows, response_width=2).tolist() == [False, True]
+
+
 def test_supervised_rows_have_responses_from_the_second_token_on():
     ids = torch.tensor([[5, 6, 7, 0]])
     packed = pack_rows(ids, torch.tensor([[1, 1, 1, 0]]), torch.tensor([[0, 1, 2, 0]]), torch.tensor([[0, 1, 0]]))

@@ -28,7 +28,7 @@ def rows_of(data: DataProto) -> list[Row]:
 
 ROW = st.tuples(st.integers(-100, 100), st.text(max_size=3), st.lists(st.integers(0, 3), max_size=3).map(tuple))
 ROWS = st.lists(ROW, max_size=9)
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @SETTINGS

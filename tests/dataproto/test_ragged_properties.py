@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto, RaggedTensor
 
-SETTINGS = settings(max_examples=80, deadline=None)
+SETTINGS = settings(max_examples=80)
 Rows = list[torch.Tensor]
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=7)

@@ -67,7 +67,7 @@ def channels(value: Any) -> list[Any]:
     return received + [pickle.loads(pickle.dumps(value, protocol=protocol)) for protocol in (4, 5)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(TREES, min_size=1, max_size=4), st.data())
 def test_trees(rows: list[Any], draw: st.DataObject) -> None:
     order = draw.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))

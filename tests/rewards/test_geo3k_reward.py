@@ -15,13 +15,13 @@ PIECES = st.sampled_from(["<think>", "</think>", "\\boxed{", "}", "{", "x", "\n"
 
 
 @given(st.lists(PIECES, max_size=10).map("".join))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_the_format_is_what_the_pattern_says(response):
     assert format_score(response) == float(PATTERN.fullmatch(response) is not None)
 
 
 @given(st.lists(PIECES, max_size=6).map("".join), st.lists(PIECES, max_size=3).map("".join))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_format_of_nearly_good_responses(middle, end):
     response = f"<think>{middle}</think>\\boxed{{{end}"
     assert format_score(response) == float(PATTERN.fullmatch(response) is not None)

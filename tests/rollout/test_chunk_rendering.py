@@ -86,7 +86,7 @@ def test_tinker_chunks_become_the_same_as_ours():
     assert renderer.length(ours) == renderer.length(theirs) == a["input_ids"].shape[1]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 290), min_size=1, max_size=12), st.data())
 def test_several_text_chunks_equal_one(tokens, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
@@ -285,7 +285,7 @@ def test_an_empty_or_overlong_input_is_refused():
         ChunkRenderer(tiny_builder(max_prompt_length=8)).prompts([ModelInput.from_ints(list(range(9)))])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 290), min_size=2, max_size=20), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_rows_equal_a_naive_loop(sequences, seed):
     generator = np.random.default_rng(seed)

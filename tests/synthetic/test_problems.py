@@ -37,7 +37,7 @@ def drafts(level: int, number: int) -> list[tuple[str, str, str]]:
 
 
 @given(st.integers(0, 2**40), st.sampled_from([1, 2, 3]), st.integers(0, 2**31), st.sampled_from(["train", "test"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_problem_is_a_function_of_its_number(index: int, level: int, seed: int, split: str) -> None:
     first = make_problem(index, level, seed, split)
     make_problem(index + 1, level, seed, split)

@@ -71,7 +71,7 @@ def test_special_tokens_are_one_id_each_and_leave_no_text(checkpoint):
 @given(text=st.text(st.characters(codec="utf-8"), max_size=60).map(partial(unicodedata.normalize, "NFC")))
 @example(text="<think>look</think> \\boxed{40}")
 @example(text="3\\sqrt{2} cm, 45° ≤ β\r\n\n  a\tb")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_survives_the_tokenizer(tokenizer, text):
     """Any that is composed, as Qwen's own tokenizer normalises it so."""
     ids = tokenizer(text)["input_ids"]

@@ -54,7 +54,7 @@ def test_no_media_makes_no_inputs_and_no_spans():
 @given(
     choice=st.lists(st.integers(0, 3), min_size=1, max_size=6), gaps=st.lists(st.integers(0, 2), min_size=6, max_size=6)
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_sharing_changes_no_feature_and_packing_none_either(choice, gaps):
     sources = [{}, media((2, 4)), media((4, 4), (2, 2)), media((2, 2)) | media((3, 2, 2), kind="video")]
     kinds = [[], [1] * 2, [1] * 5, [1] + [2] * 3]

@@ -100,7 +100,7 @@ def hugging_face(model, ids, types, mask, images, videos, seconds):
 
 @pytest.mark.parametrize("model_type", MROPE_TYPES)
 @given(layout=layouts, side=st.sampled_from(["left", "right"]), as_tensor=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_positions_equal_those_of_hugging_face(model_type, layout, side, as_tensor):
     model, family = model_of(model_type), family_of(model_type)
     rows, images, videos, seconds = batch_of(layout, family.videos_by_frame)
@@ -119,7 +119,7 @@ def test_positions_equal_those_of_hugging_face(model_type, layout, side, as_tens
 
 @pytest.mark.parametrize("model_type", MROPE_TYPES)
 @given(layout=layouts, response=st.integers(1, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_positions_of_a_response_equal_those_of_the_whole_sequence(model_type, layout, response):
     model, family = model_of(model_type), family_of(model_type)
     rows, images, videos, seconds = batch_of(layout, family.videos_by_frame)

@@ -22,7 +22,7 @@ def picture(width, height):
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @given(sizes=sizes, limit=st.sampled_from([None, 300, 1000]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_length_from_headers_is_the_length_of_the_prompt(model_type, sizes, limit):
     builder = tiny_builder(model_type, max_prompt_length=4096, max_pixels=limit)
     row = {"prompt": "<image>" * len(sizes), "images": [picture(*size) for size in sizes]}

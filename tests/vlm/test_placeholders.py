@@ -32,7 +32,7 @@ def characters(text):
 @example(height=200, width=1, patch=16, least=1)
 @example(height=42, width=70, patch=14, least=1)  # halves round to even
 @example(height=3000, width=15, patch=14, least=1)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_token_counts_equal_the_processors_arithmetic(height, width, patch, least):
     smallest, largest = least**2, 500**2
     processor = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, min_pixels=smallest, max_pixels=largest)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,7 +23,6 @@ def by_segment(q, k, v, bounds, causal):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.integers(0, 10))
-@settings(deadline=None)
 def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed):
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
@@ -44,7 +43,6 @@ def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed):
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5), st.booleans())
-@settings(deadline=None)
 def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(lengths, causal):
     queries, keys = torch.tensor([(q, q + more) for q, more in lengths]).T
     cu_q, cu_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (queries, keys))
@@ -67,7 +65,6 @@ def test_the_operator_is_well_formed():
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 10))
-@settings(deadline=None)
 def test_segments_that_share_a_prompt_equal_whole_rows(prompt, responses, seed):
     generator = torch.Generator().manual_seed(seed)
     total = prompt + sum(responses)
