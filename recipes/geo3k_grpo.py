@@ -106,6 +106,11 @@ class Geo3KConfig:
                 "one_step_off overlaps the engines' work with the actor's: give the engines devices of their own by --on ray "
                 "--ray.rollout-processes N, and leave dynamic sampling off"
             )
+        if self.one_step_off and self.algorithm.correction != "none":
+            raise InvalidConfig(
+                f"algorithm.correction={self.algorithm.correction} compares the actor's old log-probs with the engine's, which "
+                "one_step_off takes for equal: choose one"
+            )
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")

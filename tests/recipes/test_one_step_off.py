@@ -4,9 +4,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from recipes.geo3k_grpo import parse
 from recipes.one_step_off import LookAhead, RolloutAhead
 from rollout.engine import SamplingParams
 
@@ -83,3 +86,10 @@ def test_a_saved_position_does_not_count_what_was_only_looked_at():
     other = LookAhead(Numbers())
     other.load_state_dict(loader.state_dict())
     assert int(next(other)["number"][0]) == int(next(loader)["number"][0]) == 3
+
+
+def test_a_correction_that_would_do_nothing_is_refused():
+    options = ["--one-step-off", "--on", "ray", "--ray.rollout-processes", "1", "--algorithm.correction", "token"]
+    with pytest.raises(InvalidConfig, match=r"algorithm\.correction=token .* one_step_off takes for equal"):
+        parse(options)
+    assert parse(options[:-2]).one_step_off
