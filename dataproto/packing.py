@@ -171,7 +171,8 @@ def prompt_sharing(
 ) -> Tensor:
     """``(B,)`` bool: rows whose prompt (tokens, positions, the media objects themselves) is that of the row before.
 
-    The prompt is all but the last ``response_width`` columns. A row with media in its response shares nothing.
+    The prompt is all but the last ``response_width`` columns. A row with media in its response shares nothing, and a prompt of
+    one column, as supervised rows have, is not worth it: such rows would have to stay together.
 
     >>> ids = torch.tensor([[5, 6, 1], [5, 6, 2], [5, 7, 2]])
     >>> ones = torch.ones_like(ids)
@@ -180,7 +181,7 @@ def prompt_sharing(
     """
     shared = torch.zeros(len(input_ids), dtype=torch.bool)
     prompt = input_ids.shape[1] - response_width
-    if len(input_ids) < 2 or prompt < 1:
+    if len(input_ids) < 2 or prompt < 2:
         return shared
     same = torch.ones(len(input_ids) - 1, dtype=torch.bool)
     for column in (input_ids, attention_mask, position_ids, token_types):
