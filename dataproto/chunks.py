@@ -215,9 +215,11 @@ def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
         raise InvalidColumn(
             f"loss_fn_inputs[{name!r}] is one number of {np.dtype(dtype)} a token, not {found.dtype} of shape {found.shape}"
         )
+    with np.errstate(over="ignore"):
+        found = found.astype(dtype, copy=False)
     if not np.isfinite(found).all():
         raise InvalidColumn(f"loss_fn_inputs[{name!r}][{int(np.argmin(np.isfinite(found)))}] is not finite")
-    return found.astype(dtype, copy=False)
+    return found
 
 
 def _packed(numbers: list[Any], dtype: type) -> npt.NDArray[Any]:

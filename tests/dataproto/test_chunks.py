@@ -144,6 +144,7 @@ def test_a_tinker_datum_is_read_as_it_is():
     [
         ({"wights": [1.0]}, "'wights'.* is unknown: there may be target_tokens, weights"),
         ({"weights": [1.0, float("nan")]}, r"'weights'\]\[1\] is not finite"),
+        ({"advantages": np.array([1.0, 1e300])}, r"'advantages'\]\[1\] is not finite"),  # as a float32
         ({"target_tokens": [[1, 2]]}, r"one number of int64 a token, not int64 of shape \(1, 2\)"),
         ({"target_tokens": [1.5]}, "not float64"),
         ({"weights": ["a"]}, "not <U1"),
