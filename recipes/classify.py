@@ -121,7 +121,7 @@ def task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> Tas
         metrics |= found | {"val/other_answers": confusion.other_share}
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
-    return Task(builder, loader, evaluate)
+    return Task(builder, loader, evaluate, data.max_length + data.max_response_length)
 
 
 def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:

@@ -64,7 +64,7 @@ def rollout_metrics(
     Returns:
         ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
         the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
-        a response), ``response/truncated_ratio`` (share of those that were cut), ``reward/acc`` (share of right answers).
+        a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/acc`` (share of right answers).
     """
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]

@@ -124,7 +124,8 @@ def engine_differences(data: DataProto, seen: Tensor, minibatch: int | None) -> 
     """How far the engine's log-probs are from the actor's before its update; see `difference_metrics`.
 
     The actor's are ``old_log_probs``. Where that column is missing or the engine's own, they are those that the update has
-    ``seen (B, R)``, of the rows of its first mini-batch: the others met a policy that had learned.
+    ``seen (B, R)``, of the rows of its first mini-batch: the others met a policy that had learned. (Of a batch that an older
+    policy sampled, the distance includes what has been learned since.)
     """
     if "rollout_log_probs" not in data:
         return {}

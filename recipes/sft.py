@@ -110,7 +110,7 @@ def task(config: SFTConfig, model_path: str) -> Task:
             metrics |= evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)[0]
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
-    return Task(builder, loader, evaluate)
+    return Task(builder, loader, evaluate, data.max_length + data.max_response_length)
 
 
 def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Any]:

@@ -63,6 +63,7 @@ class SupervisedConfig:
 
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     engine: str = "hf"  # what answers held-out questions
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
     # rows are packed first-fit-decreasing into as few micro-batches as they take
     compute: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
@@ -83,6 +84,7 @@ class Task:
     builder: PromptBuilder
     loader: Loader
     evaluate: Callable[[Roles, int], dict[str, float]]
+    longest: int  # tokens of a question and its answer
 
 
 def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> Path:
@@ -98,7 +100,8 @@ def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> 
     task = prepare(model_path)
 
     def attempt(run: RunConfig) -> None:
-        with start(config, model_path, task.builder.image_options) as roles:
+        limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
+        with start(config, model_path, limits) as roles:
             train(
                 run,
                 roles,
@@ -123,8 +126,8 @@ def tiny_model(directory: Path, seed: int) -> Path:
     return path if (path / "config.json").is_file() else make_tiny_model(path, seed)
 
 
-def start(config: SupervisedConfig, model_path: str, image_options: Mapping[str, Any] | None = None) -> Roles:
-    """The roles; an engine that processes images itself is told of ``PromptBuilder.image_options``."""
+def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
+    """The roles; an engine that processes images itself is told of ``limits``, which are options of its own."""
     optimizer = config.optimizer
     if optimizer.total_steps is None:
         total = config.run.steps
@@ -134,11 +137,11 @@ def start(config: SupervisedConfig, model_path: str, image_options: Mapping[str,
         optimizer=optimizer,
         **vars(config.compute),
     )
-    engine_options = {"image_options": image_options} if config.engine == "vllm" else {}
+    engine_options = dict(limits or {}) if config.engine == "vllm" else {}
     return launch(
         actor=actor,
         reward=exact_match,
-        rollout=RolloutConfig(model_path, config.engine, engine_options),
+        rollout=RolloutConfig(model_path, config.engine, engine_options | dict(config.engine_options)),
         on=config.on,
         layout=config.layout,
         **(vars(config.ray) if config.on == "ray" else {}),

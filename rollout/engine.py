@@ -56,6 +56,7 @@ class Request:
     multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
     multi_modal_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0  # of this sample's own random stream
+    uid: str = ""  # of its prompt, for messages
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ def build_requests(prompts: DataProto, sampling: SamplingParams) -> list[Request
     inputs = prompts["multi_modal_inputs"] if "multi_modal_inputs" in prompts else empty
     requests = []
     for row in range(len(prompts)):
-        mask = attended[row]
+        mask, uid = attended[row], str(uids[row])
         tensors = (prompts["input_ids"][row, mask], types[row, mask], prompts["position_ids"][row][..., mask])
         requests += [
-            Request(raw[row], *tensors, data[row], inputs[row], derive_seed(sampling.seed, str(uids[row]), sample))
+            Request(raw[row], *tensors, data[row], inputs[row], derive_seed(sampling.seed, uid, sample), uid)
             for sample in range(sampling.n)
         ]
     return requests

@@ -110,7 +110,7 @@ class VLLMEngine:
                     try:
                         self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
                     except ValueError as error:
-                        raise InvalidPrompt(f"row {number // sampling.n}: {_first_line(error)}") from error
+                        raise InvalidPrompt(f"{_row(number, request, sampling)}: {_first_line(error)}") from error
                     mine[name] = number
             while mine:
                 for output in self.engine.step():
@@ -166,7 +166,7 @@ class VLLMEngine:
     def _render(self, requests: Sequence[Request], sampling: SamplingParams) -> dict[int, Any]:
         """vLLM's form of each distinct prompt, by the identity of its ``input_ids``."""
         prompts: dict[int, Any] = {}
-        wrong: dict[int, str] = {}
+        wrong: list[str] = []
         for number, request in enumerate(requests):
             if id(request.input_ids) in prompts:
                 continue
@@ -176,11 +176,10 @@ class VLLMEngine:
                 if isinstance(error, MemoryError):
                     raise
                 prompts[id(request.input_ids)] = None
-                wrong[number // sampling.n] = _first_line(error)
+                wrong.append(f"{_row(number, request, sampling)}: {_first_line(error)}")
         if wrong:
-            reasons = [f"row {row}: {reason}" for row, reason in list(wrong.items())[:MAX_REPORTED_ROWS]]
-            more = f" (and {len(wrong) - len(reasons)} more rows)" if len(wrong) > len(reasons) else ""
-            raise InvalidPrompt("; ".join(reasons) + more)
+            more = f" (and {len(wrong) - MAX_REPORTED_ROWS} more rows)" if len(wrong) > MAX_REPORTED_ROWS else ""
+            raise InvalidPrompt("; ".join(wrong[:MAX_REPORTED_ROWS]) + more)
         return prompts
 
     def _render_one(self, request: Request, sampling: SamplingParams) -> Any:
@@ -353,9 +352,17 @@ def _processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any
     return {"use_fast": False} | dict(image_options or {})
 
 
+def _row(number: int, request: Request, sampling: SamplingParams) -> str:
+    """How messages name the prompt of a request; among ranks, row numbers are those of the engine's share."""
+    return f"row {number // sampling.n} (uid {request.uid})" if request.uid else f"row {number // sampling.n}"
+
+
 def _first_line(error: BaseException) -> str:
     """What went wrong at the bottom of it, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    line = lines[0] if lines else type(error).__name__
+    if "cached item" in line:
+        line += "; its images are larger than vLLM's cache of processed images: raise mm_processor_cache_gb"
+    return line

@@ -40,6 +40,11 @@ class EngineConfig:
             raise InvalidConfig(
                 f"lora_rank={self.lora_rank} must be at least 0 and lora_alpha={self.lora_alpha} above 0"
             )
+        if self.lora_vision and (not self.lora_rank or self.freeze_vision):
+            raise InvalidConfig(
+                f"lora_vision=True adapts the vision tower: it needs a lora_rank (now {self.lora_rank}) and a tower that is not "
+                "frozen by freeze_vision"
+            )
         if self.pipeline_chunks < 2:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
 

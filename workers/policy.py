@@ -39,7 +39,7 @@ class PolicyConfig(EngineConfig):
     def frozen(self) -> "PolicyConfig":
         """The same policy, as it was before any training, for a worker that never updates it."""
         kept = {field.name: getattr(self, field.name) for field in fields(PolicyConfig)}
-        return PolicyConfig(**kept | {"lora_rank": 0, "activation_checkpointing": "none"})
+        return PolicyConfig(**kept | {"lora_rank": 0, "lora_vision": False, "activation_checkpointing": "none"})
 
 
 class ModelWorker:

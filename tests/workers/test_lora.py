@@ -94,3 +94,8 @@ def test_only_adapters_are_trained(tmp_path):
 def test_adapters_that_cannot_be_are_refused():
     with pytest.raises(InvalidConfig, match="lora_rank=-1"):
         ActorConfig("", lora_rank=-1)
+    for options in ({}, {"lora_rank": 2, "freeze_vision": True}):
+        with pytest.raises(InvalidConfig, match="lora_vision=True adapts the vision tower"):
+            ActorConfig("", lora_vision=True, **options)
+    adapted = ActorConfig("", lora_rank=2, lora_vision=True).frozen()
+    assert (adapted.lora_rank, adapted.lora_vision) == (0, False)

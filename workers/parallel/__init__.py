@@ -6,6 +6,7 @@ A transform is ``apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -
 from collections.abc import Callable
 from importlib import import_module
 
+from dataproto.errors import InvalidConfig
 from workers.engine_config import EngineConfig
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
@@ -25,7 +26,20 @@ TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
 
 
 def parallelize(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
-    """Applies the transforms that are due, in place. A world of one with plain options is left as it is."""
+    """Applies the transforms that are due, in place. A world of one with plain options is left as it is.
+
+    Raises:
+        InvalidConfig: an option that has nothing to work on in this layout, or what a transform refuses.
+    """
+    if options.offload and ranks.size("dp", "sp") == 1:
+        raise InvalidConfig(
+            f"offload=True keeps shards in host memory, and {ranks.layout} has none: it needs dp x sp > 1"
+        )
+    if ranks.size("pp") == 1 and (options.pipeline_layers is not None or options.pipeline_schedule != "1f1b"):
+        raise InvalidConfig(
+            f"pipeline_schedule={options.pipeline_schedule!r} and pipeline_layers={options.pipeline_layers} are for layouts with "
+            f"pp > 1, not for {ranks.layout}"
+        )
     for path, is_due in TRANSFORMS:
         if is_due(ranks, options):
             import_module(path).apply(module, ranks, options)
