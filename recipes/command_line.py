@@ -2,8 +2,9 @@
 
 import contextlib
 import io
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,14 +39,29 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
     refusal = io.StringIO()
+    asks_for_help = bool({"-h", "--help"} & {*arguments})
     try:
-        with contextlib.redirect_stderr(refusal):
+        with contextlib.redirect_stderr(refusal), contextlib.nullcontext() if asks_for_help else _unwrapped():
             return tyro.cli(type(default), args=list(arguments), default=default, description=description, prog=prog)
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         raise InvalidConfig("; ".join(line for line in lines[1:] if line)) from None
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Messages are not broken at the width of the terminal."""
+    width = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "10000"
+    try:
+        yield
+    finally:
+        if width is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = width
 
 
 def names_a_model(arguments: Sequence[str]) -> bool:

@@ -60,9 +60,11 @@ class TrainingClient:
     """
 
     def __init__(self, roles: Roles, renderer: ChunkRenderer) -> None:
+        """Gives the engine that samples the weights as they are now."""
         self.roles = roles
         self.renderer = renderer
         self._samplings = 0
+        self.save_weights_for_sampler()
 
     def forward(
         self,

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tyro
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.batching import first_fit_decreasing
 from dataproto.errors import InvalidConfig
 from recipes.evaluation import save_processors
 from recipes.loader import OnBadRow
@@ -64,7 +62,6 @@ class SupervisedConfig:
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     engine: str = "hf"  # what answers held-out questions
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    # rows are packed first-fit-decreasing into as few micro-batches as they take
     compute: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
     layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
@@ -106,7 +103,7 @@ def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> 
                 run,
                 roles,
                 task.loader,
-                lambda rows, _: sft_step(roles, rows, config.compute.token_budget),
+                lambda rows, _: sft_step(roles, rows),
                 lambda step: task.evaluate(roles, step),
                 lambda target: save_processors(task.builder, target),
                 NothingCarried(),
@@ -127,7 +124,10 @@ def tiny_model(directory: Path, seed: int) -> Path:
 
 
 def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
-    """The roles; an engine that processes images itself is told of ``limits``, which are options of its own."""
+    """The roles; an engine that processes images itself is told of ``limits``, which are options of its own.
+
+    Without them, for a program that trains step by step, vLLM keeps the weights that it was given while others work.
+    """
     optimizer = config.optimizer
     if optimizer.total_steps is None:
         total = config.run.steps
@@ -137,7 +137,7 @@ def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] |
         optimizer=optimizer,
         **vars(config.compute),
     )
-    engine_options = dict(limits or {}) if config.engine == "vllm" else {}
+    engine_options = dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}
     return launch(
         actor=actor,
         reward=exact_match,
@@ -148,13 +148,11 @@ def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] |
     )
 
 
-def sft_step(roles: Roles, rows: DataProto, token_budget: int) -> tuple[DataProto, dict[str, float]]:
+def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
     """One update on the mean log-prob of all tokens to be learnt; returns the rows and the metrics of the step."""
     metrics: dict[str, float] = {}
     with timed(metrics, "update_actor"):
-        metrics |= roles.actor.update(
-            rows[packing_order(rows, token_budget)], next_token_loss, aggregation="token-mean"
-        )
+        metrics |= roles.actor.update(rows, next_token_loss, aggregation="token-mean")
     metrics["train/loss"] = metrics.pop("actor/loss")
     roles.sync_weights()
     return rows, metrics
@@ -163,19 +161,6 @@ def sft_step(roles: Roles, rows: DataProto, token_budget: int) -> tuple[DataProt
 def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-probs of the given tokens."""
     return -outputs.log_probs, {}
-
-
-def packing_order(rows: DataProto, token_budget: int) -> np.ndarray:
-    """``(B,)`` the order in which rows, taken one after the other, fill micro-batches as first-fit-decreasing does.
-
-    >>> import torch
-    >>> rows = DataProto.from_dict({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0]])})
-    >>> packing_order(rows, token_budget=4).tolist()
-    [0, 1, 2, 3]
-    """
-    lengths = rows["attention_mask"].sum(1)
-    bins = first_fit_decreasing(lengths, max(token_budget, int(lengths.max())))
-    return np.concatenate(bins)
 
 
 def measure_rows(rows: DataProto, metrics: Mapping[str, float]) -> dict[str, float]:

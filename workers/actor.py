@@ -23,7 +23,7 @@ from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
 from workers.mesh import Ranks
 from workers.optimizer import AdamParams, Optimizer, OptimizerConfig
-from workers.planning import ROW, split_update
+from workers.planning import MINIBATCH, ROW, split_update
 from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
 from workers.primitives import StepByStep
 from workers.step import LARGEST, LossFn, MicroBatch, check_rows
@@ -106,7 +106,7 @@ class TrainedWorker(ModelWorker):
         """One optimizer step for each mini-batch of ``minibatch`` prompts (all rows if ``None``), ``epochs`` times over.
 
         The loss does not depend on how rows are split into micro-batches or over ranks: its denominators are those of the
-        whole mini-batch. With several data-parallel ranks ``data`` is this rank's share, whose column ``minibatch`` says which
+        whole mini-batch. With several data-parallel ranks ``data`` is this rank's share, whose column `MINIBATCH` says which
         rows belong together (see `workers.planning.share_out`); without that column all rows are one mini-batch.
 
         Args:
@@ -306,8 +306,8 @@ class ActorWorker(StepByStep, TrainedWorker, PolicyWorker):
 
 def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
     """Row indices of this rank's part of each mini-batch, as many on every rank; ``None`` stands for all rows."""
-    if "minibatch" in data:
-        numbers = np.asarray(data["minibatch"])
+    if MINIBATCH in data:
+        numbers = np.asarray(data[MINIBATCH])
         count = max(ranks.gather(int(numbers.max(initial=-1)) + 1, "dp"))
         return [np.flatnonzero(numbers == number) for number in range(count)]
     if prompts is None:

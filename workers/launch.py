@@ -53,8 +53,10 @@ class Roles:
         self.after_sync()
 
     def sample(self, prompts: DataProto, sampling: SamplingParams | None = None) -> DataProto:
-        """``sampling.n`` answers to each prompt, from the weights that the engine was last given; see
-        `RolloutWorker.generate`.
+        """``sampling.n`` answers to each prompt; see `RolloutWorker.generate`.
+
+        They come from the weights that the engine was last given, or the actor's if it has none: none have been given yet, or
+        they were dropped while it slept (vLLM on CUDA, unless its option ``sleep_level`` is 1).
         """
         data: DataProto = self.rollout.generate(prompts, sampling or SamplingParams())
         return data

@@ -18,6 +18,8 @@ ATTENTION = 1 / 43_000  # what attention adds for a pair of tokens
 
 ROW = "_row"
 """The column that says which row of the whole batch a row is."""
+MINIBATCH = "_minibatch"
+"""The column that says which rows make one step together, by number."""
 
 
 def split_update(call: Arguments, parts: int) -> list[Arguments]:
@@ -30,8 +32,7 @@ def split_update(call: Arguments, parts: int) -> list[Arguments]:
 
 
 def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list[DataProto]:
-    """The rows of each of ``parts`` ranks, with `ROW` and the column ``minibatch`` ``(B,)``, which says which rows make one step
-    together.
+    """The rows of each of ``parts`` ranks, with the columns `ROW` and `MINIBATCH`.
 
     A mini-batch is ``minibatch`` prompts of the whole batch (all of it if ``None``), and its work is spread evenly. Samples of
     a prompt stay on one rank, where the prompt is computed once, unless that leaves a rank with `TOLERANCE` times the
@@ -47,7 +48,7 @@ def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list
         for share, chosen in zip(shares, spread(own[rows], lead[rows], groups[rows].tolist(), parts), strict=True):
             share.append(rows[chosen])
     numbered = data[:]
-    numbered["minibatch"], numbered[ROW] = numbers, np.arange(len(data))
+    numbered[MINIBATCH], numbered[ROW] = numbers, np.arange(len(data))
     return [numbered[np.concatenate(share)] for share in shares]
 
 

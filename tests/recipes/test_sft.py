@@ -9,15 +9,17 @@ import pytest
 import torch
 from PIL import Image
 
-from dataproto.batching import split_by_tokens
+from dataproto.batching import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
 from recipes.loader import PromptLoader
 from recipes.metrics import read_metrics
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
-from recipes.supervised import exact_match, held_out_loss, measure_rows, packing_order, sft_step, start
+from recipes.supervised import exact_match, held_out_loss, measure_rows, sft_step, start
 from rollout.prompts import SupervisedBuilder
+from workers.actor import ActorConfig, ActorWorker
 from workers.engine_config import EngineConfig
 from workers.reward import RewardRow
+from workers.step import micro_batches
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
@@ -131,23 +133,22 @@ def test_packed_and_mixed_rows_give_plain_hugging_faces_loss(model_type, checkpo
     config = SFTConfig(model_path=path, compute=EngineConfig(token_budget=150))
     with start(config, path) as roles:
         held_out = held_out_loss(roles, [batch])["val/loss"]
-        _, metrics = sft_step(roles, batch, 150)
+        _, metrics = sft_step(roles, batch)
         assert held_out_loss(roles, [batch])["val/loss"] < held_out
     assert held_out == pytest.approx(total / tokens, abs=1e-5)
     assert metrics["train/loss"] == pytest.approx(total / tokens, abs=1e-5)
 
 
-def test_packing_fills_micro_batches_better_than_the_order_of_the_data(checkpoints, data_path):
-    builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 512)
+def test_rows_fill_as_few_micro_batches_as_first_fit_decreasing_needs(checkpoints, data_path):
+    path = str(checkpoints["qwen2_5_vl"])
+    builder = SupervisedBuilder.from_pretrained(path, 512)
     rows, _ = open_data(SFTDataConfig(data_path=(data_path,), eval_rows=4), builder, seed=0)
-    batch = next(PromptLoader(rows, builder, 18))
-    budget = 170
-    order = packing_order(batch, budget)
-    assert sorted(order.tolist()) == list(range(18))
+    batch, budget = next(PromptLoader(rows, builder, 18)), 170
     lengths = batch["attention_mask"].sum(1)
-    packed, unpacked = (len(split_by_tokens(each, budget)) for each in (lengths[torch.from_numpy(order)], lengths))
-    assert packed <= unpacked
-    assert packed <= -(-11 * int(lengths.sum()) // (9 * budget)) + 1
+    parts = micro_batches(batch, ActorWorker(ActorConfig(path), torch.device("cpu")).module, budget)
+    assert sorted(row for part in parts for row in part.index.tolist()) == list(range(18))
+    assert len(parts) <= len(first_fit_decreasing(lengths, budget))
+    assert all(int(lengths[part.index].sum()) <= budget for part in parts)
     assert measure_rows(batch, {})["data/learnt_tokens"] == int(batch["response_mask"].sum())
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import GenerationConfig
 
-from dataproto.chunks import Datum, ModelInput
+from dataproto.chunks import Datum, EncodedTextChunk, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
 from recipes.step_by_step import TrainingClient
@@ -119,6 +119,21 @@ def test_sample_train_and_sample_again(client):
     weights = [1.0] * len(greedy[0].tokens)
     trained = client.forward([datum(asked, greedy[0].tokens, weights=weights)], per_token=True).loss_fn_outputs[0]
     assert trained["logprobs"][-len(weights) :].tolist() == pytest.approx(greedy[0].logprobs, abs=1e-4)
+
+
+def test_samples_come_from_the_weights_last_given_even_the_first_ones(client, path):
+    asked = prompt(client, "what", (16, 16))
+    params = tinker.SamplingParams(max_tokens=4, temperature=1.0, seed=5)
+    with client_of(path) as untrained:
+        (expected,) = untrained.sample(asked, 1, params)
+    datum = Datum(ModelInput([EncodedTextChunk([5, 6, 7])]), {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]})
+    client.forward_backward([datum])
+    client.optim_step(RATE)
+    (before,) = client.sample(asked, 1, params)
+    client.save_weights_for_sampler()
+    (after,) = client.sample(asked, 1, params)
+    assert before == expected
+    assert after.logprobs != before.logprobs
 
 
 def test_any_end_token_stops_an_answer_even_as_its_last_token(client, path, tmp_path):

@@ -106,7 +106,9 @@ def test_another_expansion_than_the_training_sides_is_named(setup):
         generate(setup, setup.vllm, GREEDY, other)
     swapped = setup.prompts[3:]
     swapped["multi_modal_data"] = np.array([{"image": [picture(20, 60, 6)]}], dtype=object)
-    with pytest.raises(InvalidPrompt, match=r"row 0 .*: vLLM expands the prompt to \d+ tokens, the training side to \d+"):
+    with pytest.raises(
+        InvalidPrompt, match=r"row 0 .*: vLLM expands the prompt to \d+ tokens, the training side to \d+"
+    ):
         generate(setup, setup.vllm, GREEDY, swapped)
 
 

@@ -1,6 +1,8 @@
 import pytest
 
 from dataproto.errors import InvalidConfig
+from recipes.tiny import tiny_checkpoint
+from workers.actor import ActorConfig, ActorWorker
 from workers.group import LocalGroup, dispatch
 from workers.layout import Layout
 
@@ -31,6 +33,19 @@ def test_ranks_have_distinct_coordinates():
 def test_impossible_layouts_are_refused(degrees):
     with pytest.raises(InvalidConfig, match="layout"):
         Layout(**degrees)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": True}, "offload=True .* needs dp x sp > 1"),
+        ({"pipeline_schedule": "gpipe"}, "pipeline_schedule='gpipe' .* pp > 1"),
+        ({"pipeline_layers": (1, 1)}, r"pipeline_layers=\(1, 1\) .* pp > 1"),
+    ],
+)
+def test_options_without_anything_to_work_on_are_refused(options, message):
+    with pytest.raises(InvalidConfig, match=message):
+        ActorWorker(ActorConfig(str(tiny_checkpoint(0)), **options))
 
 
 def test_a_group_calls_dispatched_methods_only():

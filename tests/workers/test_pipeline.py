@@ -196,7 +196,7 @@ def alone(checkpoints):
     found = {}
 
     def learnt(model, **options):
-        options = {name: value for name, value in options.items() if not name.startswith("pipeline")}
+        options = {name: value for name, value in options.items() if not name.startswith(("pipeline", "offload"))}
         key = model, str(options)
         if key not in found:
             found[key] = learn(*checkpoints[model], **options)

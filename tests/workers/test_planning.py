@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from workers.dispatch import Arguments
-from workers.planning import ROW, places_in_groups, row_work, share_out, split_update, spread
+from workers.planning import MINIBATCH, ROW, places_in_groups, row_work, share_out, split_update, spread
 
 
 def rows(prompts, responses, uids, images=None):
@@ -41,7 +41,7 @@ def test_samples_of_a_prompt_stay_together_and_minibatches_are_cut_first():
     data = rows([10] * 8, [4] * 8, list("aabbccdd"))
     shares = share_out(data, 2, minibatch=2)
     for share in shares:
-        assert share["minibatch"].tolist() == [0, 0, 1, 1]
+        assert share[MINIBATCH].tolist() == [0, 0, 1, 1]
         assert len(set(share["uid"])) == 2
         assert share["uid"][0] == share["uid"][1]
     assert sorted(row for share in shares for row in share["row"]) == list(range(8))
@@ -73,10 +73,10 @@ def test_the_call_is_split_wherever_its_batch_stands():
         parts = split_update(call, 2)
         for part in parts:
             share = part.args[0] if part.args else part.kwargs["data"]
-            assert share["minibatch"].max() == 1
+            assert share[MINIBATCH].max() == 1
             assert data["uid"][share["row"]].tolist() == share["uid"].tolist()
         assert parts[0].args[1:] == call.args[1:]
-    assert "minibatch" not in data
+    assert MINIBATCH not in data
 
 
 sizes = st.lists(st.tuples(st.integers(1, 50), st.sampled_from("abcd")), min_size=1, max_size=24)

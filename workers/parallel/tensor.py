@@ -189,6 +189,11 @@ def _gather_input(
     """All tokens' hidden states for a module that hands them to layers split by column: gathered once for all of them."""
     if args:
         return (_gather_tokens(args[0], peers), *args[1:]), kwargs
+    if "hidden_states" not in kwargs:
+        raise InvalidConfig(
+            f"{type(module).__name__} is split over tp, so it takes the tokens' states first or as hidden_states; "
+            f"it was called with {sorted(kwargs)}"
+        )
     return args, kwargs | {"hidden_states": _gather_tokens(kwargs["hidden_states"], peers)}
 
 
