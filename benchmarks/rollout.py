@@ -132,13 +132,15 @@ class Ours:
         self.say("hand-over in place", 1000 * median(self.seconds(self.hand_over) for _ in range(5)), "ms")
         self.say("weights that differ after it", len(self.engine.differing_weights(self.weights())), "")
         cycles: dict[str, list[float]] = {"sleep": [], "wake, hand-over and KV cache": []}
-        for _ in range(ROUNDS):
+        asleep = []
+        for _ in range(self.arguments.cycles):
             cycles["sleep"].append(self.seconds(self.engine.sleep))
-            asleep = used_gib()
+            asleep.append(used_gib())
             cycles["wake, hand-over and KV cache"].append(self.seconds(self.wake))
         for name, found in cycles.items():
             self.say(name, 1000 * median(found), "ms")
-        self.say("device memory: engine asleep", asleep, "GiB")
+        self.say("device memory: engine asleep, first time", asleep[0], "GiB")
+        self.say("device memory: engine asleep, last time", asleep[-1], "GiB")
 
     def generation(self) -> None:
         sampling = SamplingParams(max_tokens=self.arguments.max_tokens)
@@ -220,6 +222,9 @@ def main() -> None:
     parser.add_argument("--size", default="7b", choices=["tiny", "3b", "7b"])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument(
+        "--cycles", type=int, default=ROUNDS, help="times that the engine sleeps and wakes (default: 3)"
+    )
     parser.add_argument("--memory-share", type=float, default=0.5, help="of the device, for the engine")
     parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
