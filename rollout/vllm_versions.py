@@ -24,6 +24,8 @@ DEFAULTS = {
 
 JOINED_WEIGHTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers that vLLM joins, in its order."""
+EXPERTS_MODULE = ".routed_experts"
+"""Where experts lie from 0.29 on; 0.30 leaves it out when it tells which weights it has loaded."""
 EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Experts' weights: a checkpoint's names, and vLLM's."""
 

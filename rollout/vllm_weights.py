@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.vllm_versions import EXPERT_WEIGHTS, JOINED_WEIGHTS, is_packed, loading, model_of
+from rollout.vllm_versions import EXPERT_WEIGHTS, EXPERTS_MODULE, JOINED_WEIGHTS, is_packed, loading, model_of
 
 Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 
@@ -17,7 +17,17 @@ def load_weights(worker: Any, weights: Weights) -> set[str]:
     parameters = {name for name, _ in model_of(worker).named_parameters()}
     with loading(worker) as model:
         loader: Any = model
-        return parameters - set(loader.load_weights(weights))
+        filled = set(loader.load_weights(weights))
+    return unfilled(parameters, filled)
+
+
+def unfilled(parameters: set[str], filled: set[str]) -> set[str]:
+    """The parameters that are not among those that vLLM says it has filled.
+
+    >>> unfilled({"experts.routed_experts.w2_weight", "norm.weight"}, {"experts.w2_weight"})
+    {'norm.weight'}
+    """
+    return {name for name in parameters - filled if name.replace(EXPERTS_MODULE, "") not in filled}
 
 
 @torch.no_grad()
