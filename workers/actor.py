@@ -122,7 +122,7 @@ class TrainedWorker(ModelWorker):
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`; also a mini-batch without any response token.
             RankFailure: another rank's rows were refused.
         """
-        return self._update(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
+        return self.update_and_score(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
 
     @dispatch(split=split_update, join=join_updates)
     def update_and_score(
@@ -135,11 +135,6 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, and what the model said of the rows before it learned from them, which costs no further pass."""
-        return self._update(data, loss_fn, minibatch, epochs, aggregation, entropy)
-
-    def _update(
-        self, data: DataProto, loss_fn: LossFn, minibatch: int | None, epochs: int, aggregation: str, entropy: bool
-    ) -> Updated:
         if epochs < 1:
             raise InvalidConfig(f"epochs={epochs}: must be at least 1")
         with self.ranks.all_or_none():

@@ -257,15 +257,21 @@ FLASH: dict[str, Flash] = {"torch": torch_flash, "fa4": flash_4}
 def use_packed_attention(model: PreTrainedModel, flash: str = "torch") -> None:
     """Makes every part of ``model`` attend through `packed_attention`, by a kernel of `FLASH`.
 
-    Set on the configs, since `set_attn_implementation` looks for a flash-attn package behind any name with "flash" in it.
-
     Raises:
         InvalidConfig: the kernel cannot be used here.
     """
     if flash == "fa4":
         flash4.check_usable()
     name = f"packed_flash_{flash}"  # vision towers make one variable-length call a layer only for names with "flash" in them
-    AttentionInterface.register(name, partial(packed_attention, flash=FLASH[flash]))
+    attend_through(model, name, partial(packed_attention, flash=FLASH[flash]))
+
+
+def attend_through(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Makes every part of ``model`` attend through ``function``, which transformers then knows by ``name``.
+
+    Set on the configs, since `set_attn_implementation` looks for a flash-attn package behind any name with "flash" in it.
+    """
+    AttentionInterface.register(name, function)
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):

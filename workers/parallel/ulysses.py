@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from workers.attention import FLASH, packed_attention
+from workers.attention import FLASH, attend_through, packed_attention
 from workers.engine_config import EngineConfig
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
@@ -32,12 +31,8 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
         return
     check_heads(module.model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
     name = f"ulysses_packed_flash_{options.flash_attention}"
-    AttentionInterface.register(name, partial(ulysses_attention, flash=FLASH[options.flash_attention]))
     decoder = module.model.get_submodule(module.family.language_model)
-    for part in decoder.modules():
-        config = getattr(part, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation_internal = name
+    attend_through(decoder, name, partial(ulysses_attention, flash=FLASH[options.flash_attention]))
 
 
 def ulysses_attention(
