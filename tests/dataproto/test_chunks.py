@@ -163,4 +163,4 @@ def test_a_datum_is_a_datum():
 
 def test_the_library_does_not_import_tinker():
     code = "import sys, dataproto.chunks, rollout.prompts; assert not {'tinker', 'pydantic'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -25,8 +25,8 @@ def test_the_table_is_well_formed() -> None:
 
 def test_require_is_silent_where_all_is_there() -> None:
     data = DataProto.from_dict({"responses": torch.zeros(1, 2)}, {"uid": ["a"]})
-    require(data)
-    require(data, "uid", "responses")
+    assert require(data) is None
+    assert require(data, "uid", "responses") is None
 
 
 def test_require_lists_what_is_absent_present_and_who_writes_it() -> None:

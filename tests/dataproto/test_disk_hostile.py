@@ -478,7 +478,7 @@ def test_forged_headers_are_refused_or_read(tmp_path: Path, rich_file: bytes, ed
     event("refused" if data is None else "read")
     if data is not None:
         data.check_consistency()
-        repr(data)
+        assert repr(data)
 
 
 # Bounds

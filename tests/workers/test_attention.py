@@ -61,7 +61,8 @@ def test_the_operator_is_well_formed():
     q = torch.randn(5, 4, 8, requires_grad=True)
     k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(2))
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
-    torch.library.opcheck(segment_attention, (q, k, v, bounds, bounds, None, True))
+    found = torch.library.opcheck(segment_attention, (q, k, v, bounds, bounds, None, True))
+    assert set(found.values()) == {"SUCCESS"}
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 10))
