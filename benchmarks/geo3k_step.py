@@ -9,6 +9,7 @@ cut at 2,048. Weights, data and recipe are otherwise those of a real run: `recip
 
 import argparse
 import json
+import logging
 import math
 import os
 import random
@@ -109,6 +110,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("workers").setLevel(logging.INFO)  # how long each role takes to come up
     path = str(
         runpy.run_path(str(HERE / "random_checkpoint.py"))["make"](arguments.model / arguments.size, arguments.size)
     )

@@ -28,6 +28,7 @@ from workers.host import Host, Monitor
 from workers.layout import Layout
 from workers.ray_config import RayConfig
 
+log = logging.getLogger(__name__)
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # that a cluster has to find room
 
@@ -128,6 +129,7 @@ class RayPool:
         Raises:
             InvalidConfig: the cluster has too few CPUs or GPUs.
         """
+        started = time.perf_counter()
         self.layout, self.config, self.blobs = layout, config, blobs
         self.ended: str | None = None  # why no more calls are possible
         self.placement = reserve(layout.world_size, config)
@@ -146,10 +148,13 @@ class RayPool:
         found = self.wait([host.place.remote() for host in self.hosts], "start")
         self.places = [place for _, place in found]
         self.wait([host.meet.remote(layout, found[0][0], config.timeout_s) for host in self.hosts], "start")
+        log.info("%d processes have met after %.1f s", layout.world_size, time.perf_counter() - started)
 
     def build(self, role: str, make: Callable[[Host], Any]) -> "RayGroup":
         """Makes a role's worker in every process, from its `Host`."""
+        started = time.perf_counter()
         classes = self.wait([host.build.remote(role, make) for host in self.hosts], f"build {role}")
+        log.info("%s: %d processes ready after %.1f s", role, len(self.hosts), time.perf_counter() - started)
         return RayGroup(self, role, classes[0])
 
     def open_channel(self, receivers: "RayPool") -> None:
