@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from dataproto import DataProto
 from dataproto.batching import cut_minibatches
 from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.transfer import move
 from workers.accounting import Accounting, required_work, whole_work
 from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
@@ -28,7 +29,7 @@ from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
 from workers.primitives import StepByStep
 from workers.step import LARGEST, LossFn, MicroBatch, check_rows
 from workers.training_state import Saving, load_training_state
-from workers.transfer import index_on, move, rows_to_device
+from workers.transfer import index_on, rows_to_device
 
 log = logging.getLogger(__name__)
 

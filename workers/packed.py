@@ -42,8 +42,10 @@ class TokenShare:
     """
 
     def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
-        """The rows with what this process needs of ``input_ids`` and ``position_ids``, and the media among its tokens."""
-        return rows, spans
+        """The rows with what this process needs of ``input_ids`` and ``position_ids``, and the media among its tokens, on the
+        device of the rows.
+        """
+        return rows, spans.to(rows.input_ids.device)
 
     def held(self, tokens: int) -> int:
         """How many states this process has, between layers, of a sequence of ``tokens``."""

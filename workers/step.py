@@ -233,13 +233,13 @@ def place_media(
 def to_forward(
     packed: PackedRows, media: dict[str, Tensor], spans: MediaSpans, device: torch.device
 ) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
-    """What a forward pass is given, where it is given it."""
+    """What a forward pass is given, where it is given it: tokens and pixels on ``device``."""
     moved = replace(packed, **to_device(vars(packed), device))
-    # Grids stay on the host, where bounds of images and windows are told from them.
+    # Grids and spans stay on the host, where bounds of images and windows, and ranks' parts, are told from them.
     pixels = {name: value for name, value in media.items() if value.is_floating_point()}
     # FSDP moves all tensors that lie in a plain dict.
     inputs = MappingProxyType(media | to_device(pixels, device))
-    return moved, inputs, MediaSpans(**to_device(vars(spans), device))
+    return moved, inputs, spans
 
 
 def sharing(rows: DataProto) -> Tensor:

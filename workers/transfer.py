@@ -7,18 +7,12 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.transfer import move
 
 
 def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The values with tensors moved to ``device``; from the host to a CUDA device in the order of its stream."""
     return {name: move(value, device) if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on ``device``, through pinned memory where that lets the host go on."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def index_on(index: slice | Tensor, device: torch.device) -> slice | Tensor:

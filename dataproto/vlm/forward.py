@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataproto.transfer import move
 from dataproto.vlm.media import MediaSpans
 
 
@@ -23,7 +24,7 @@ def tower_output(tower: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) 
     grids = torch.cat([media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media])
     if grids.device != pixels.device:
         found = grid_arguments(tower, grids)
-        moved = {name: _sent(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
+        moved = {name: move(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
         vision_kwargs = moved | vision_kwargs
     return tower(pixels, grid_thw=grids, **vision_kwargs)
 
@@ -51,10 +52,6 @@ def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:
         )
         found |= {"interp_indices": indices, "interp_weights": weights}
     return found
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def pooled(output: Any) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import MediaMismatch
+from dataproto.transfer import move
 from dataproto.vlm.mrope import IMAGE, VIDEO
 from dataproto.vlm.pictures import Pictures
 
@@ -43,7 +44,7 @@ class MediaSpans:
 
     def to(self, device: torch.device | str) -> "MediaSpans":
         """The same spans on another device."""
-        return MediaSpans(self.positions.to(device), self.features.to(device))
+        return MediaSpans(move(self.positions, device), move(self.features, device))
 
 
 @dataclass(frozen=True)

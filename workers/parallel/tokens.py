@@ -36,7 +36,9 @@ class SplitTokens(TokenShare):
     tp: Peers | None
 
     def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
-        """The rows with this rank's slice of ``input_ids`` and ``position_ids``, and the media in its part of that."""
+        """The rows with this rank's slice of ``input_ids`` and ``position_ids``, and the media in its part of that, told from
+        ``spans`` on the host.
+        """
         part = self.held(rows.input_ids.shape[-1])
         length = part * self._size(self.tp)
         start = length * (0 if self.sp is None else self.sp.rank)
@@ -47,7 +49,7 @@ class SplitTokens(TokenShare):
             position_ids=whole.position_ids[..., start : start + length],
         )
         first = start + part * (0 if self.tp is None else self.tp.rank)
-        return mine, spans.window(first, first + part)
+        return mine, spans.window(first, first + part).to(mine.input_ids.device)
 
     def held(self, tokens: int) -> int:
         return -(-tokens // (self._size(self.sp) * self._size(self.tp)))

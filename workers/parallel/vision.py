@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.balancing import balance
+from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
 from workers.engine_config import EngineConfig
 from workers.mesh import Ranks
@@ -54,7 +55,7 @@ class SplitFeatures:
             features = family.features(model, dummy)[:0]
         features = pad(features, (0, 0, 0, 0, 0, longest - len(features)))
         features = gather_split(features, self.peers)  # each rank places those of its own tokens
-        return features.index_select(0, _places(shares, counts, longest).to(features.device))
+        return features.index_select(0, move(_places(shares, counts, longest), features.device))
 
     def _part(self, media: Mapping[str, Tensor], chosen: Tensor, kinds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of the chosen grids ``(n,)``, which count through all kinds, ``(N, 3)`` each."""
@@ -66,7 +67,7 @@ class SplitFeatures:
             for name in self.family.pictures.names(kind) if bool(here.any()) else ():
                 # Rows of a tensor are the grids' own, or those of their patches.
                 rows = here if len(media[name]) == len(grids) else torch.repeat_interleave(here, grids.prod(-1))
-                inputs[name] = media[name].index_select(0, rows.nonzero().squeeze(1).to(media[name].device))
+                inputs[name] = media[name].index_select(0, move(rows.nonzero().squeeze(1), media[name].device))
         return inputs
 
 
