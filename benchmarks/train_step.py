@@ -344,7 +344,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt in part `shared` (default: 8)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each part (default: 5)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
-    parser.add_argument("--token-budget", type=int, default=8192, help="tokens of a micro-batch (default: 8192)")
+    parser.add_argument("--token-budget", type=int, default=8192, help="of a micro-batch, on each rank (default: 8192)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])

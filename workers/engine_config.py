@@ -12,7 +12,7 @@ from dataproto.errors import InvalidConfig
 class EngineConfig:
     """Options of the forward and backward pass that change speed and memory, never the result beyond rounding."""
 
-    token_budget: int = 16_384  # tokens of one micro-batch
+    token_budget: int = 16_384  # tokens that a rank has of one micro-batch; those along sp share them
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
     compile: bool = False  # torch.compile for the repeated layers

@@ -154,7 +154,8 @@ class ModelWorker:
         return self.ranks.size("dp", "sp") > 1
 
     def micro_batches(self, data: DataProto) -> list[MicroBatch]:
-        return micro_batches(data, self.module, self.config.token_budget, self.ranks)
+        """Parts of which each rank has at most ``token_budget`` tokens: those along sp share the tokens of one."""
+        return micro_batches(data, self.module, self.config.token_budget * self.ranks.size("sp"), self.ranks)
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:

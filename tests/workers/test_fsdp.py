@@ -19,13 +19,14 @@ from helpers.metrics import learned
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
 from workers import weights
+from workers.accounting import required_work
 from workers.actor import ActorConfig, ActorWorker
 from workers.layout import Layout
 from workers.mesh import Ranks, join
 from workers.optimizer import OptimizerConfig
 from workers.planning import share_out
 from workers.policy import PolicyConfig, ReferenceWorker
-from workers.step import forward_rows, inert_rows
+from workers.step import forward_rows, inert_rows, micro_batches
 from workers.weights import full_tensor
 
 CPU = torch.device("cpu")
@@ -244,6 +245,18 @@ def equals_row_by_row(model_type: str) -> None:
 
 
 VISION_LORA = {"lora_rank": 2, "lora_vision": True}
+
+
+def slices_share_a_micro_batch():
+    """The token budget is a rank's own: two that share a sequence take a micro-batch of twice as many tokens."""
+    rows = mixed_rows("qwen2_5_vl")
+    alone = actor("qwen2_5_vl")
+    half = -(-required_work(alone.module, rows).tokens // 2)
+    assert len(micro_batches(rows, alone.module, half)) > 1
+    together = actor("qwen2_5_vl", join(Layout(sp=2), CPU), token_budget=half)
+    assert len(together.micro_batches(rows)) == 1
+
+
 SCENARIOS = {
     **{f"{model_type}, row by row": partial(equals_row_by_row, model_type) for model_type in MODEL_TYPES},
     **{
@@ -277,6 +290,7 @@ SCENARIOS = {
     "refused": partial(refused_rows_are_refused_everywhere, "qwen3_vl"),
     "saved": partial(saving_and_loading_continues_to_the_bit, "qwen2_5_vl"),
     "saved adapters": partial(saving_and_loading_continues_to_the_bit, "qwen2_5_vl", **VISION_LORA),
+    "token budget": slices_share_a_micro_batch,
     "half precision": partial(half_precision_is_near, "qwen2_5_vl"),
 }
 
