@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from dataproto.batching import PackedRows
@@ -57,11 +58,18 @@ class TokenShare:
 
     def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """States ``(n, H)`` that predict response tokens, out of this process's ``(S, H)``, and their targets ``(n,)``."""
-        return hidden[rows.predictors], rows.targets
+        return rows_of(hidden, rows.predictors), rows.targets
 
     def join(self, values: Tensor, rows: PackedRows) -> Tensor:
         """``(n,)`` of this process's targets to ``(N,)`` of all."""
         return values
+
+
+def rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]`` of ``x (S, H)``, some rows of which are wanted several times: their gradients are added up in the same order
+    every time, where those of an index come from several threads at once.
+    """
+    return embedding(index, x)
 
 
 class PackedVLM(nn.Module):

@@ -12,7 +12,7 @@ from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.actor import ActorConfig, ActorWorker
-from workers.packed import PackedVLM
+from workers.packed import PackedVLM, rows_of
 from workers.policy import PolicyConfig, ReferenceWorker
 from workers.step import forward_rows, infer_token_types, prepare_rows
 
@@ -183,3 +183,22 @@ def test_saving_and_loading_continues_to_the_bit(checkpoint, tmp_path):
     assert learned(ours) == learned(theirs)
     for (name, a), (_, b) in zip(actor.named_weights(), other.named_weights(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_gradients_of_rows_wanted_twice_are_added_up_in_one_order():
+    """To the last bit those of a loop, also by several threads; the gradient of an index is added up by whoever comes first."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(0, 7, (20_000,), generator=generator)
+    states = torch.randn(7, 64, generator=generator, requires_grad=True)
+    gradient = torch.randn(len(index), 64, generator=generator)
+    torch.testing.assert_close(rows_of(states, index), states[index], rtol=0, atol=0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        rows_of(states, index).backward(gradient)
+    finally:
+        torch.set_num_threads(threads)
+    expected = torch.zeros_like(states)
+    for row, part in zip(index.tolist(), gradient, strict=True):
+        expected[row] += part
+    torch.testing.assert_close(states.grad, expected, rtol=0, atol=0)

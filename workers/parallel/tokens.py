@@ -18,7 +18,7 @@ from dataproto.batching import PackedRows, fill_up
 from dataproto.vlm import MediaSpans
 from workers.engine_config import EngineConfig
 from workers.mesh import Ranks
-from workers.packed import PackedVLM, TokenShare
+from workers.packed import PackedVLM, TokenShare, rows_of
 from workers.parallel.collectives import Peers, gather_shared, sum_and_split
 
 
@@ -68,7 +68,7 @@ class SplitTokens(TokenShare):
         count = max(-(-len(rows.targets) // self.sp.size), 1)
         owner = torch.div(rows.predictors, len(hidden), rounding_mode="floor")
         mine = (owner == self.sp.rank)[:, None]
-        states = torch.where(mine, hidden[rows.predictors % len(hidden)], 0.0)  # 0 where another rank has it
+        states = torch.where(mine, rows_of(hidden, rows.predictors % len(hidden)), 0.0)  # 0 where another rank has it
         missing = count * self.sp.size - len(states)
         states = sum_and_split(pad(states, (0, 0, 0, missing)), self.sp)
         return states, pad(rows.targets, (0, missing)).chunk(self.sp.size)[self.sp.rank]
