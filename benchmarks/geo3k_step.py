@@ -100,6 +100,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", default="full", choices=["none", "selective", "full"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
+    parser.add_argument(
+        "--reshard", action=argparse.BooleanOptionalAction, default=True, help="FSDP frees weights after the forward pass"
+    )
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
     parser.add_argument(
@@ -128,6 +131,7 @@ def main() -> None:
         activation_checkpointing=arguments.activation_checkpointing,
         compile=arguments.compile,
         flash_attention=arguments.flash_attention,
+        reshard_after_forward=arguments.reshard,
     )
     options = json.loads(arguments.rollout)
     engine = "geo3k_step:VLLMOfDrawnLengths" if arguments.engine == "vllm" else arguments.engine

@@ -84,17 +84,7 @@ def flash_attention_4(
 
 
 @flash_attention_4.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -133,20 +123,7 @@ def _flash_attention_4_backward(
 
 
 @_flash_attention_4_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
