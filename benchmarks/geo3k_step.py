@@ -101,7 +101,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument(
-        "--reshard", action=argparse.BooleanOptionalAction, default=True, help="FSDP frees weights after the forward pass"
+        "--reshard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="FSDP frees weights after the forward pass",
     )
     parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
