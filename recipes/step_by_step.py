@@ -169,11 +169,11 @@ class TrainingClient:
     def save_state(self, path: str | Path) -> None:
         """Writes weights and optimizer to a directory."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        self.roles.actor.save_state(Path(path))
+        self.roles.actor.save_state(Path(path).absolute())
 
     def load_state(self, path: str | Path) -> None:
         """Reads what `save_state` wrote. Samples still come from the weights last given to the sampler."""
-        self.roles.actor.load_state(Path(path))
+        self.roles.actor.load_state(Path(path).absolute())
 
     def save_weights_for_sampler(self) -> None:
         """Gives the weights as they are now to the engine that samples."""

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from recipes.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
 from recipes.progress import Progress
 from workers.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
 from workers.launch import Roles
+from workers.plain_checkpoint import missing_parts
 
 STATE_FILE = "trainer.pt"
 
@@ -163,11 +165,17 @@ class Checkpoints:
 
     def __init__(self, run: RunConfig, roles: Roles, save_processors: Callable[[Path], None]) -> None:
         self.run, self.save_processors = run, save_processors
+        self.root = run.output_dir.absolute()  # workers may stand in another directory
         self.models = {"actor": roles.actor} | ({"critic": roles.critic} if roles.has("critic") else {})
         self._open = contextlib.ExitStack()  # the checkpoint that is still being written
+        self._writing = False
 
     def save(self, step: int, loader: Loader, progression: Stateful) -> None:
-        """Writes the checkpoint of a step; the one before is finished first."""
+        """Writes the checkpoint of a step; the one before is finished first.
+
+        Raises:
+            CheckpointError: what the workers wrote is not where this process looks for it.
+        """
         self.finish()
         state = {
             "step": step,
@@ -176,20 +184,30 @@ class Checkpoints:
             "random": random_states(),
         }
         with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(writing_checkpoint(self.run.output_dir, step, self.run.keep_checkpoints))
+            directory = stack.enter_context(writing_checkpoint(self.root, step, self.run.keep_checkpoints))
+            stack.push(partial(self._check_written, directory))
             for name, group in self.models.items():
                 group.save(directory / name, behind=self.run.save_behind)
             self.save_processors(directory / "actor" / "huggingface")
             torch.save(state, directory / STATE_FILE)
             if self.run.save_behind:
-                self._open = stack.pop_all()
+                self._open, self._writing = stack.pop_all(), True
 
     def finish(self) -> None:
         """Waits until the last checkpoint is whole; raises what went wrong, which leaves the one before."""
+        writing, self._writing = self._writing, False
         with self._open.pop_all():
-            if self.run.save_behind:
-                for group in self.models.values():
-                    group.finish_save()
+            for group in self.models.values() if writing else ():
+                group.finish_save()
+
+    def _check_written(self, directory: Path, kind: type[BaseException] | None, *_: object) -> None:
+        for name in self.models if kind is None else ():
+            training = directory / name / "training"
+            if missing := missing_parts(training):
+                raise CheckpointError(
+                    f"{training} lacks {missing[:3]}, which the workers of {name!r} have written: on several machines "
+                    f"{self.root} has to be on a file system that all of them share; the checkpoint is left out"
+                )
 
     def close(self) -> None:
         """As `finish`; after an error of the run a checkpoint that cannot be finished is only left out."""
@@ -204,7 +222,7 @@ def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful)
     Raises:
         CheckpointError: it is not of this kind of run.
     """
-    found = latest_checkpoint(run.output_dir)
+    found = latest_checkpoint(run.output_dir.absolute())
     if found is None:
         return None
     step, directory = found

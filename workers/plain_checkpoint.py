@@ -79,6 +79,14 @@ def read_into(state: dict[str, Any], directory: Path) -> None:
         raise CheckpointError(f"{directory} does not fit the model or is damaged: {reason.strip()}") from error
 
 
+def missing_parts(directory: Path) -> list[str]:
+    """Names of files that a whole checkpoint would have in ``directory`` and that are not there."""
+    if not (directory / ".metadata").is_file():
+        return [".metadata"]
+    parts = {str(part.relative_path) for part in (PlainReader(directory).read_metadata().storage_data or {}).values()}
+    return sorted(part for part in parts if not (directory / part).is_file())
+
+
 @contextlib.contextmanager
 def alone_without_warning() -> Iterator[None]:
     """That a process is alone is no mistake."""

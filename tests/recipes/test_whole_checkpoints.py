@@ -1,0 +1,71 @@
+"""A checkpoint counts once the driver sees all that the workers have written."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dataproto.errors import CheckpointError
+from recipes.training import Checkpoints, RunConfig
+from workers.checkpoint import checkpoint_steps
+from workers.plain_checkpoint import missing_parts, write
+
+
+class Worker:
+    """Writes one tensor, perhaps on another machine."""
+
+    def __init__(self, elsewhere: Path | None = None, loses: str = "") -> None:
+        self.elsewhere, self.loses, self.finished = elsewhere, loses, 0
+
+    def save(self, directory: Path, behind: bool = False) -> None:
+        assert directory.is_absolute()
+        written = (self.elsewhere / directory.name if self.elsewhere else directory) / "training"
+        write({"weight": torch.ones(4)}, written)
+        for file in written.glob(self.loses) if self.loses else ():
+            file.unlink()
+
+    def finish_save(self) -> None:
+        self.finished += 1
+
+
+def save(run: RunConfig, worker: Worker, step: int) -> Checkpoints:
+    checkpoints = Checkpoints(run, SimpleNamespace(actor=worker, has=lambda role: False), lambda path: None)
+    stateful = SimpleNamespace(state_dict=dict)
+    checkpoints.save(step, stateful, stateful)
+    return checkpoints
+
+
+def test_workers_that_write_to_another_file_system_leave_the_checkpoint_before(tmp_path):
+    run = RunConfig(output_dir=tmp_path / "run", keep_checkpoints=1)
+    save(run, Worker(), 1)
+    for lost in (Worker(elsewhere=tmp_path / "elsewhere"), Worker(loses="*.distcp")):
+        with pytest.raises(CheckpointError, match=r"'actor' have written: on several machines .* file system"):
+            save(run, lost, 2)
+        assert checkpoint_steps(run.output_dir) == [1]
+    assert missing_parts(tmp_path / "run" / "global_step_1" / "actor" / "training") == []
+
+
+def test_what_is_written_behind_the_run_is_looked_at_when_it_is_whole(tmp_path):
+    run = RunConfig(output_dir=tmp_path / "run", save_behind=True)
+    worker = Worker(elsewhere=tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="file system"):
+        save(run, worker, 1).finish()
+    assert checkpoint_steps(run.output_dir) == []
+    assert worker.finished == 1
+
+
+def test_workers_are_given_paths_that_mean_the_same_in_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(RunConfig(output_dir=Path("run")), Worker(), 1)
+    assert checkpoint_steps(Path(os.path.abspath("run"))) == [1]
+
+
+def test_nothing_is_waited_for_where_nothing_is_being_written(tmp_path):
+    """The workers may be busy, or hang."""
+    worker = Worker()
+    checkpoints = save(RunConfig(output_dir=tmp_path, save_behind=True), worker, 1)
+    checkpoints.finish()
+    checkpoints.close()
+    assert worker.finished == 1
