@@ -69,7 +69,8 @@ def build_rollout(
     engines = RayPool(Layout(dp=config.rollout_processes), config, blobs)
     stack.callback(engines.close)
     rollout = engines.build(
-        "rollout", lambda host: RolloutWorker(plan.rollout, lambda dtype: host.receive_weights(), host.ranks)
+        "rollout",
+        lambda host: RolloutWorker(plan.rollout, lambda dtype: host.receive_weights(), host.ranks, shares_device=False),
     )
     pool.open_channel(engines)
     dtype = rollout.weights_dtype()

@@ -35,17 +35,18 @@ class RolloutWorker:
         config: RolloutConfig,
         weights: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]],
         ranks: Ranks | None = None,
+        shares_device: bool = True,
     ) -> None:
         """``weights`` gives the actor's (name, tensor) pairs; it is asked, with the engine's dtype, whenever they have changed.
 
         ``ranks`` is this process's place in the training layout, by which rows come and go; the engine's option
-        ``tensor_parallel`` is independent of it.
+        ``tensor_parallel`` is independent of it. ``shares_device``: whether others need the engine's memory between rollouts.
         """
         self.ranks = ranks = ranks or Ranks()
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
         block = neighbours(ranks, tensor_parallel)
         self.engine = create_engine(config.engine, config.model_path, **config.options)
-        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block)
+        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device)
         self.family = checkpoint_family(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(

@@ -131,11 +131,16 @@ class ShardingManager:
         engine: RolloutEngine,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         neighbours: Neighbours | None = None,
+        shares_device: bool = True,
     ) -> None:
-        """``weights`` gives the actor's (name, full tensor) pairs; asked once for each entry where the engine lacks them."""
+        """``weights`` gives the actor's (name, full tensor) pairs; asked once for each entry where the engine lacks them.
+
+        An engine that has its device to itself (``shares_device=False``) stays awake, and keeps the weights it was sent.
+        """
         self.engine = engine
         self.weights = weights
         self.neighbours = neighbours or Neighbours()
+        self.shares_device = shares_device
         self.stale = True
         self._rows: dict[int, int] = {}  # of each dp position in the block, in the batch that is being generated
         self._training_random: dict[str, Any] = {}
@@ -151,7 +156,7 @@ class ShardingManager:
             try:
                 self.engine.load_weights(self.weights())
             except BaseException:
-                self.engine.sleep()  # what training needs must not stay with an engine that is not used
+                self._rest()  # what training needs must not stay with an engine that is not used
                 raise
             self.stale = False
         self._training_random = random_states()
@@ -166,7 +171,11 @@ class ShardingManager:
     ) -> None:
         self._rollout_random = random_states()
         set_random_states(self._training_random)
-        self.engine.sleep()
+        self._rest()
+
+    def _rest(self) -> None:
+        if self.shares_device:
+            self.engine.sleep()
 
     def preprocess_data(self, data: DataProto) -> DataProto:
         """The rows that this rank's engine generates for: its share of those of all dp positions in the block, in their order.

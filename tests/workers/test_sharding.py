@@ -298,6 +298,23 @@ def test_weights_are_streamed_once_and_again_where_sleep_dropped_them():
     assert len(forgetful.engine.loaded) == 3
 
 
+def test_an_engine_with_a_device_of_its_own_keeps_the_weights_it_was_sent():
+    """Nobody would send them again before the next hand-over."""
+    engine = Engine(keeps_weights=False)
+    engine.wake = lambda: engine.loaded != [] and not engine.asleep
+    manager = ShardingManager(engine, list, shares_device=False)
+    engine.asleep = False
+    for _ in range(3):
+        with manager:
+            pass
+        assert not engine.asleep
+    assert len(engine.loaded) == 1
+    manager.mark_stale()
+    with manager:
+        pass
+    assert len(engine.loaded) == 2
+
+
 def test_a_hand_over_that_fails_is_tried_again():
     def weights():
         raise OSError("gone")
