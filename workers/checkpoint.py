@@ -75,14 +75,14 @@ def seed_everything(seed: int) -> None:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Sets what `random_states` returned."""
+    """Sets what `random_states` returned, as far as there are such devices here."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -47,3 +47,13 @@ def test_random_states_survive_a_file_that_runs_no_code(tmp_path):
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
     set_random_states(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+
+
+def test_states_of_more_devices_than_there_are_here_are_left_out(monkeypatch):
+    """A checkpoint from a machine of two GPUs continues on one."""
+    states, taken = random_states() | {"cuda": [torch.zeros(16), torch.ones(16)]}, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", taken.extend)
+    set_random_states(states)
+    assert [state.tolist() for state in taken] == [[0.0] * 16]
