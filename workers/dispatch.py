@@ -67,18 +67,24 @@ def _parts(value: Any, parts: int) -> Sequence[Any]:
     return [value[start:stop] for start, stop in pairwise(bounds)]
 
 
-def row_ranges(calls: Sequence[Arguments]) -> list[str]:
-    """Which rows of the caller's batch each call holds, for messages."""
+def row_counts(calls: Sequence[Arguments]) -> list[int]:
+    """How many rows of the caller's batch each call holds; nothing where calls hold none."""
     batches = [
         next((v for v in [*call.args, *call.kwargs.values()] if isinstance(v, DataProto)), None) for call in calls
     ]
     if any(batch is None for batch in batches):
         return []
-    ranges, start = [], 0
-    for batch in batches:
-        ranges.append(f"rows {start} to {start + len(batch) - 1}" if len(batch) else "no rows")  # type: ignore[arg-type]
-        start += len(batch)  # type: ignore[arg-type]
-    return ranges
+    return [len(batch) for batch in batches]  # type: ignore[arg-type]
+
+
+def row_ranges(counts: Sequence[int]) -> list[str]:
+    """Which rows of the caller's batch each call holds, for messages.
+
+    >>> row_ranges([2, 0, 1])
+    ['rows 0 to 1', 'no rows', 'rows 2 to 2']
+    """
+    ends = np.cumsum(counts).tolist()
+    return [f"rows {end - count} to {end - 1}" if count else "no rows" for count, end in zip(counts, ends)]
 
 
 def row_sizes(data: DataProto) -> np.ndarray:
@@ -105,10 +111,34 @@ def even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
 
 
 def join_rows(results: Sequence[Any]) -> Any:
-    """Batches one after the other; of anything else, the first rank's."""
+    """Batches one after the other, as many rows as went in or the same number of samples of each; of anything else, the first
+    rank's.
+    """
     if not isinstance(results[0], DataProto):
         return results[0]
     return DataProto.concat([result for result in results if len(result)] or list(results[:1]))
+
+
+def misfit(results: Sequence[Any], rows: Sequence[int]) -> tuple[int, str] | None:
+    """The first result that `join_rows` must not join, by its place, and what is wrong with it: not a batch where others are one,
+    or not as many rows, or samples of each, as the others make of the ``rows`` that they were given.
+
+    >>> three, two = (DataProto.from_dict(non_tensors={"name": ["a"] * count}) for count in (3, 2))
+    >>> misfit([three, two], rows=[3, 2]), misfit([three, None], rows=[3, 2]), misfit([three, two], rows=[3, 3])
+    (None, (1, 'returned a NoneType instead of rows'), (1, 'returned 2 rows for the 3 it was given'))
+    """
+    batches = [isinstance(result, DataProto) for result in results]
+    if not any(batches):
+        return None
+    if not all(batches):
+        place = batches.index(False)
+        return place, f"returned a {type(results[place]).__name__} instead of rows"
+    whole = [len(result) // count for result, count in zip(results, rows) if count and len(result) % count == 0]
+    samples = max(set(whole), key=whole.count, default=0)
+    for place, (result, count) in enumerate(zip(results, rows)):
+        if len(result) != samples * count or (count and not samples):
+            return place, f"returned {len(result)} rows for the {count} it was given"
+    return None
 
 
 def first_result(results: Sequence[Any]) -> Any:

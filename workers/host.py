@@ -38,15 +38,37 @@ class Host:
         self.roles: dict[str, Any] = {}
         self.ranks = Ranks()
         self.channel: WeightChannel | None = None
+        self._listener: socket.socket | None = None  # where others meet this rank, until they do
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.report = report
         self.adrift: str | None = None  # the call that failed on this rank, and on others perhaps not
 
     def address(self, ip: str) -> str:
-        """``ip:port`` where this rank can be met: a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind((ip, 0))
-            return f"{ip}:{probe.getsockname()[1]}"
+        """``ip:port`` where this rank can be met from now on, and nowhere else: torch's own store would listen on every address
+        of the machine.
+        """
+        self._stop_listening()
+        self._listener = socket.create_server((ip, 0))
+        return f"{ip}:{self._listener.getsockname()[1]}"
+
+    def _store(self, address: str, rank: int, size: int, timeout_s: float) -> distributed.TCPStore:
+        """What ``size`` processes meet by, at the address of the first."""
+        host, port = address.rsplit(":", 1)
+        listener = self._listener.detach() if rank == 0 and self._listener is not None else None
+        self._stop_listening()
+        return distributed.TCPStore(
+            host,
+            int(port),
+            size,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener,
+        )
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def meet(self, layout: Layout, address: str, timeout_s: float) -> None:
         """Takes this rank's place among all ranks of ``layout``, which meet at ``address``."""
@@ -67,16 +89,18 @@ class Host:
         if layout.world_size > 1:
             distributed.init_process_group(
                 "cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo",
-                init_method=f"tcp://{address}",
+                store=self._store(address, self.rank, layout.world_size, timeout_s),
                 rank=self.rank,
                 world_size=layout.world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
+        self._stop_listening()
         self.ranks = join(layout, self.device)
 
     def open_channel(self, address: str, rank: int, size: int, timeout_s: float) -> None:
         """Takes a place among the processes that hand weights over."""
-        self.channel = WeightChannel(address, rank, size, self.device, timeout_s)
+        store = self._store(address, rank, size, timeout_s)
+        self.channel = WeightChannel(store, rank, size, self.device, timeout_s)
 
     def send_weights(self, role: str, dtype: torch.dtype | None = None) -> None:
         """Hands a role's weights, in ``dtype``, to the other end of the channel. Every rank gathers; the first one sends."""

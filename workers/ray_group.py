@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataproto.errors import DataProtoError, InvalidConfig, WorkerFailed
 from dataproto.wire import Buffer, SharedBlobs, shared_blobs
-from workers.dispatch import Arguments, dispatch_of, row_ranges, split_rows
+from workers.dispatch import Arguments, dispatch_of, join_rows, misfit, row_counts, row_ranges, split_rows
 from workers.failures import GRACE_S, first_line, patience, place_of, tells_of_another
 from workers.host import Host, Monitor
 from workers.layout import Layout
@@ -176,9 +176,14 @@ class RayPool:
         taken, what = receivers.submit("refresh"), f"{role}: sending weights"
         refs = [host.send_weights.remote(role, dtype) for host in self.hosts]
         sent = RayFuture(lambda: self.wait(refs, what), refs)
-        failures, _ = settle([*refs, *taken.refs], self.config.timeout_s)
-        theirs = bool(failures) and causing(failures)[0] >= len(refs)
+        failures, pending = settle([*refs, *taken.refs], self.config.timeout_s)
+        hanging = pending if all(tells_of_another(cause_of(error)) for error in failures.values()) else []
+        first = next(iter([*hanging, *causing(failures)]), 0)
+        theirs = first >= len(refs)
         try:
+            if hanging:  # those that wait for them tell of it first
+                pool, before = (receivers._pool, len(refs)) if theirs else (self, 0)
+                pool._end(what, {}, [rank - before for rank in hanging if (rank >= len(refs)) == theirs], ())
             for future in [taken, sent] if theirs else [sent, taken]:
                 future.result()
         except DataProtoError as error:
@@ -202,6 +207,18 @@ class RayPool:
                 host.rejoin.remote()
             raise self._error(what, failures, rows)
         return [ray.get(ref) for ref in refs]
+
+    def check_rows(
+        self, what: str, ranks: Sequence[int], results: Sequence[Any], counts: Sequence[int], rows: Sequence[str]
+    ) -> None:
+        """Refuses to join results of which one is not what the rank was asked for.
+
+        Raises:
+            WorkerFailed: names the rank and what it returned.
+        """
+        if found := misfit(results, counts):
+            place, wrong = found
+            raise WorkerFailed(f"{what} failed: {self._name(ranks[place], rows)} {wrong}")
 
     def check_open(self, what: str) -> None:
         """Refuses a call to processes that are no more.
@@ -318,12 +335,18 @@ class RayGroup:
             host.call_and_store.remote(self._role, method, stored[place["dp"]], answers(place, layout))
             for host, place in zip(hosts, places)
         ]
-        shares = row_ranges(calls) if how.split is split_rows else []
+        counts = row_counts(calls) if how.split is split_rows else []
+        shares = row_ranges(counts)
         rows = [shares[place["dp"]] for place in places] if shares else []
 
         def collect() -> Any:
-            results = pool.wait(refs, f"{self._role}.{method}", rows)
-            return how.join(ray.get([result for result in results if result is not None]))
+            what = f"{self._role}.{method}"
+            stored_at = pool.wait(refs, what, rows)
+            ranks = [rank for rank, result in enumerate(stored_at) if result is not None]
+            results = ray.get([stored_at[rank] for rank in ranks])
+            if counts and how.join is join_rows:
+                pool.check_rows(what, ranks, results, counts, rows)
+            return how.join(results)
 
         return RayFuture(collect, refs)
 

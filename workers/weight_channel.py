@@ -18,11 +18,9 @@ BUCKET_BYTES = 1 << 28  # tensors are sent together up to this size
 class WeightChannel:
     """Broadcasts (name, tensor) pairs from rank 0: over NCCL between GPUs, else over gloo."""
 
-    def __init__(self, address: str, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """All ``size`` processes meet at ``address`` (``host:port``), where rank 0 listens."""
-        host, port = address.rsplit(":", 1)
+    def __init__(self, store: distributed.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        """All ``size`` processes meet by ``store``."""
         timeout = timedelta(seconds=timeout_s)
-        store = distributed.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
         kind: Any = distributed.ProcessGroupNCCL if device.type == "cuda" else distributed.ProcessGroupGloo
         self.group = kind(store, rank, size, timeout)
         self.device = device

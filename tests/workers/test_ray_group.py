@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,6 +82,19 @@ class Worker:
         raise OverflowError("no room for weights")
 
     @dispatch("dp")
+    def nonsense(self, data: DataProto, answers: list[object]) -> object:
+        answer = answers[self.host.rank]
+        return numbers_of(answer) if isinstance(answer, int) else answer
+
+    @dispatch("rank_zero")
+    def listens_on(self) -> list[str]:
+        """Addresses at which this process can be met, as the kernel writes them."""
+        mine = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each)}
+        tables = [Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:] for kind in ("tcp", "tcp6")]
+        sockets = [line.split() for table in tables for line in table]
+        return [cells[1].split(":")[0] for cells in sockets if cells[3] == "0A" and f"socket:[{cells[9]}]" in mine]
+
+    @dispatch("dp")
     def die(self, data: DataProto) -> DataProto:
         if self.host.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +106,18 @@ class Worker:
             time.sleep(1000)
 
 
+class Hanging(Worker):
+    """Never takes its weights."""
+
+    @dispatch("all")
+    def refresh(self) -> None:
+        time.sleep(1000)
+
+
+def numbers_of(rows: int) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(rows)})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
@@ -99,8 +125,8 @@ def _ray() -> Iterator[None]:
         yield
 
 
-def start(layout: Layout | None = None, **options: float) -> RayGroup:
-    return RayPool(layout or Layout(dp=2), RayConfig(**options), StepBlobs()).build("worker", Worker)
+def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: float) -> RayGroup:
+    return RayPool(layout or Layout(dp=2), RayConfig(**options), StepBlobs()).build("worker", kind)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +222,40 @@ def test_an_engine_that_fails_to_take_weights_is_named_and_the_sender_does_not_w
     for group in (sender, receiver):
         with pytest.raises(WorkerFailed, match=r"no worker is left: .*no room for weights"):
             group.ranks()
+
+
+def test_an_engine_that_hangs_while_it_takes_weights_is_named_and_not_who_waits_for_it():
+    sender, receiver = start(Layout(), timeout_s=100.0), start(Layout(), kind=Hanging, timeout_s=100.0)
+    object.__setattr__(sender._pool.config, "timeout_s", 5.0)  # of the channel: the sender gives up first
+    sender._pool.open_channel(receiver._pool)
+    object.__setattr__(sender._pool.config, "timeout_s", 12.0)
+    with pytest.raises(WorkerFailed, match=r"rank 0 on .* has not ended .*'worker.refresh'"):
+        sender._pool.hand_over("worker", receiver)
+    for group in (sender, receiver):
+        with pytest.raises(WorkerFailed, match="no worker is left"):
+            group.ranks()
+
+
+@pytest.mark.parametrize(
+    ("answers", "wrong"),
+    [
+        ([3, 1], r"rank 1 on .*, rows 3 to 5 returned 1 rows for the 3 it was given"),
+        ([2, 4], r"rank 0 on .*, rows 0 to 2 returned 2 rows for the 3 it was given"),
+        ([0, 0], r"rank 0 on .* returned 0 rows"),
+        ([None, 3], r"rank 0 on .* returned a NoneType instead of rows"),
+        ([3, "text"], r"rank 1 on .*, rows 3 to 5 returned a str instead of rows"),
+    ],
+)
+def test_a_rank_that_returns_nonsense_is_named(group, answers, wrong):
+    with pytest.raises(WorkerFailed, match=f"worker.nonsense failed: {wrong}"):
+        group.nonsense(numbers(6), answers)
+    assert len(group.nonsense(numbers(6), [6, 6])) == 12  # two samples of each
+    assert group.nonsense(numbers(6), ["a", "b"]) == "a"
+
+
+def test_ranks_are_met_on_this_machine_alone(group):
+    here = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert set(group.listens_on()) <= here  # 127.0.0.1, ::1 and ::ffff:127.0.0.1
 
 
 def test_a_rank_that_dies_is_named():
