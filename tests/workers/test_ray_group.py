@@ -226,9 +226,9 @@ def test_an_engine_that_fails_to_take_weights_is_named_and_the_sender_does_not_w
 
 def test_an_engine_that_hangs_while_it_takes_weights_is_named_and_not_who_waits_for_it():
     sender, receiver = start(Layout(), timeout_s=100.0), start(Layout(), kind=Hanging, timeout_s=100.0)
-    object.__setattr__(sender._pool.config, "timeout_s", 5.0)  # of the channel: the sender gives up first
+    object.__setattr__(sender._pool.config, "timeout_s", 2.0)  # of the channel: the sender gives up first
     sender._pool.open_channel(receiver._pool)
-    object.__setattr__(sender._pool.config, "timeout_s", 12.0)
+    object.__setattr__(sender._pool.config, "timeout_s", 4.0)
     with pytest.raises(WorkerFailed, match=r"rank 0 on .* has not ended .*'worker.refresh'"):
         sender._pool.hand_over("worker", receiver)
     for group in (sender, receiver):
