@@ -319,16 +319,22 @@ def _first_fits(sizes: list[int], capacity: int) -> list[int]:
 
 
 def cut_minibatches(groups: Groups, prompts: int) -> list[np.ndarray]:
-    """Row indices of mini-batches that hold ``prompts`` prompts each, all samples of a prompt together, in order of appearance.
+    """Row indices of as few mini-batches as hold at most ``prompts`` prompts each, all samples of a prompt together, in order of
+    appearance.
 
-    The last one may be smaller.
+    Where ``prompts`` does not divide them, they are as equal as can be, so that the samples of none weigh much more in its
+    step; verl refuses such a number.
 
     >>> [part.tolist() for part in cut_minibatches(["a", "a", "b", "c", "b"], prompts=2)]
     [[0, 1, 2, 4], [3]]
+    >>> [len(part) for part in cut_minibatches(range(9), prompts=4)]
+    [3, 3, 3]
     """
     if prompts < 1:
         raise InvalidConfig(f"a mini-batch of {prompts} prompts: must be at least 1")
-    numbers = _numbers(groups) // prompts
+    numbers = _numbers(groups)
+    count = int(numbers.max(initial=-1)) + 1
+    numbers = numbers * -(-count // prompts) // max(count, 1)
     return [np.flatnonzero(numbers == part) for part in range(int(numbers.max(initial=-1)) + 1)]
 
 

@@ -118,6 +118,23 @@ COLUMNS: dict[str, Column] = {
         Column(
             "advantages", "float32", "B R", "recipes.algorithms.advantages", "policy loss", "advantage of each token"
         ),
+        Column(
+            "rollout_is_weights",
+            "float32",
+            "B R",
+            "recipes.phases",
+            "policy loss",
+            "weight of each token for the engine's error",
+        ),
+        Column("reward_baselines", "float32", "B", "recipes.phases", "advantages", "score of the greedy response"),
+        Column(
+            "high_covariance",
+            "bool",
+            "B R",
+            "recipes.algorithms.covariances",
+            "policy loss",
+            "tokens that are held back",
+        ),
         Column("returns", "float32", "B R", "recipes.algorithms.advantages", "critic loss", "target of the value"),
         Column(
             "uid",

@@ -66,4 +66,13 @@ def _unwrapped() -> Iterator[None]:
 
 def names_a_model(arguments: Sequence[str]) -> bool:
     """Whether a command line has ``--model-path``: without it recipes run a small model and its defaults."""
-    return any(argument.split("=")[0].replace("_", "-") == "--model-path" for argument in arguments)
+    return _has_any(arguments, "--model-path")
+
+
+def names_an_algorithm(arguments: Sequence[str]) -> bool:
+    """Whether a command line names a loss or an advantage, whose papers then set what it does not."""
+    return _has_any(arguments, "--algorithm.loss", "--algorithm.advantage")
+
+
+def _has_any(arguments: Sequence[str], *options: str) -> bool:
+    return any(argument.split("=")[0].replace("_", "-") in options for argument in arguments)

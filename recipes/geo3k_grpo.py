@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tyro
 from torch.utils.data import Subset
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.algorithms.options import AlgorithmConfig
+from recipes.algorithms.options import AlgorithmConfig, spelled_out
 from recipes.algorithms.rewards import RewardFunction, load_reward
-from recipes.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.command_line import names_a_model, names_an_algorithm, parse_config, run_from_command_line
 from recipes.dynamic_sampling import More
 from recipes.evaluation import evaluate_answers, save_processors
 from recipes.geo3k import INSTRUCTION, load_rows
@@ -44,6 +44,7 @@ from workers.optimizer import OptimizerConfig
 from workers.ray_config import RayConfig
 from workers.rollout import RolloutConfig
 
+Tiny = TypeVar("Tiny", bound="Geo3KConfig")
 # (roles, prompts, config.algorithm, sampling, progression, more) -> rollouts, metrics
 Step = Callable[[Roles, DataProto, Any, SamplingParams, Progression, More], tuple[DataProto, dict[str, float]]]
 
@@ -100,21 +101,27 @@ class Geo3KConfig:
     def __post_init__(self) -> None:
         check_place(self)
         if self.one_step_off and (
-            self.on == "local" or not self.ray.rollout_processes or self.algorithm.dynamic_sampling
+            self.on == "local" or not self.ray.rollout_processes or self.algorithm.settings.dynamic_sampling
         ):
             raise InvalidConfig(
                 "one_step_off overlaps the engines' work with the actor's: give the engines devices of their own by --on ray "
                 "--ray.rollout-processes N, and leave dynamic sampling off"
             )
-        if self.one_step_off and self.algorithm.correction != "none":
+        if self.one_step_off and self.algorithm.compares_engine:
             raise InvalidConfig(
-                f"algorithm.correction={self.algorithm.correction} compares the actor's old log-probs with the engine's, which "
-                "one_step_off takes for equal: choose one"
+                f"algorithm.correction={self.algorithm.correction}, rejection={self.algorithm.rejection} compare the actor's old "
+                "log-probs with the engine's, which one_step_off takes for equal: choose one"
+            )
+        if self.one_step_off and self.algorithm.needs_greedy:
+            raise InvalidConfig(
+                f"algorithm.advantage={self.algorithm.settings.advantage} asks the engines for greedy responses, which are busy "
+                "with the next batch in one_step_off: choose one"
             )
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
-        buffer, longest = self.algorithm.overlong_buffer, self.data.max_response_length
+        longest = self.data.max_response_length
+        buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
             raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
 
@@ -146,8 +153,15 @@ def parse(arguments: Sequence[str]) -> Geo3KGRPOConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    default = Geo3KGRPOConfig() if names_a_model(arguments) else TINY
+    default = Geo3KGRPOConfig() if names_a_model(arguments) else tiny_default(TINY, arguments)
     return parse_config(arguments, default, __doc__, "recipes.geo3k_grpo")
+
+
+def tiny_default(tiny: Tiny, arguments: Sequence[str]) -> Tiny:
+    """The tiny model's defaults; its KL term only where the command line leaves the algorithm to them."""
+    if not names_an_algorithm(arguments):
+        return tiny
+    return replace(tiny, algorithm=replace(tiny.algorithm, kl_coef=None))
 
 
 def run(config: Geo3KConfig, step: Step = grpo_step, critic: OptimizerConfig | None = None) -> Path:
@@ -163,7 +177,7 @@ def run(config: Geo3KConfig, step: Step = grpo_step, critic: OptimizerConfig | N
     data = config.data
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     loader, held_out = load_data(config, builder)
-    directory = open_run_directory(config.run, config)
+    directory = open_run_directory(config.run, replace(config, algorithm=spelled_out(config.algorithm)))
 
     def attempt(run: RunConfig) -> None:
         progression = Progression(config.algorithm.kl_controller())
@@ -207,7 +221,7 @@ def start(config: Geo3KConfig, model_path: str, reward: RewardFunction, critic: 
     )
     return launch(
         actor=actor,
-        reference=actor.frozen() if config.algorithm.kl_coef else None,
+        reference=actor.frozen() if config.algorithm.settings.kl_coef else None,
         reward=reward,
         rollout=rollout_config(config, model_path),
         on=config.on,

@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 
 from recipes.command_line import names_a_model, parse_config, run_from_command_line
-from recipes.geo3k_grpo import DataConfig, Geo3KConfig, over_the_run
+from recipes.geo3k_grpo import DataConfig, Geo3KConfig, over_the_run, tiny_default
 from recipes.geo3k_grpo import run as run_geo3k
 from recipes.ppo import PPOConfig, ppo_step
 from recipes.training import RunConfig
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> Geo3KPPOConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    default = Geo3KPPOConfig() if names_a_model(arguments) else TINY
+    default = Geo3KPPOConfig() if names_a_model(arguments) else tiny_default(TINY, arguments)
     return parse_config(arguments, default, __doc__, "recipes.geo3k_ppo")
 
 

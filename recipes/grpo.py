@@ -7,7 +7,7 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
 from recipes.dynamic_sampling import More
 from recipes.metrics import timed
-from recipes.phases import Progression, accuracy, add_log_probs, roll_out, shape_rewards, update_actor
+from recipes.phases import Progression, accuracy, add_log_probs, roll_out, rows_to_learn, shape_rewards, update_actor
 from rollout.engine import SamplingParams
 from workers.launch import Roles
 
@@ -20,7 +20,7 @@ class GRPOConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.advantage == "gae":
+        if self.settings.advantage == "gae":
             raise InvalidConfig("algorithm.advantage=gae needs the values of a critic: run recipes.geo3k_ppo")
 
 
@@ -45,6 +45,7 @@ def grpo_step(
     with timed(metrics, "adv"):
         shape_rewards(data, config, progression.kl, sampling.max_tokens, metrics)
         data["advantages"] = outcome_advantage(config, data)
-    update_actor(roles, data, config, metrics)
+        learned = rows_to_learn(data, config, (sampling.seed, progression.steps), metrics)
+    update_actor(roles, learned, config, metrics)
     progression.steps += 1
     return data, metrics

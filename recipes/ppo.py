@@ -8,10 +8,10 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.advantages import gae, whiten
 from recipes.algorithms.losses import value_loss
-from recipes.algorithms.options import Advantage, AlgorithmConfig
+from recipes.algorithms.options import AlgorithmConfig
 from recipes.dynamic_sampling import More
 from recipes.metrics import timed
-from recipes.phases import Metrics, Progression, add_log_probs, roll_out, shape_rewards, update_actor
+from recipes.phases import Metrics, Progression, add_log_probs, roll_out, rows_to_learn, shape_rewards, update_actor
 from rollout.engine import SamplingParams
 from workers.critic import Values
 from workers.launch import Roles
@@ -23,7 +23,7 @@ class PPOConfig(AlgorithmConfig):
     """The algorithm's settings; verl's defaults where they exist."""
 
     n: int = 1  # samples of each prompt
-    advantage: Advantage = "gae"  # what a token is compared with: the critic's value
+    advantage: str | None = "gae"  # what a token is compared with: the critic's value
     lam: float = 1.0  # of gae: 0 trusts the critic alone, 1 the rewards alone
     whiten: bool = True  # shift and scale the batch's advantages to mean 0 and variance 1
     critic_epochs: int = 1  # passes of the critic over each batch, in the policy's mini-batches
@@ -32,8 +32,10 @@ class PPOConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.advantage != "gae":
-            raise InvalidConfig(f"algorithm.advantage={self.advantage} has no use for a critic: run recipes.geo3k_grpo")
+        if self.settings.advantage != "gae":
+            raise InvalidConfig(
+                f"algorithm.advantage={self.settings.advantage} has no use for a critic: run recipes.geo3k_grpo"
+            )
         if not 0 <= self.lam <= 1:
             raise InvalidConfig(f"algorithm.lam={self.lam}: must be from 0 to 1")
         if self.critic_epochs < 1 or self.critic_warmup < 0:
@@ -77,10 +79,11 @@ def ppo_step(
     with timed(metrics, "adv"):
         shape_rewards(data, config, progression.kl, sampling.max_tokens, metrics)
         add_advantages(data, config)
-    update_critic(roles, data, config, metrics)
+        learned = rows_to_learn(data, config, (sampling.seed, progression.steps), metrics)
+    update_critic(roles, learned, config, metrics)
     progression.steps += 1
     if progression.steps > config.critic_warmup:
-        update_actor(roles, data, config, metrics)
+        update_actor(roles, learned, config, metrics)
     else:
         roles.sync_weights()  # the end of a step, whoever has learned
     return data, metrics
@@ -94,6 +97,9 @@ def add_advantages(data: DataProto, config: PPOConfig) -> None:
 
 
 def update_critic(roles: Roles, data: DataProto, config: PPOConfig, metrics: Metrics) -> None:
+    """The critic's update, if there is a row."""
+    if not len(data):
+        return
     with timed(metrics, "update_critic"):
         metrics.update(
             roles.critic.update(

@@ -7,6 +7,8 @@ Dimension letters: B rows, R response tokens. All are functions of the whole bat
 |---|---|---|---|
 | `group_advantage` | the mean of the row's group | row | GRPO, Dr. GRPO |
 | `leave_one_out_advantage` | the mean of the others in the group | row | RLOO |
+| `length_weighted_advantage` | the mean of the row's group, weighted by length | row | OPO |
+| `greedy_baseline_advantage` | the score of the greedy response | token | ReMax |
 | `reinforce_plus_plus` | the mean of the batch | token | REINFORCE++ |
 | `reinforce_plus_plus_baseline` | the mean of the row's group, then that of the batch | row | REINFORCE++ |
 | `gae` | the critic's values | token | GAE |
@@ -90,6 +92,64 @@ def leave_one_out_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable]
     group = _group_index(uid, token_level_rewards, response_mask)
     centred, size = _centred(token_level_rewards, group, response_mask)
     return _spread(centred * (size / (size - 1).clamp(min=1))[group], response_mask)
+
+
+def length_weighted_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable], response_mask: Tensor) -> Tensor:
+    """OPO: a response against the mean of its group weighted by length, which is the baseline of least variance where a
+    gradient's norm grows with the length of the response (arXiv:2505.23585, section 3).
+
+    With score r_i = the sum of a row's token-level rewards and l_i its sampled tokens,
+
+        A_i = r_i - sum(l_j r_j) / sum(l_j)    over the rows j of its group, itself included
+
+    the same for each of the row's sampled tokens.
+
+    Deviations: those of `group_advantage` (a group of one gets 0, in verl its score; rows without a sampled token count nowhere).
+
+    Args, returns, raises: as `group_advantage`.
+
+    >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
+    >>> length_weighted_advantage(rewards, ["a", "a"], mask)
+    tensor([[ 0.3333,  0.3333],
+            [-0.6667,  0.0000]])
+    """
+    group = _group_index(uid, token_level_rewards, response_mask)
+    lengths = (response_mask != 0).sum(-1).double()
+    centred, size = _centred(token_level_rewards, group, response_mask)
+    total = torch.zeros_like(centred).index_add(0, group, lengths)
+    weighted = torch.zeros_like(centred).index_add(0, group, lengths * centred) / total.clamp(min=1)
+    return _spread(torch.where((lengths > 0) & (size[group] > 1), centred - weighted[group], 0.0), response_mask)
+
+
+def greedy_baseline_advantage(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> Tensor:
+    """ReMax: the rewards to come less the score of the greedy response to the same prompt (arXiv:2310.10505, algorithm 1).
+
+        A_t = sum(r_k, k = t .. T) - b
+
+    over a row's sampled tokens t = 0 .. T. The baseline is a score without the KL penalty that rewards may hold, as in verl.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        reward_baselines: (B,) numbers, b: the score of the greedy response to the row's prompt.
+        response_mask: (B, R) of any dtype, not zero where the policy sampled the token.
+
+    Returns:
+        (B, R) float32, zero where the mask is.
+
+    Raises:
+        RowCountMismatch: the three disagree in rows or shape.
+
+    >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0]]), torch.tensor([[1, 1], [1, 0]])
+    >>> greedy_baseline_advantage(rewards, torch.tensor([0.25, 1.0]), mask)
+    tensor([[ 0.7500,  0.7500],
+            [-0.5000,  0.0000]])
+    """
+    baselines = torch.as_tensor(reward_baselines, dtype=torch.float32)
+    if baselines.shape != token_level_rewards.shape[:1]:
+        raise RowCountMismatch(f"{tuple(baselines.shape)} baselines for rewards {tuple(token_level_rewards.shape)}")
+    _same_shape(token_level_rewards, response_mask)
+    returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask)
+    return torch.where(response_mask != 0, returns - baselines.to(returns.device)[:, None], 0.0)
 
 
 def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:

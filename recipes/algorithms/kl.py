@@ -7,6 +7,7 @@ J. Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.htm
 | `k1_kl` | d | KL | high, may be negative | zero: put it into the reward instead |
 | `k2_kl` | d^2 / 2 | biased, close for small d | low | that of KL |
 | `k3_kl` | exp(-d) - 1 + d | KL | low, never negative | that of KL(reference || policy) |
+| `unbiased_k3_kl` | as `k3_kl` | KL | low, never negative | that of KL: it is `k2_kl`'s |
 
 A KL term stands in the loss, or as a penalty in the rewards (`penalised_rewards`) with a weight that is fixed or follows a
 target (`KLController`). Dimension letters: B rows, R response tokens.
@@ -53,6 +54,25 @@ def k3_kl(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
     """
     difference = torch.clamp(log_probs - ref_log_prob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (torch.expm1(-difference) + difference).clamp(0, K3_LIMIT)
+
+
+def unbiased_k3_kl(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """The value of `k3_kl` with the gradient of `k2_kl`: (B, R) and (B, R) to (B, R); verl's ``k3+``.
+
+        k2 - sg(k2) + sg(k3),    sg the stop of the gradient
+
+    Over samples of the policy, the mean of k3 is KL(policy || reference), but its mean gradient is that of
+    KL(reference || policy); the mean gradient of k2, d * grad(log_probs), is that of KL(policy || reference) (arXiv:2510.01555).
+
+    >>> log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    >>> unbiased_k3_kl(log_probs, torch.tensor([[-1.5, -1.0]])).detach()
+    tensor([[0.1065, 0.7183]])
+    >>> unbiased_k3_kl(log_probs, torch.tensor([[-1.5, -1.0]])).sum().backward()
+    >>> log_probs.grad
+    tensor([[ 0.5000, -1.0000]])
+    """
+    gradient = k2_kl(log_probs, ref_log_prob)
+    return gradient - gradient.detach() + k3_kl(log_probs, ref_log_prob).detach()
 
 
 def penalised_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, coef: float) -> tuple[Tensor, float]:

@@ -161,6 +161,117 @@ def clipped_weight_loss(
     return -weight * advantages * new, metrics
 
 
+def gated_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """SAPO: a smooth gate on the ratio in the place of a clip (arXiv:2511.20347, section 3).
+
+    With the ratio w = exp(log_probs - old_log_probs), A = advantages and s the logistic function,
+
+        L = -A f(w),    f(w) = 4 / t s(t (w - 1)),    t = positive where A > 0, else negative
+
+    At w = 1 its gradient is that of A w; further away it fades, the sooner the higher the temperature t. The paper
+    averages over a response's tokens first: aggregate by ``seq-mean-token-mean``.
+
+    Deviation: log_probs - old_log_probs is clamped to [-20, 20], as in verl. ``actor/pg_clipfrac`` is 0 everywhere.
+
+    Args:
+        log_probs: (B, R) float, with gradient.
+        old_log_probs: (B, R) float, of the policy before this update.
+        advantages: (B, R) float, finite everywhere.
+        sapo_temperatures: positive and negative, above 0.
+
+    Returns:
+        The loss (B, R), and metrics by name, (B, R) each.
+
+    Raises:
+        InvalidConfig: a temperature that is not above 0.
+
+    >>> log_probs = torch.tensor([[1.0, 2.0, 2.0]]).log()
+    >>> gated_policy_loss(log_probs, torch.zeros(1, 3), torch.tensor([[1.0, 1.0, -1.0]]))[0]
+    tensor([[-2.0000, -2.9242,  2.8220]])
+    """
+    if min(sapo_temperatures) <= 0:
+        raise InvalidConfig(f"sapo_temperatures={sapo_temperatures} must be above 0")
+    log_ratio = torch.clamp(log_probs - old_log_probs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    temperature = torch.where(advantages > 0, *sapo_temperatures)
+    gate = torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature
+    return -advantages * gate, {
+        "actor/pg_clipfrac": torch.zeros_like(log_ratio.detach()),
+        "actor/ppo_kl": -log_ratio.detach(),
+    }
+
+
+def clip_cov_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    high_covariance: Tensor,
+    clip: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clip-Cov: no gradient through some tokens that would take much entropy away (arXiv:2505.22617, section 4).
+
+    `clipped_policy_loss` without dual clip, and 0 where ``high_covariance`` is; see `covariances.random_high_covariance`.
+    Those tokens stay in the denominators.
+
+    Args:
+        high_covariance: (B, R) bool.
+        clip: how far below and above 1 the ratio may pay; the default is that of the paper's code.
+
+    Returns, raises: as `clipped_policy_loss`; ``actor/pg_clipfrac`` is 1 where ``high_covariance`` is.
+
+    >>> chosen = torch.tensor([[True, False]])
+    >>> clip_cov_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), chosen)[0]
+    tensor([[-0., -1.]])
+    """
+    loss, metrics = clipped_policy_loss(log_probs, old_log_probs, advantages, clip, dual_clip=None)
+    chosen = high_covariance != 0
+    return torch.where(chosen, 0.0 * loss.detach(), loss), {
+        "actor/pg_clipfrac": chosen.float(),
+        "actor/ppo_kl": metrics["actor/ppo_kl"],
+    }
+
+
+def kl_cov_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    high_covariance: Tensor,
+    kl_cov_coef: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """KL-Cov: a penalty on the tokens that would take most entropy away (arXiv:2505.22617, section 4).
+
+    With the ratio w = exp(log_probs - old_log_probs) and A = advantages,
+
+        L = -A w                                               no clip
+        L = -A w + kl_cov_coef |log_probs - old_log_probs|     where ``high_covariance`` is
+
+    see `covariances.highest_covariance`. The absolute value is the estimate of KL(old || new) of the paper's code and of verl.
+
+    Deviation: log_probs - old_log_probs is clamped to [-20, 20].
+
+    Args:
+        high_covariance: (B, R) bool.
+        kl_cov_coef: weight of the penalty, at least 0.
+
+    Returns:
+        The loss (B, R), and metrics by name, (B, R) each; ``actor/pg_clipfrac`` is 0 everywhere.
+
+    >>> chosen = torch.tensor([[True, False]])
+    >>> kl_cov_loss(torch.full((1, 2), 0.1), torch.zeros(1, 2), torch.ones(1, 2), chosen)[0]
+    tensor([[-1.0052, -1.1052]])
+    """
+    log_ratio = torch.clamp(log_probs - old_log_probs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    penalty = torch.where(high_covariance != 0, kl_cov_coef * log_ratio.abs(), 0.0)
+    return -advantages * log_ratio.exp() + penalty, {
+        "actor/pg_clipfrac": torch.zeros_like(log_ratio.detach()),
+        "actor/ppo_kl": -log_ratio.detach(),
+    }
+
+
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,39 +1,36 @@
 """The options that all policy-gradient recipes share, and the loss and advantages that they select."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
-from recipes.algorithms.advantages import (
-    group_advantage,
-    leave_one_out_advantage,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-)
-from recipes.algorithms.correction import Correction, importance_weights
-from recipes.algorithms.kl import KLController, k1_kl, k2_kl, k3_kl
-from recipes.algorithms.losses import clipped_policy_loss, clipped_weight_loss, sequence_policy_loss
+from dataproto.errors import InvalidColumn, InvalidConfig
+from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
+from recipes.algorithms.kl import KLController, k1_kl, k2_kl, k3_kl, unbiased_k3_kl
+from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, call_by_names, takes
 from rollout.engine import SamplingParams
 from workers.aggregation import AggregationMode
 from workers.packed import Outputs
 from workers.step import LossFn
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
-PolicyLoss = Literal["ppo", "gspo", "cispo"]
-
-WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
-DISCOUNTED = ("reinforce_plus_plus", "gae")
-KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
-DEFAULT_CLIP = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-DUAL_CLIP = 3.0
+KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl, "k3+": unbiased_k3_kl}
+OF_SOME_LOSSES = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
+Config = TypeVar("Config", bound="AlgorithmConfig")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What is sampled, and what is learned from it; verl's defaults where they exist. See docs/algorithms.md."""
+    """What is sampled, and what is learned from it; verl's defaults where they exist. See docs/algorithms.md.
+
+    Options without a value are set by ``loss`` and ``advantage`` as their papers do; `settings` has the outcome.
+
+    >>> AlgorithmConfig(loss="gspo").settings.aggregation, AlgorithmConfig(loss="gspo").settings.clip
+    ('seq-mean-token-mean', (0.0003, 0.0004))
+    >>> AlgorithmConfig(loss="gspo", aggregation="token-mean").settings.aggregation
+    'token-mean'
+    """
 
     n: int = 5  # samples of each prompt
     temperature: float = 1.0  # of the policy, in sampling and in the loss
@@ -41,27 +38,46 @@ class AlgorithmConfig:
     top_k: int = 0  # sample from so many likeliest tokens; 0: from all
     minibatch: int | None = None  # prompts for each optimizer step; all of the batch by default
     epochs: int = 1  # passes over each batch
-    advantage: Advantage = "grpo"  # what a response, or a token of it, is compared with
+    # what a response, or a token of it, is compared with: grpo, dr_grpo, rloo, reinforce_plus_plus,
+    # reinforce_plus_plus_baseline, remax, opo or FILE.py:FUNCTION; default: the loss's, or grpo
+    advantage: str | None = None
     gamma: float = 1.0  # discount of rewards to come, for reinforce_plus_plus and gae
-    loss: PolicyLoss = "ppo"  # ratio and clip per token, per sequence (gspo), or of a weight (cispo)
-    # how far the ratio may pay below and above 1; default: 0.2 0.2 for ppo, 3e-4 4e-4 for gspo, 1 4 for cispo
-    clip: tuple[float, float] | None = None
-    dual_clip: float | None = DUAL_CLIP  # of ppo: bound on the ratio where the advantage is negative
-    kl_coef: float = 0.0  # weight of the KL term to the reference; 0 runs without a reference
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL term stands
-    kl: Literal["k1", "k2", "k3"] | None = None  # its estimator; default: k3 in the loss, k1 in the reward
+    # how log-probs and advantages become a loss: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or
+    # FILE.py:FUNCTION; a name sets all that its paper sets, unless another option does
+    loss: str = "ppo"
+    clip: tuple[float, float] | None = (
+        None  # how far the ratio may pay below and above 1; default: the loss's, or 0.2 0.2
+    )
+    dual_clip: float | None = 3.0  # of ppo, grpo, dr_grpo and dapo: bound on the ratio where the advantage is negative
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # of sapo: for positive and for negative advantages
+    cov_ratio: float = 2e-4  # of clip_cov and kl_cov: share of the tokens that are held back
+    cov_bounds: tuple[float, float] = (1.0, 5.0)  # of clip_cov: covariances between which they are drawn
+    kl_cov_coef: float = 1.0  # of kl_cov: weight of the penalty
+    # weight of the KL term to the reference, 0 runs without a reference; default: the loss's or the advantage's, or 0
+    kl_coef: float | None = None
+    kl_in: Literal["loss", "reward"] | None = None  # where the KL term is; default: as for kl_coef, or loss
+    kl: Estimator | None = None  # its estimator; default: as for kl_coef, or k3 in the loss, k1 in the reward
     kl_target: float | None = None  # in the reward: adapt the weight so that the KL stays near this
     kl_horizon: int = 10_000  # rows in which the adapted weight follows
     entropy_coef: float = 0.0  # weight of the entropy bonus
     entropy_anneal: bool = False  # multiply the bonus by 1 - accuracy of the batch
-    aggregation: AggregationMode = "token-mean"  # how the losses of tokens become one
-    # drop groups of equal scores and sample others, in at most so many generations a step; 0: keep all groups
-    dynamic_sampling: int = 0
-    overlong_buffer: int = 0  # tokens before the longest response in which length costs reward; 0: none
+    # how the losses of tokens become one; default: the loss's or the advantage's, or token-mean
+    aggregation: AggregationMode | None = None
+    # drop groups whose samples are all equally good and sample others, in at most so many generations a step; 0: keep all
+    # groups; default: the loss's, or 0
+    dynamic_sampling: int | None = None
+    filter_metric: str | None = None  # by which groups are dropped; default: acc where the reward gives one, else score
+    # tokens before the longest response in which length costs reward, or below 1 their share of it; 0: none; default: the
+    # loss's, or 0
+    overlong_buffer: float | None = None
     overlong_penalty: float = 1.0  # what a response of full length costs
-    # weigh tokens or responses by how likely the actor, and not the engine, would have sampled them; or leave responses out
+    # weigh tokens or responses by how likely the actor, and not the engine, would have sampled them
     correction: Correction = "none"
-    correction_limit: float = 2.0  # the largest weight; of mask: how far the ratio of a response may be from 1
+    # the largest weight; or two bounds, outside of which the weight is 0
+    correction_limit: float | tuple[float, float] = 2.0
+    # leave tokens or responses out of the loss whose ratio of actor to engine is outside of the bounds
+    rejection: Rejection = "none"
+    rejection_bounds: tuple[float, float] = (0.5, 2.0)
     # take the engine's log-probs for the actor's old ones: right while the actor has not changed since, and the two agree
     skip_old_log_probs: bool = False
 
@@ -80,74 +96,117 @@ class AlgorithmConfig:
             )
         if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
             raise InvalidConfig(f"algorithm.epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1")
-        if self.entropy_coef < 0 or self.overlong_buffer < 0 or self.overlong_penalty < 0:
+        buffer = self.settings.overlong_buffer
+        if self.entropy_coef < 0 or buffer < 0 or self.overlong_penalty < 0:
             raise InvalidConfig("algorithm.entropy_coef, overlong_buffer and overlong_penalty must be at least 0")
-        if self.dynamic_sampling < 0 or self.dynamic_sampling == 1:
+        if buffer > 1 and buffer != int(buffer):
+            raise InvalidConfig(f"algorithm.overlong_buffer={buffer}: must be whole tokens, or a share below 1")
+        generations = self.settings.dynamic_sampling
+        if generations < 0 or generations == 1:
             raise InvalidConfig(
-                f"algorithm.dynamic_sampling={self.dynamic_sampling}: refilling takes at least 2 generations; 0 is off"
+                f"algorithm.dynamic_sampling={generations}: refilling takes at least 2 generations; 0 is off"
             )
+        if self.filter_metric is not None and not generations:
+            raise InvalidConfig(f"algorithm.filter_metric={self.filter_metric} is for dynamic sampling: set it too")
 
     def _check_advantage(self) -> None:
-        if self.n < 2 and self.advantage in WITHIN_GROUPS:
-            raise InvalidConfig(
-                f"algorithm.n={self.n}: {self.advantage} compares samples of one prompt, so it needs at least 2"
-            )
-        if self.n < 2 and self.dynamic_sampling:
+        name = self.settings.advantage
+        function = ADVANTAGES.find(name)
+        if self.n < 2 and function.takes("uid"):
+            raise InvalidConfig(f"algorithm.n={self.n}: {name} compares samples of one prompt, so it needs at least 2")
+        if self.n < 2 and self.settings.dynamic_sampling:
             raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling drops groups of equal scores, so needs groups")
         if not 0 <= self.gamma <= 1:
             raise InvalidConfig(f"algorithm.gamma={self.gamma}: must be from 0 to 1")
-        if self.gamma != 1 and self.advantage not in DISCOUNTED:
+        if self.gamma != 1 and not function.takes("gamma"):
             raise InvalidConfig(
-                f"algorithm.gamma={self.gamma}: {self.advantage} gives all tokens of a response the same advantage; "
-                f"a discount is for {' and '.join(DISCOUNTED)}"
+                f"algorithm.gamma={self.gamma}: {name} gives all tokens of a response the same advantage; a discount is for "
+                "those that take one, reinforce_plus_plus and gae"
             )
 
     def _check_loss(self) -> None:
-        if min(self.clip_range) < 0:
-            raise InvalidConfig(f"algorithm.clip={self.clip_range} must not be negative")
-        if self.loss != "ppo" and self.dual_clip not in (None, DUAL_CLIP):
-            raise InvalidConfig(f"algorithm.dual_clip={self.dual_clip}: {self.loss} has none, it is a part of ppo")
+        function = LOSSES.find(self.loss)
+        if min(self.settings.clip) < 0:
+            raise InvalidConfig(f"algorithm.clip={self.settings.clip} must not be negative")
+        defaults = {each.name: each.default for each in fields(AlgorithmConfig)}
+        for name in OF_SOME_LOSSES:
+            value = getattr(self, name)
+            if value not in (None, defaults[name]) and not function.takes(name):
+                others = ", ".join(each for each in LOSSES.names if LOSSES.find(each).takes(name))
+                raise InvalidConfig(f"algorithm.{name}={value}: {self.loss} has none, it is a part of {others}")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise InvalidConfig(f"algorithm.dual_clip={self.dual_clip} must be above 1")
+        if min(self.sapo_temperatures) <= 0:
+            raise InvalidConfig(f"algorithm.sapo_temperatures={self.sapo_temperatures} must be above 0")
+        if not 0 < self.cov_ratio <= 1 or self.cov_bounds[0] >= self.cov_bounds[1] or self.kl_cov_coef < 0:
+            raise InvalidConfig(
+                f"algorithm.cov_ratio={self.cov_ratio} must be above 0 and at most 1, cov_bounds={self.cov_bounds} rise, and "
+                f"kl_cov_coef={self.kl_cov_coef} be at least 0"
+            )
 
     def _check_kl(self) -> None:
-        if self.kl_coef < 0:
-            raise InvalidConfig(f"algorithm.kl_coef={self.kl_coef} must be at least 0")
-        if self.kl_in == "loss" and self.kl == "k1":
-            raise InvalidConfig("algorithm.kl=k1 has no gradient in expectation: use k2 or k3, or put it in the reward")
-        if self.kl_target is not None and (self.kl_in != "reward" or not self.kl_coef):
+        chosen = self.settings
+        if chosen.kl_coef < 0:
+            raise InvalidConfig(f"algorithm.kl_coef={chosen.kl_coef} must be at least 0")
+        if chosen.kl_in == "loss" and chosen.kl == "k1":
+            raise InvalidConfig(
+                "algorithm.kl=k1 has no gradient in expectation: use k2, k3 or k3+, or put it in the reward"
+            )
+        if self.kl_target is not None and (chosen.kl_in != "reward" or not chosen.kl_coef):
             raise InvalidConfig("algorithm.kl_target adapts a penalty in the reward: set kl_in=reward and kl_coef")
         self.kl_controller()  # refuses an impossible target or horizon
 
     def _check_correction(self) -> None:
-        if self.correction_limit <= 1:
-            raise InvalidConfig(f"algorithm.correction_limit={self.correction_limit}: must be above 1")
-        if self.skip_old_log_probs and self.correction != "none":
+        check_limit(self.correction_limit)
+        check_bounds(self.rejection_bounds)
+        if self.skip_old_log_probs and self.compares_engine:
             raise InvalidConfig(
-                f"algorithm.correction={self.correction} compares the actor's old log-probs with the engine's, which "
-                "skip_old_log_probs takes for equal: choose one"
+                f"algorithm.correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with "
+                "the engine's, which skip_old_log_probs takes for equal: choose one"
             )
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """The clip, or the loss's own default."""
-        return DEFAULT_CLIP[self.loss] if self.clip is None else self.clip
+    def settings(self) -> Settings:
+        """The options that papers set: the user's, else those of the loss's paper, else those of the advantage's, else verl's."""
+        given = {each.name: getattr(self, each.name) for each in fields(Settings)}
+        given = {name: value for name, value in given.items() if value is not None}
+        paper = LOSSES.find(self.loss).paper
+        advantage = given.get("advantage") or paper.get("advantage") or Settings.advantage
+        chosen = {**ADVANTAGES.find(advantage).paper, **paper, **given, "advantage": advantage}
+        if "kl" not in chosen and chosen.get("kl_in") == "reward":
+            chosen["kl"] = "k1"
+        return Settings(**chosen)
 
     @property
-    def kl_estimator(self) -> str:
-        """The estimator, or the default of the place where the term stands."""
-        return self.kl or ("k3" if self.kl_in == "loss" else "k1")
+    def compares_engine(self) -> bool:
+        """Whether the actor's log-probs before the update are compared with the engine's."""
+        return self.correction != "none" or self.rejection != "none"
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.kl_coef > 0 and self.kl_in == "reward"
+        return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
-        return self.kl_coef > 0 and self.kl_in == "loss"
+        return self.settings.kl_coef > 0 and self.settings.kl_in == "loss"
+
+    def needs_old_log_probs(self, updates: int) -> bool:
+        """Whether the actor's log-probs are wanted before so many updates, or are those that the one update computes."""
+        before = any(takes(each, "old_log_probs") for each in LOSSES.find(self.loss).columns.values())
+        return updates > 1 or self.kl_in_reward or self.compares_engine or before
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether samples are compared with the greedy response to their prompt."""
+        return ADVANTAGES.find(self.settings.advantage).takes("reward_baselines")
+
+    def overlong_tokens(self, max_tokens: int) -> int:
+        """Tokens before the longest response, of ``max_tokens``, in which length costs reward."""
+        buffer = self.settings.overlong_buffer
+        return max(round(buffer * max_tokens), 1) if 0 < buffer < 1 else int(buffer)
 
     def kl_controller(self) -> KLController:
-        return KLController(self.kl_coef, self.kl_target, self.kl_horizon)
+        return KLController(self.settings.kl_coef, self.kl_target, self.kl_horizon)
 
     def updates(self, prompts: int) -> int:
         """Optimizer steps for a batch of so many prompts."""
@@ -156,51 +215,75 @@ class AlgorithmConfig:
     def sampling(self, max_tokens: int, seed: int) -> SamplingParams:
         return SamplingParams(self.n, self.temperature, self.top_p, self.top_k, max_tokens, seed=seed)
 
+    def options(self) -> dict[str, Any]:
+        """All options by name, none left to a paper."""
+        return vars(self) | vars(self.settings)
+
+
+def spelled_out(config: Config) -> Config:
+    """The same algorithm with the options given that papers set."""
+    chosen = vars(config.settings)
+    return replace(config, **chosen if LOSSES.find(config.loss).takes("clip") else chosen | {"clip": None})
+
 
 def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
-    """Advantages (B, R) of the algorithms that need rewards alone."""
-    rewards, uid, mask = data["token_level_rewards"], data["uid"], data["response_mask"]
-    match config.advantage:
-        case "grpo":
-            return group_advantage(rewards, uid, mask)
-        case "dr_grpo":
-            return group_advantage(rewards, uid, mask, normalise_std=False)
-        case "rloo":
-            return leave_one_out_advantage(rewards, uid, mask)
-        case "reinforce_plus_plus":
-            return reinforce_plus_plus(rewards, mask, config.gamma)
-        case "reinforce_plus_plus_baseline":
-            return reinforce_plus_plus_baseline(rewards, uid, mask)
-        case "gae":
-            raise InvalidConfig("gae needs the values of a critic")
+    """Advantages (B, R) of the algorithms that need rewards alone, or columns that the batch has.
+
+    Raises:
+        InvalidConfig: the algorithm takes what is neither a column nor an option.
+        InvalidColumn: it returned another shape.
+    """
+    name = config.settings.advantage
+    function = ADVANTAGES.find(name).function
+    if name == "gae":
+        raise InvalidConfig("gae needs the values of a critic")
+    found = call_by_names(f"algorithm.advantage={name}", function, _columns(data), config.options())
+    _check_shape(f"algorithm.advantage={name}", found, data["response_mask"])
+    advantages: Tensor = found
+    return advantages
+
+
+def add_loss_columns(config: AlgorithmConfig, data: DataProto, seed: tuple[int, int]) -> None:
+    """The columns that the loss reads and that are made of the whole batch; ``seed`` is that of what is drawn for them."""
+    for name, function in LOSSES.find(config.loss).columns.items():
+        data[name] = call_by_names(name, function, _columns(data), config.options() | {"seed": seed})
 
 
 def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
-    """The chosen policy loss, with KL term and entropy bonus if their coefficients are not zero."""
+    """The chosen policy loss, weighted by ``rollout_is_weights`` if the batch has that column, with KL term and entropy bonus if
+    their coefficients are not zero.
+    """
+    # All that is looked up by name is looked up here: other processes need not know the names that users register.
+    what, function, options = f"algorithm.loss={config.loss}", LOSSES.find(config.loss).function, config.options()
+    kl_coef, estimate_kl = config.settings.kl_coef, KL_ESTIMATORS[config.settings.kl]
+    kl_in_loss = config.kl_in_loss
 
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         # Without old log-probs the policy has not changed since it sampled: they are the ones just computed.
-        old = data["old_log_probs"] if "old_log_probs" in data else outputs.log_probs.detach()
-        new, advantages, clip = outputs.log_probs, data["advantages"], config.clip_range
-        match config.loss:
-            case "ppo":
-                loss, metrics = clipped_policy_loss(new, old, advantages, clip, config.dual_clip)
-            case "gspo":
-                loss, metrics = sequence_policy_loss(new, old, advantages, data["response_mask"], clip)
-            case "cispo":
-                loss, metrics = clipped_weight_loss(new, old, advantages, data["response_mask"], clip)
-        if config.correction != "none" and "rollout_log_probs" in data:
-            rollout, mask = data["rollout_log_probs"], data["response_mask"]
-            weights = importance_weights(old, rollout, mask, config.correction, config.correction_limit)
-            loss = loss * weights
-            metrics |= {"rollout_corr/rollout_is_mean": weights, "rollout_corr/rollout_is_max": weights}
-        metrics |= {"actor/pg_loss": loss, "actor/entropy": outputs.entropy}
+        columns = {"old_log_probs": outputs.log_probs.detach()} | _columns(data)
+        columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
+        loss, metrics = call_by_names(what, function, columns, options)
+        for each in (loss, *metrics.values()):
+            _check_shape(what, each, outputs.log_probs)
+        if "rollout_is_weights" in data:
+            loss = loss * data["rollout_is_weights"]
+        metrics = metrics | {"actor/pg_loss": loss, "actor/entropy": outputs.entropy}
         if entropy_coef:
             loss = loss - entropy_coef * outputs.entropy
-        if config.kl_in_loss:
-            kl = KL_ESTIMATORS[config.kl_estimator](new, data["ref_log_prob"])
-            loss = loss + config.kl_coef * kl
+        if kl_in_loss:
+            kl = estimate_kl(outputs.log_probs, data["ref_log_prob"])
+            loss = loss + kl_coef * kl
             metrics["actor/kl_loss"] = kl
         return loss, metrics
 
     return loss_fn
+
+
+def _columns(data: DataProto) -> dict[str, Any]:
+    return {name: data[name] for name in data.names()}
+
+
+def _check_shape(what: str, found: object, like: Tensor) -> None:
+    if not isinstance(found, Tensor) or found.shape != like.shape:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise InvalidColumn(f"{what} returned {shape} in the place of one number for each token {tuple(like.shape)}")

@@ -1,18 +1,16 @@
 """Functions that users already have, as reward functions here: verl's, TRL's, and files named on a command line."""
 
 import asyncio
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dataproto.errors import RewardError
+from recipes.algorithms.function_files import load_named_function
 from workers.reward import RewardFunction, RewardRow
 
 SIGNATURES = (
@@ -86,30 +84,8 @@ def from_trl(function: Callable[..., Any]) -> RewardFunction:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that ``file.py:function`` names. Raises `RewardError`."""
-    file, colon, attribute = name.rpartition(":")
-    path = Path(file).expanduser()
-    if not colon or not file or not attribute:
-        raise RewardError(f"{name!r} does not name a reward: use file.py:function")
-    if not path.is_file():
-        raise RewardError(f"{name!r}: there is no file {path}")
-    module_name = f"reward_{path.stem}_{abs(hash(path.resolve())):x}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"{name!r}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        functions = inspect.getmembers(module, inspect.isfunction)
-        defined = [key for key, value in functions if value.__module__ == module_name]
-        raise RewardError(f"{path} has no function {attribute!r}; it defines {', '.join(defined) or 'none'}")
-    return function
+    """The reward function that ``file.py:function`` names. Raises `RewardError`."""
+    return load_named_function(name, "reward", RewardError)
 
 
 def read_score(result: Any, row: int, function: Callable[..., Any]) -> dict[str, float]:

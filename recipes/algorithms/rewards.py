@@ -1,5 +1,6 @@
 """Reward functions: Geometry3K's own, and the ways to bring one's own."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,12 +63,17 @@ def compute_score(
 def format_score(response: str) -> float:
     r"""1 if the whole response is of the form ``<think>...</think>...\boxed{...}...``, else 0.
 
-    The same as a full match of ``<think>.*</think>.*\\boxed\{.*\}.*`` with dots for all characters, in linear time, where
-    the pattern takes cubic time on a response made to hurt.
+    White space around ``<``, ``>`` and ``/`` does not count, as in EasyR1 (verl's check is strict); answers are compared as they
+    are. The same as a full match of ``<think>.*</think>.*\\boxed\{.*\}.*`` with dots for all characters, in linear time,
+    where the pattern takes cubic time on a response made to hurt.
 
-    >>> format_score(r"<think>so</think> \boxed{9}"), format_score(r"\boxed{9}")
-    (1.0, 0.0)
+    >>> [format_score(each) for each in (r"<think>so</think> \boxed{9}", r"< think >so</ think> \boxed{9}", r"\boxed{9}")]
+    [1.0, 1.0, 0.0]
     """
+    first, *others = re.split("([<>/])", response)
+    if others:  # text between two marks is stripped on both sides, that before the first and behind the last on one
+        *between, last = others
+        response = "".join([first.rstrip(), *(part.strip() for part in between), last.lstrip()])
     if not response.startswith("<think>"):
         return 0.0
     place = len("<think>")

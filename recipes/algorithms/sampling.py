@@ -15,10 +15,8 @@ from dataproto.errors import InvalidConfig, RowCountMismatch
 def informative_rows(scores: Sequence[float], uid: Sequence[Hashable]) -> np.ndarray:
     """Rows whose group holds different scores: what dynamic sampling keeps (section 3.2, eq. 11).
 
-    Deviation: the paper compares verdicts, right or wrong; here scores count, whatever they are made of.
-
     Args:
-        scores: B numbers.
+        scores: B numbers; in the paper 1 for a right answer and 0 for a wrong one.
         uid: B hashables, equal for the samples of one prompt.
 
     Returns:

@@ -10,8 +10,9 @@ import pytest
 
 from dataproto.columns import COLUMNS
 from recipes import geo3k_grpo, geo3k_ppo
-from recipes.algorithms.correction import Correction
-from recipes.algorithms.options import Advantage, AlgorithmConfig, PolicyLoss
+from recipes.algorithms.correction import Correction, Rejection
+from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig
+from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.ppo import PPOConfig
 from workers.aggregation import MODES
 
@@ -43,7 +44,7 @@ def test_commands_are_understood_and_need_the_roles_that_are_named(row):
     config = RECIPES[recipe].parse(["--model-path", "anything", *given])
     needed = [
         role
-        for role, is_needed in (("critic", recipe == "geo3k_ppo"), ("reference", config.algorithm.kl_coef))
+        for role, is_needed in (("critic", recipe == "geo3k_ppo"), ("reference", config.algorithm.settings.kl_coef))
         if is_needed
     ]
     assert roles == (", ".join(needed) or "none")
@@ -55,10 +56,40 @@ def test_commands_are_understood_and_need_the_roles_that_are_named(row):
 
 def test_every_value_of_a_choice_is_in_the_table_and_no_other():
     listed = {option.strip("`"): set(re.findall(r"`([\w-]+)`", values)) for option, values, _ in OPTIONS}
-    assert listed["advantage"] == set(get_args(Advantage)) | {"geo3k_ppo"}
-    assert listed["loss"] == set(get_args(PolicyLoss))
+    assert listed["advantage"] == set(ADVANTAGES.names) | {"geo3k_ppo"}
+    assert listed["loss"] == set(LOSSES.names)
     assert listed["aggregation"] == set(MODES)
     assert listed["correction`, `correction_limit"] == set(get_args(Correction))
+    assert listed["rejection`, `rejection_bounds"] == set(get_args(Rejection))
+    estimators = set(re.findall(r"`(k\d\+?)`", next(values for option, values, _ in OPTIONS if "`kl`" in option)))
+    assert estimators == set(KL_ESTIMATORS)
+
+
+def test_what_names_set_is_in_the_table():
+    listed = {}
+    for name, option, sets in table("## What a name sets"):
+        found = re.findall(r"`(\w+)` (\([^)]*\)|[^,]+)", sets)
+        listed[option, name.strip("`")] = {key: value.strip() for key, value in found}
+    registered = {
+        (registry.kind, name): {key: str(value) for key, value in registry.find(name).paper.items()}
+        for registry in (ADVANTAGES, LOSSES)
+        for name in registry.names
+    }
+    assert listed == {key: paper for key, paper in registered.items() if paper}
+
+
+def test_every_correction_in_the_table_is_understood():
+    for _, options, _ in table("## Corrections for the engine"):
+        config = geo3k_grpo.parse(["--model-path", "anything", *shlex.split(options.strip("`"))])
+        assert config.algorithm.compares_engine
+
+
+def test_names_in_the_option_comments_are_those_that_there_are():
+    source = Path(geo3k_grpo.__file__).with_name("algorithms").joinpath("options.py").read_text()
+    for registry, field in ((ADVANTAGES, "    advantage: str"), (LOSSES, "    loss: str")):
+        comment = source.split(field)[0].rsplit("\n    #", 3)
+        text = " ".join(comment[-3:])
+        assert all(re.search(rf"\b{name}\b", text) for name in registry.names if name != "gae"), registry.kind
 
 
 def test_every_option_is_in_the_table_and_no_other():
@@ -78,8 +109,8 @@ def test_every_advantage_and_loss_has_an_algorithm_that_selects_it():
     for row in ALGORITHMS:
         recipe, *given = shlex.split(row[2].strip("`"))
         configs.append(RECIPES[recipe].parse(["--model-path", "anything", *given]).algorithm)
-    assert {config.advantage for config in configs} == set(get_args(Advantage))
-    assert {config.loss for config in configs} == set(get_args(PolicyLoss))
+    assert {config.settings.advantage for config in configs} == set(ADVANTAGES.names)
+    assert {config.loss for config in configs} == set(LOSSES.names)
 
 
 def test_columns_are_known():

@@ -5,15 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl
+from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
 from workers.aggregation import aggregate
 
-ESTIMATORS = [k1_kl, k2_kl, k3_kl]
+ESTIMATORS = [k1_kl, k2_kl, k3_kl, unbiased_k3_kl]
 
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
-    [(k1_kl, [0.5, -1.0]), (k2_kl, [0.125, 0.5]), (k3_kl, [math.exp(-0.5) - 0.5, math.e - 2])],
+    [
+        (k1_kl, [0.5, -1.0]),
+        (k2_kl, [0.125, 0.5]),
+        (k3_kl, [math.exp(-0.5) - 0.5, math.e - 2]),
+        (unbiased_k3_kl, [math.exp(-0.5) - 0.5, math.e - 2]),
+    ],
 )
 def test_hand_worked(estimator, expected):
     got = estimator(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]))
@@ -31,7 +36,8 @@ def test_expectations_over_a_whole_distribution():
     policy = torch.tensor([0.5, 0.3, 0.2])
     reference = torch.tensor([0.4, 0.4, 0.2])
     true = (policy * (policy / reference).log()).sum()
-    k1, k2, k3 = (estimator(policy.log(), reference.log()) for estimator in ESTIMATORS)
+    k1, k2, k3, unbiased = (estimator(policy.log(), reference.log()) for estimator in ESTIMATORS)
+    torch.testing.assert_close(unbiased, k3)
     torch.testing.assert_close((policy * k1).sum(), true)
     torch.testing.assert_close((policy * k3).sum(), true)
     assert (policy * k2).sum().item() == pytest.approx(true.item(), rel=0.1)
@@ -56,6 +62,8 @@ def test_expected_gradients_are_as_the_table_says():
     torch.testing.assert_close(expected(k1_kl), torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(expected(k2_kl), forward)
     torch.testing.assert_close(expected(k3_kl), backward)
+    torch.testing.assert_close(expected(unbiased_k3_kl), forward)
+    assert not torch.allclose(forward, backward)
 
 
 @given(st.floats(-100, 0, width=32), st.floats(-100, 0, width=32))

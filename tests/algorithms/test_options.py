@@ -5,9 +5,11 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from recipes import geo3k_grpo, geo3k_ppo
 from recipes.algorithms import advantages, losses
 from recipes.algorithms.kl import k1_kl, k2_kl
-from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
+from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss, spelled_out
+from recipes.algorithms.registry import Settings
 from recipes.grpo import GRPOConfig
 from workers.packed import Outputs
 
@@ -22,8 +24,24 @@ from workers.packed import Outputs
         ({"dynamic_sampling": -1}, "at least 2 generations"),
         ({"gamma": 0.9}, "same advantage"),
         ({"advantage": "reinforce_plus_plus", "gamma": 1.1}, "from 0 to 1"),
-        ({"loss": "gspo", "dual_clip": 2.0}, "part of ppo"),
+        ({"loss": "gspo", "dual_clip": 2.0}, "gspo has none, it is a part of ppo"),
         ({"loss": "cispo", "dual_clip": 2.0}, "part of ppo"),
+        ({"loss": "sapo", "clip": (0.1, 0.1)}, "sapo has none, it is a part of ppo"),
+        ({"sapo_temperatures": (2.0, 2.0)}, "ppo has none, it is a part of sapo"),
+        ({"loss": "sapo", "sapo_temperatures": (0.0, 1.0)}, "above 0"),
+        ({"loss": "kl_cov", "cov_bounds": (0.0, 1.0)}, "kl_cov has none, it is a part of clip_cov"),
+        ({"loss": "clip_cov", "cov_bounds": (2.0, 1.0)}, "rise"),
+        ({"loss": "clip_cov", "cov_ratio": 0.0}, "cov_ratio"),
+        ({"loss": "gpso"}, r"algorithm.loss='gpso' is unknown: choose one of ppo, .* or FILE.py:FUNCTION"),
+        ({"advantage": "grop"}, r"algorithm.advantage='grop' is unknown: choose one of grpo, .* or FILE.py:FUNCTION"),
+        ({"advantage": "opo", "n": 1}, "at least 2"),
+        ({"loss": "dapo", "n": 1}, "at least 2"),
+        ({"filter_metric": "acc"}, "dynamic sampling"),
+        ({"overlong_buffer": 2.5}, "whole tokens"),
+        ({"correction_limit": 1.0}, "correction_limit"),
+        ({"correction_limit": (0.5, 0.9)}, "correction_limit"),
+        ({"rejection_bounds": (1.1, 2.0)}, "rejection_bounds"),
+        ({"rejection": "token", "skip_old_log_probs": True}, "skip_old_log_probs"),
         ({"loss": "gspo", "clip": (-0.1, 0.1)}, "negative"),
         ({"kl_coef": 0.1, "kl": "k1"}, "no gradient"),
         ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_in=reward"),
@@ -39,6 +57,69 @@ def test_what_does_not_go_together_is_refused_and_says_why(wrong, reason):
         AlgorithmConfig(**wrong)
 
 
+VERL = {
+    "advantage": "grpo",
+    "aggregation": "token-mean",
+    "clip": (0.2, 0.2),
+    "kl_coef": 0.0,
+    "kl_in": "loss",
+    "kl": "k3",
+}
+VERL |= {"dynamic_sampling": 0, "overlong_buffer": 0}
+SEQUENCES = {"aggregation": "seq-mean-token-mean"}
+CONSTANT = {"aggregation": "seq-mean-token-sum-norm"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"loss": "gspo"}, SEQUENCES | {"clip": (3e-4, 4e-4)}),
+        ({"loss": "gspo", "aggregation": "token-mean"}, {"clip": (3e-4, 4e-4)}),  # the default's value, but explicit
+        ({"loss": "gspo", "clip": (0.2, 0.2)}, SEQUENCES),
+        ({"loss": "dr_grpo"}, CONSTANT | {"advantage": "dr_grpo"}),
+        ({"advantage": "dr_grpo"}, CONSTANT | {"advantage": "dr_grpo"}),
+        ({"loss": "dr_grpo", "advantage": "rloo"}, CONSTANT | {"advantage": "rloo", "kl_in": "reward", "kl": "k1"}),
+        ({"loss": "grpo"}, SEQUENCES | {"kl_coef": 0.04}),
+        ({"loss": "grpo", "kl_coef": 0.0}, SEQUENCES),
+        ({"advantage": "grpo"}, {}),
+        ({"loss": "dapo"}, {"clip": (0.2, 0.28), "dynamic_sampling": 10, "overlong_buffer": 0.2}),
+        ({"loss": "dapo", "dynamic_sampling": 0}, {"clip": (0.2, 0.28), "overlong_buffer": 0.2}),
+        ({"loss": "cispo"}, {"clip": (1.0, 4.0)}),
+        ({"loss": "sapo"}, SEQUENCES),
+        ({"advantage": "rloo"}, {"advantage": "rloo", "kl_coef": 0.05, "kl_in": "reward", "kl": "k1"}),
+        ({"advantage": "rloo", "kl_in": "loss"}, {"advantage": "rloo", "kl_coef": 0.05}),
+        (
+            {"advantage": "dr_grpo", "loss": "gspo"},
+            SEQUENCES | {"advantage": "dr_grpo", "clip": (3e-4, 4e-4)},
+        ),
+    ],
+)
+def test_a_name_sets_what_its_paper_sets_and_an_option_overrides_it(given, expected):
+    config = AlgorithmConfig(**given)
+    assert vars(config.settings) == VERL | expected
+    assert spelled_out(config).settings == config.settings
+
+
+def test_names_on_the_command_line_leave_the_tiny_models_kl_term_alone():
+    assert geo3k_grpo.parse([]).algorithm.settings.kl_coef == 0.1
+    assert geo3k_grpo.parse(["--algorithm.kl-coef", "0.2"]).algorithm.settings.kl_coef == 0.2
+    named = geo3k_grpo.parse(["--algorithm.loss=gspo"]).algorithm
+    assert (named.n, named.settings.aggregation, named.settings.kl_coef) == (16, "seq-mean-token-mean", 0)
+    named = geo3k_grpo.parse(["--algorithm.advantage", "dr_grpo", "--algorithm.kl-coef", "0.3"]).algorithm
+    assert (named.settings.aggregation, named.settings.kl_coef) == ("seq-mean-token-sum-norm", 0.3)
+    assert geo3k_ppo.parse(["--algorithm.loss", "gspo"]).algorithm.settings == Settings(
+        "gae", "seq-mean-token-mean", (3e-4, 4e-4)
+    )
+
+
+def test_a_buffer_below_one_is_a_share_of_the_longest_response():
+    assert AlgorithmConfig(loss="dapo").overlong_tokens(20480) == 4096
+    assert AlgorithmConfig(overlong_buffer=512).overlong_tokens(2048) == 512
+    assert AlgorithmConfig(overlong_buffer=0.01).overlong_tokens(10) == 1
+    assert AlgorithmConfig().overlong_tokens(10) == 0
+
+
 def test_grpo_has_no_critic():
     with pytest.raises(InvalidConfig, match="geo3k_ppo"):
         GRPOConfig(advantage="gae")
@@ -50,6 +131,7 @@ def rollouts():
     rewards = torch.tensor([[0.0, 1.0], [0.25, 0.0], [0.5, 0.5], [0.0, 0.0]])
     data = DataProto.from_dict({"token_level_rewards": rewards, "response_mask": torch.tensor([[1, 1]] * 4)})
     data["uid"] = ["a", "a", "b", "b"]
+    data["reward_baselines"] = torch.arange(4) / 4
     return data
 
 
@@ -61,6 +143,11 @@ def rollouts():
         ("rloo", advantages.leave_one_out_advantage),
         ("reinforce_plus_plus", lambda rewards, uid, mask: advantages.reinforce_plus_plus(rewards, mask, 0.5)),
         ("reinforce_plus_plus_baseline", advantages.reinforce_plus_plus_baseline),
+        ("opo", advantages.length_weighted_advantage),
+        (
+            "remax",
+            lambda rewards, uid, mask: advantages.greedy_baseline_advantage(rewards, torch.arange(4) / 4, mask),
+        ),
     ],
 )
 def test_every_advantage_is_the_function_of_its_name(name, expected):
@@ -73,7 +160,13 @@ def test_every_advantage_is_the_function_of_its_name(name, expected):
 
 def loss_of(config, log_probs, old, advantage):
     data = DataProto.from_dict(
-        {"old_log_probs": old, "advantages": advantage, "response_mask": torch.ones_like(old), "ref_log_prob": old - 1}
+        {
+            "old_log_probs": old,
+            "advantages": advantage,
+            "response_mask": torch.ones_like(old),
+            "ref_log_prob": old - 1,
+            "high_covariance": advantage > 0.5,
+        }
     )
     return policy_loss(config, 0.0)(Outputs(log_probs, torch.zeros_like(old)), data)
 
@@ -90,6 +183,15 @@ def loss_of(config, log_probs, old, advantage):
         (AlgorithmConfig(loss="gspo", clip=(0.1, 0.2)), lambda *a: losses.sequence_policy_loss(*a, (0.1, 0.2))),
         (AlgorithmConfig(loss="cispo"), lambda *a: losses.clipped_weight_loss(*a, (1.0, 4.0))),
         (AlgorithmConfig(loss="cispo", clip=(0.1, 0.2)), lambda *a: losses.clipped_weight_loss(*a, (0.1, 0.2))),
+        (AlgorithmConfig(loss="dapo"), lambda *a: losses.clipped_policy_loss(*a[:3], (0.2, 0.28), 3.0)),
+        (AlgorithmConfig(loss="dr_grpo"), lambda *a: losses.clipped_policy_loss(*a[:3], (0.2, 0.2), 3.0)),
+        (AlgorithmConfig(loss="sapo"), lambda *a: losses.gated_policy_loss(*a[:3])),
+        (
+            AlgorithmConfig(loss="sapo", sapo_temperatures=(2.0, 3.0)),
+            lambda *a: losses.gated_policy_loss(*a[:3], (2.0, 3.0)),
+        ),
+        (AlgorithmConfig(loss="clip_cov"), lambda *a: losses.clip_cov_loss(*a[:3], a[2] > 0.5, (1.0, 1.0))),
+        (AlgorithmConfig(loss="kl_cov", kl_cov_coef=0.5), lambda *a: losses.kl_cov_loss(*a[:3], a[2] > 0.5, 0.5)),
     ],
 )
 def test_every_loss_is_the_function_of_its_name(config, expected):
@@ -108,5 +210,5 @@ def test_the_kl_term_stands_in_the_loss_or_in_the_reward():
     assert "actor/kl_loss" in metrics
     in_reward = AlgorithmConfig(kl_coef=0.1, kl_in="reward")
     assert torch.equal(loss_of(in_reward, log_probs, old, advantage)[0], plain)
-    assert in_reward.kl_estimator == "k1"
-    assert (AlgorithmConfig(kl_coef=0.1).kl_estimator, k1_kl(torch.ones(1), torch.zeros(1)).item()) == ("k3", 1.0)
+    assert in_reward.settings.kl == "k1"
+    assert (AlgorithmConfig(kl_coef=0.1).settings.kl, k1_kl(torch.ones(1), torch.zeros(1)).item()) == ("k3", 1.0)

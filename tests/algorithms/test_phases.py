@@ -1,14 +1,16 @@
 """Dynamic sampling and reward shaping on hand-made rollouts; no model takes part."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidColumn, InvalidConfig, MissingColumn
 from recipes.algorithms.kl import KLController
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.dynamic_sampling import concat_rollouts, sample_informative_groups
+from recipes.dynamic_sampling import concat_rollouts, sample_informative_groups, verdicts
 from recipes.phases import Progression, accuracy, roll_out, shape_rewards
 from rollout.engine import SamplingParams
 
@@ -82,6 +84,62 @@ def test_after_the_last_generation_dropped_groups_fill_the_batch_up():
     assert metrics["train/filtered_groups"] == 3
     only_equal, _ = sample_informative_groups(sampler(SCORES), prompts("b", "c"), more, generations=3)
     assert only_equal["uid"].tolist() == ["b", "b", "c", "c"]
+
+
+def graded(**columns):
+    return DataProto.from_dict(non_tensors={name: np.array(values, dtype=object) for name, values in columns.items()})
+
+
+def test_groups_are_told_apart_by_accuracy_where_the_reward_gives_one():
+    data = graded(score=[0.1, 0.0, 1.0, 0.1], acc=[0.0, 0.0, 1.0, None], length=[3, 4, 5, 6])
+    assert verdicts(data) == [0.0, 0.0, 1.0, 0.1]
+    assert verdicts(data, "score") == [0.1, 0.0, 1.0, 0.1]
+    assert verdicts(data, "length") == [3.0, 4.0, 5.0, 6.0]
+    assert verdicts(graded(score=[0.5, 1])) == [0.5, 1.0]
+    with pytest.raises(MissingColumn, match="quality"):
+        verdicts(data, "quality")
+    with pytest.raises(InvalidColumn, match="'acc', row 3: None"):
+        verdicts(data, "acc")
+    with pytest.raises(InvalidColumn, match="'x', row 0: nan"):
+        verdicts(graded(score=[1], x=[float("nan")]), "x")
+
+
+def test_one_format_miss_does_not_keep_a_group_that_is_all_wrong():
+    def sample(batch):
+        data = sampler({"a": (0.1, 0.0), "b": (1.0, 0.1), "c": (0.1, 1.0)})(batch)
+        data["acc"] = np.array([float(score == 1.0) for score in data["score"]], dtype=object)
+        return data
+
+    kept, metrics = sample_informative_groups(sample, prompts("a", "b"), lambda reason: prompts("c"), generations=2)
+    assert kept["uid"].tolist() == ["b", "b", "c", "c"]
+    assert metrics["train/filtered_groups"] == 1
+    kept, _ = sample_informative_groups(sample, prompts("a", "b"), None, generations=2, metric="score")
+    assert kept["uid"].tolist() == ["a", "a", "b", "b"]
+
+
+class Group:
+    """Answers with as many rows as are asked for; greedy ones score 0.25 less than the first sample."""
+
+    def generate(self, prompts, sampling):
+        data = prompts.repeat(sampling.n, interleave=True)
+        data["greedy"] = torch.full((len(data),), sampling.temperature == 0)
+        return data
+
+    def score(self, data):
+        worth = torch.tensor([float(len(name)) for name in data["uid"]]) - 0.25 * data["greedy"].float()
+        return DataProto.from_dict({"token_level_rewards": worth[:, None] * torch.tensor([[0.0, 1.0]])})
+
+
+def test_remax_asks_for_one_greedy_response_a_prompt():
+    roles, group = SimpleNamespace(), Group()
+    roles.rollout = roles.reward = group
+    metrics = {}
+    config = AlgorithmConfig(n=2, advantage="remax")
+    data = roll_out(roles, prompts("x", "yy"), config, SamplingParams(temperature=0.7), None, metrics)
+    assert data["greedy"].tolist() == [False] * 4
+    assert data["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
+    assert metrics["reward/greedy_baseline"] == 1.25
+    assert "reward_baselines" not in roll_out(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, {})
 
 
 def test_rollouts_of_equal_widths_are_joined_as_they_are():

@@ -219,6 +219,14 @@ def test_minibatches_keep_prompts_whole(groups, prompts):
         assert all(groups[row] not in inside for row in range(len(groups)) if row not in part)
 
 
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_minibatches_are_as_few_and_as_equal_as_can_be(count, prompts):
+    sizes = [len(part) for part in cut_minibatches(range(count), prompts)]
+    assert len(sizes) == -(-count // prompts)
+    assert max(sizes) <= prompts
+    assert max(sizes) - min(sizes) <= 1
+
+
 def test_numbers_in_tensors_are_groups_by_value():
     assert [part.tolist() for part in cut_minibatches(torch.tensor([7, 7, 8]), 1)] == [[0, 1], [2]]
 

@@ -11,26 +11,39 @@ from recipes.algorithms.rewards import RewardRow, compute_score, format_score, g
 
 # verl/utils/reward_score/geo3k.py and EasyR1's examples/reward_function/math.py
 PATTERN = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
-PIECES = st.sampled_from(["<think>", "</think>", "\\boxed{", "}", "{", "x", "\n", "<", "\\boxed", " "])
+PIECES = st.sampled_from(
+    ["<think>", "</think>", "\\boxed{", "}", "{", "x", "\n", "<", "\\boxed", " ", "\u00a0 \t", "/", "think"]
+)
+
+
+def easyr1_format(response):
+    return float(PATTERN.fullmatch(re.sub(r"\s*(<|>|/)\s*", r"\1", response)) is not None)
 
 
 @given(st.lists(PIECES, max_size=10).map("".join))
 @settings(max_examples=500)
 def test_the_format_is_what_the_pattern_says(response):
-    assert format_score(response) == float(PATTERN.fullmatch(response) is not None)
+    assert format_score(response) == easyr1_format(response)
 
 
 @given(st.lists(PIECES, max_size=6).map("".join), st.lists(PIECES, max_size=3).map("".join))
 @settings(max_examples=300)
 def test_the_format_of_nearly_good_responses(middle, end):
     response = f"<think>{middle}</think>\\boxed{{{end}"
-    assert format_score(response) == float(PATTERN.fullmatch(response) is not None)
+    assert format_score(response) == easyr1_format(response)
+
+
+def test_white_space_within_tags_does_not_count():
+    assert format_score(" < think >so</ think>\n\\boxed{9}") == 1.0
+    assert format_score("<thi nk>so</think>\\boxed{9}") == 0.0
+    assert compute_score("", "< think >so< / think >\\boxed{a < b}", "a < b")["acc"] == 1.0
 
 
 def test_a_response_made_to_hurt_the_pattern_is_quick():
     hostile = "<think>" + "</think>" * 20_000 + "\\boxed{" * 20_000
     assert format_score(hostile) == 0.0  # the pattern would take hours
     assert format_score(hostile + "}") == 1.0
+    assert format_score(" " * 200_000 + "x") == 0.0  # the substitution would take minutes
 
 
 @pytest.mark.parametrize(

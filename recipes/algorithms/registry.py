@@ -1,0 +1,204 @@
+"""Losses and advantages by name: those of the library, those that users register, and ``FILE.py:FUNCTION``.
+
+A function takes what it needs by the names of its arguments: columns of the batch (`dataproto.COLUMNS`, or any other), options
+of `AlgorithmConfig`, and, in a loss, ``log_probs`` and ``entropy`` of the update. A loss returns its value for each token
+``(B, R)`` and metrics of the same shape; an advantage returns ``(B, R)``.
+
+>>> def reinforce(log_probs, advantages):
+...     return -advantages * log_probs, {}
+>>> LOSSES.register("reinforce", reinforce, paper={"kl_coef": 0.0})
+>>> "reinforce" in LOSSES.names
+True
+>>> LOSSES.find("reinforced")  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+dataproto.errors.InvalidConfig: algorithm.loss='reinforced' is unknown: choose one of ppo, ..., or FILE.py:FUNCTION
+>>> LOSSES.remove("reinforce")
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from typing import Any, Literal
+
+from dataproto.errors import InvalidConfig
+from recipes.algorithms import advantages, covariances, losses
+from recipes.algorithms.function_files import load_named_function
+from workers.aggregation import AggregationMode
+
+Estimator = Literal["k1", "k2", "k3", "k3+"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that the paper of a loss or of an advantage sets, with the values that stand where none does: verl's."""
+
+    advantage: str = "grpo"
+    aggregation: AggregationMode = "token-mean"
+    clip: tuple[float, float] = (0.2, 0.2)
+    kl_coef: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl: Estimator = "k3"
+    dynamic_sampling: int = 0
+    overlong_buffer: float = 0
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What stands behind a name.
+
+    Attributes:
+        function: see the head of this module.
+        paper: options that its paper sets, see `Settings`. Those that the user sets come before them.
+        columns: columns that it reads and that are made of the whole batch before an update, by functions of the same kind.
+    """
+
+    function: Callable[..., Any]
+    paper: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+    def takes(self, name: str) -> bool:
+        """Whether the function, or one that makes a column for it, has an argument of this name."""
+        return any(takes(each, name) for each in (self.function, *self.columns.values()))
+
+
+class Registry:
+    """Names of algorithms of one kind."""
+
+    def __init__(self, kind: str, algorithms: Mapping[str, Algorithm]) -> None:
+        self.kind = kind
+        self._algorithms = dict(algorithms)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._algorithms)
+
+    def register(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        paper: Mapping[str, Any] | None = None,
+        columns: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """Adds an algorithm, see `Algorithm`.
+
+        Raises:
+            InvalidConfig: the name is taken, or ``paper`` sets what no paper may.
+        """
+        if name in self._algorithms:
+            raise InvalidConfig(f"there is a {self.kind} {name!r} already: choose another name")
+        known = [each.name for each in fields(Settings)]
+        if unknown := sorted(set(paper or {}) - set(known)):
+            raise InvalidConfig(f"{self.kind} {name!r}: paper sets {unknown}, but may set {known}")
+        self._algorithms[name] = Algorithm(function, paper or {}, columns or {})
+
+    def remove(self, name: str) -> None:
+        """Forgets an algorithm."""
+        del self._algorithms[name]
+
+    def find(self, name: str) -> Algorithm:
+        """The algorithm of that name, or the function of ``FILE.py:FUNCTION``.
+
+        Raises:
+            InvalidConfig: there is none.
+        """
+        if name in self._algorithms:
+            return self._algorithms[name]
+        if ":" in name:
+            return _of_file(name, self.kind)
+        raise InvalidConfig(
+            f"algorithm.{self.kind}={name!r} is unknown: choose one of {', '.join(self._algorithms)}, or FILE.py:FUNCTION"
+        )
+
+
+@cache
+def _of_file(name: str, kind: str) -> Algorithm:
+    return Algorithm(load_named_function(name, kind, InvalidConfig))
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of this name."""
+    return name in inspect.signature(function).parameters
+
+
+def call_by_names(
+    what: str, function: Callable[..., Any], columns: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
+    """Calls a function with the columns and the options that its arguments name; others keep their defaults.
+
+    Raises:
+        InvalidConfig: an argument without a default is neither.
+
+    >>> call_by_names("sum", lambda a, b, c=3: a + b + c, {"a": 1}, {"b": 2})
+    6
+    """
+    given = {}
+    for parameter in inspect.signature(function).parameters.values():
+        name = parameter.name
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in columns:
+            given[name] = columns[name]
+        elif name in options:
+            given[name] = options[name]
+        elif parameter.default is parameter.empty:
+            raise InvalidConfig(
+                f"{what} takes {name!r}, which is no option and no column of this batch: it has {', '.join(sorted(columns))}"
+            )
+    return function(**given)
+
+
+SEQUENCES = {"aggregation": "seq-mean-token-mean"}
+CONSTANT = {"aggregation": "seq-mean-token-sum-norm"}
+
+ADVANTAGES = Registry(
+    "advantage",
+    {
+        "grpo": Algorithm(advantages.group_advantage),
+        "dr_grpo": Algorithm(partial(advantages.group_advantage, normalise_std=False), CONSTANT | {"kl_coef": 0.0}),
+        "rloo": Algorithm(advantages.leave_one_out_advantage, {"kl_coef": 0.05, "kl_in": "reward"}),
+        "reinforce_plus_plus": Algorithm(advantages.reinforce_plus_plus, {"kl_coef": 0.01, "kl_in": "reward"}),
+        "reinforce_plus_plus_baseline": Algorithm(
+            advantages.reinforce_plus_plus_baseline, {"kl_coef": 0.001, "kl": "k2"}
+        ),
+        "remax": Algorithm(advantages.greedy_baseline_advantage, {"kl_coef": 0.001, "kl_in": "reward"}),
+        "opo": Algorithm(advantages.length_weighted_advantage, {"kl_coef": 0.0}),
+        "gae": Algorithm(advantages.gae),
+    },
+)
+"""What a response, or a token of it, is compared with."""
+
+LOSSES = Registry(
+    "loss",
+    {
+        "ppo": Algorithm(losses.clipped_policy_loss),
+        "grpo": Algorithm(losses.clipped_policy_loss, SEQUENCES | {"kl_coef": 0.04, "kl": "k3", "kl_in": "loss"}),
+        "dr_grpo": Algorithm(losses.clipped_policy_loss, CONSTANT | {"advantage": "dr_grpo", "kl_coef": 0.0}),
+        "dapo": Algorithm(
+            losses.clipped_policy_loss,
+            {
+                "aggregation": "token-mean",
+                "clip": (0.2, 0.28),
+                "kl_coef": 0.0,
+                "dynamic_sampling": 10,
+                "overlong_buffer": 0.2,
+            },
+        ),
+        "gspo": Algorithm(losses.sequence_policy_loss, SEQUENCES | {"clip": (3e-4, 4e-4), "kl_coef": 0.0}),
+        "cispo": Algorithm(
+            losses.clipped_weight_loss, {"aggregation": "token-mean", "clip": (1.0, 4.0), "kl_coef": 0.0}
+        ),
+        "sapo": Algorithm(losses.gated_policy_loss, SEQUENCES | {"kl_coef": 0.0}),
+        "clip_cov": Algorithm(
+            losses.clip_cov_loss,
+            {"aggregation": "token-mean", "clip": (1.0, 1.0), "kl_coef": 0.0},
+            {"high_covariance": covariances.random_high_covariance},
+        ),
+        "kl_cov": Algorithm(
+            losses.kl_cov_loss,
+            {"aggregation": "token-mean", "kl_coef": 0.0},
+            {"high_covariance": covariances.highest_covariance},
+        ),
+    },
+)
+"""How log-probs and advantages become a loss. A loss that is named by its paper sets all that the paper sets, see `Settings`."""

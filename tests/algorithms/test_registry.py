@@ -1,0 +1,115 @@
+"""Losses and advantages by name: users' own ones, from code and from files, and what is wrong with them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidColumn, InvalidConfig
+from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
+from recipes.algorithms.registry import ADVANTAGES, LOSSES
+from recipes.geo3k_grpo import parse
+from workers.packed import Outputs
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
+MINE = """
+import torch
+
+def loss(log_probs, old_log_probs, advantages, clip, entropy, weight=2.0, *rest, **others):
+    ratio = (log_probs - old_log_probs).exp().clamp(max=1 + clip[1])
+    return -weight * advantages * ratio, {"actor/mine": entropy}
+
+def advantage(token_level_rewards, response_mask, gamma):
+    return gamma * token_level_rewards.sum(1, keepdim=True) * response_mask
+
+def scalar(log_probs):
+    return log_probs.sum(), {}
+
+def wanting(log_probs, unheard_of):
+    return log_probs, {}
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return str(tmp_path / "mine.py")
+
+
+def batch():
+    data = {"token_level_rewards": torch.tensor([[0.0, 2.0]]), "response_mask": torch.ones(1, 2)}
+    data["advantages"] = torch.tensor([[1.0, -1.0]])
+    return DataProto.from_dict(data, non_tensors={"uid": ["a"]})
+
+
+def outputs():
+    return Outputs(torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.5, 0.25]]))
+
+
+def test_functions_of_a_file_take_columns_and_options_by_name(mine):
+    options = ["--algorithm.loss", f"{mine}:loss", "--algorithm.advantage", f"{mine}:advantage"]
+    config = parse(["--model-path", "x", *options, "--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]).algorithm
+    assert outcome_advantage(config, batch()).tolist() == [[1.0, 1.0]]
+    loss, metrics = policy_loss(config, 0.0)(outputs(), batch())
+    assert loss.tolist() == [[-2.0, 2.0]]
+    assert metrics["actor/mine"].tolist() == metrics["actor/entropy"].tolist() == [[0.5, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("{}:nothing", r"mine.py has no function 'nothing'; it defines advantage, loss, scalar, wanting"),
+        ("{}:not_a_function", "has no function"),
+        ("{}x:loss", "there is no file"),
+        (":loss", "use file.py:function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_an_error_of_one_line(mine, name, reason):
+    for option in ("loss", "advantage"):
+        with pytest.raises(InvalidConfig, match=reason):
+            parse(["--model-path", "x", f"--algorithm.{option}", name.format(mine)])
+
+
+def test_a_file_that_cannot_be_run_says_why(tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(InvalidConfig, match="ZeroDivisionError"):
+        AlgorithmConfig(loss=f"{tmp_path / 'broken.py'}:loss")
+
+
+def test_what_a_function_gets_and_gives_is_checked(mine):
+    with pytest.raises(
+        InvalidConfig, match=r"wanting takes 'unheard_of', which is no option and no column .* it has adv"
+    ):
+        policy_loss(AlgorithmConfig(loss=f"{mine}:wanting"), 0.0)(outputs(), batch())
+    with pytest.raises(InvalidColumn, match=r"scalar returned \(\) in the place of one number for each token \(1, 2\)"):
+        policy_loss(AlgorithmConfig(loss=f"{mine}:scalar"), 0.0)(outputs(), batch())
+    with pytest.raises(InvalidColumn, match="scalar returned tuple"):
+        outcome_advantage(AlgorithmConfig(advantage=f"{mine}:scalar"), batch() | log_probs())
+
+
+def log_probs():
+    return DataProto.from_dict({"log_probs": torch.zeros(1, 2)})
+
+
+def test_the_example_of_the_document_runs():
+    source = re.search(r"## One's own.*?```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL).group(1)
+    exec(compile(source, str(DOCUMENT), "exec"), {})
+    try:
+        config = AlgorithmConfig(loss="reinforce", advantage="score_above_half")
+        assert config.settings.aggregation == "seq-mean-token-mean"
+        assert outcome_advantage(config, batch()).tolist() == [[1.5, 1.5]]
+        assert policy_loss(config, 0.0)(outputs(), batch())[0].tolist() == [[1.0, -2.0]]
+    finally:
+        LOSSES.remove("reinforce")
+        ADVANTAGES.remove("score_above_half")
+
+
+def test_names_are_taken_once_and_papers_set_only_what_they_may():
+    with pytest.raises(InvalidConfig, match="there is a loss 'ppo' already"):
+        LOSSES.register("ppo", lambda log_probs: (log_probs, {}))
+    with pytest.raises(InvalidConfig, match=r"paper sets \['epochs'\], but may set"):
+        LOSSES.register("other", lambda log_probs: (log_probs, {}), paper={"epochs": 2})
