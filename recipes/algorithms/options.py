@@ -1,7 +1,7 @@
 """The options that all policy-gradient recipes share, and the loss and advantages that they select."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor
 
@@ -146,6 +146,8 @@ class AlgorithmConfig:
 
     def _check_kl(self) -> None:
         chosen = self.settings
+        if chosen.kl not in KL_ESTIMATORS:
+            raise InvalidConfig(f"algorithm.kl={chosen.kl!r}: choose one of {', '.join(KL_ESTIMATORS)}")
         if chosen.kl_coef < 0:
             raise InvalidConfig(f"algorithm.kl_coef={chosen.kl_coef} must be at least 0")
         if chosen.kl_in == "loss" and chosen.kl == "k1":
@@ -157,6 +159,9 @@ class AlgorithmConfig:
         self.kl_controller()  # refuses an impossible target or horizon
 
     def _check_correction(self) -> None:
+        for name, choices in (("correction", get_args(Correction)), ("rejection", get_args(Rejection))):
+            if getattr(self, name) not in choices:
+                raise InvalidConfig(f"algorithm.{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
         check_limit(self.correction_limit)
         check_bounds(self.rejection_bounds)
         if self.skip_old_log_probs and self.compares_engine:

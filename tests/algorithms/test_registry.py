@@ -1,6 +1,7 @@
 """Losses and advantages by name: users' own ones, from code and from files, and what is wrong with them."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,19 @@ def test_names_are_taken_once_and_papers_set_only_what_they_may():
         LOSSES.register("ppo", lambda log_probs: (log_probs, {}))
     with pytest.raises(InvalidConfig, match=r"paper sets \['epochs'\], but may set"):
         LOSSES.register("other", lambda log_probs: (log_probs, {}), paper={"epochs": 2})
+
+
+def test_the_loss_of_a_file_travels_with_its_code_to_processes_that_do_not_have_the_file(mine):
+    import ray
+
+    from workers.ray_group import send_code_of_lone_modules
+
+    loss = policy_loss(AlgorithmConfig(loss=f"{mine}:loss"), 0.0)
+    name = next(name for name in sys.modules if name.startswith("loss_mine_"))
+    send_code_of_lone_modules()
+    code = ray.cloudpickle.dumps(loss)
+    module = sys.modules.pop(name)
+    try:
+        assert ray.cloudpickle.loads(code)(outputs(), batch())[0].tolist() == [[-2.0, 2.0]]
+    finally:
+        sys.modules[name] = module

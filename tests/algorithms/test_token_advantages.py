@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from dataproto.errors import RowCountMismatch
 from recipes.algorithms.advantages import (
     gae,
+    greedy_baseline_advantage,
     group_advantage,
     leave_one_out_advantage,
+    length_weighted_advantage,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     whiten,
@@ -227,3 +229,44 @@ def test_reinforce_plus_plus_baseline_equals_a_plain_loop(rows):
     rewards = torch.tensor([[s, 0.0, 0.0] for s in scores])
     got = reinforce_plus_plus_baseline(rewards, uid, torch.tensor(mask))
     torch.testing.assert_close(got, torch.tensor(naive_whiten(centred, mask)), atol=1e-3, rtol=1e-3)
+
+
+def test_opo_by_hand():
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 9.0], [0.0, 0.0, 0.7], [5.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+    rewards[1, 2] = 0.0
+    got = length_weighted_advantage(rewards, ["a", "a", "b", "a"], mask)
+    baseline = (2 * 1.0 + 1 * 0.5) / 3
+    first, second = 1 - baseline, 0.5 - baseline
+    torch.testing.assert_close(got, torch.tensor([[first, 0, first], [second, 0, 0], [0, 0, 0], [0, 0, 0]]))
+    # the weighted mean of the advantages is zero, that is what the baseline is for
+    assert got.sum().item() == pytest.approx(0, abs=1e-6)
+    ties = length_weighted_advantage(torch.full((3, 1), 0.1), ["a"] * 3, torch.tensor([[1], [1], [1]]))
+    assert not ties.any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.floats(-2, 2, width=32)), min_size=1, max_size=12))
+def test_opo_equals_a_plain_loop(rows):
+    uid, lengths, scores = zip(*rows)
+    mask = (torch.arange(4) < torch.tensor(lengths)[:, None]).long()
+    rewards = torch.zeros(len(rows), 4)
+    rewards[:, 0] = torch.tensor(scores)
+    got = length_weighted_advantage(rewards, uid, mask)
+    for row, (name, length, score) in enumerate(rows):
+        group = [(n, s) for other, n, s in rows if other == name and n > 0]
+        expected = 0.0
+        if length and len(group) > 1:
+            expected = score - sum(n * s for n, s in group) / sum(n for n, _ in group)
+        assert got[row, :length].tolist() == pytest.approx([expected] * length, abs=1e-5)
+        assert not got[row, length:].any()
+
+
+def test_remax_by_hand():
+    rewards = torch.tensor([[-0.1, math.nan, 1.0], [0.0, 0.5, 0.0]])
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    got = greedy_baseline_advantage(rewards, torch.tensor([0.4, 0.5]), mask)
+    torch.testing.assert_close(got, torch.tensor([[0.5, 0.0, 0.6], [0.0, 0.0, 0.0]]))
+    with pytest.raises(RowCountMismatch, match="baselines"):
+        greedy_baseline_advantage(rewards, torch.tensor([0.4]), mask)
+    with pytest.raises(RowCountMismatch):
+        greedy_baseline_advantage(rewards, torch.tensor([0.4, 0.5]), mask[:, :2])
