@@ -164,7 +164,7 @@ class Checkpoints:
     """Writes the checkpoints of a run, at once or behind its back; whole or not at all."""
 
     def __init__(self, run: RunConfig, roles: Roles, save_processors: Callable[[Path], None]) -> None:
-        self.run, self.save_processors = run, save_processors
+        self.run, self.roles, self.save_processors = run, roles, save_processors
         self.root = run.output_dir.absolute()  # workers may stand in another directory
         self.models = {"actor": roles.actor} | ({"critic": roles.critic} if roles.has("critic") else {})
         self._open = contextlib.ExitStack()  # the checkpoint that is still being written
@@ -194,11 +194,11 @@ class Checkpoints:
                 self._open, self._writing = stack.pop_all(), True
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is whole; raises what went wrong, which leaves the one before."""
+        """Waits until all roles have written the last checkpoint; raises what went wrong, which leaves the one before."""
         writing, self._writing = self._writing, False
         with self._open.pop_all():
-            for group in self.models.values() if writing else ():
-                group.finish_save()
+            if writing:
+                self.roles.finish_saves()
 
     def _check_written(self, directory: Path, kind: type[BaseException] | None, *_: object) -> None:
         for name in self.models if kind is None else ():
@@ -210,10 +210,14 @@ class Checkpoints:
                 )
 
     def close(self) -> None:
-        """As `finish`; after an error of the run a checkpoint that cannot be finished is only left out."""
+        """As `finish`; after an error of the run it only says that a checkpoint could not be finished."""
         failed = sys.exc_info()[0] is not None
-        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+        try:
             self.finish()
+        except Exception as error:
+            if not failed:
+                raise
+            print(f"the last checkpoint was not finished: {error}", file=sys.stderr)
 
 
 def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful) -> int | None:

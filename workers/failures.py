@@ -1,5 +1,7 @@
 """How failures of several ranks in one call are told apart: which of them is the cause, and how long to wait for it."""
 
+from collections.abc import Sequence
+
 from dataproto.errors import DataProtoError, RankFailure
 
 GRACE_S = 10.0  # that ranks have to refuse a call together, or to tell of the failure that another rank's comes of
@@ -29,3 +31,11 @@ def place_of(what: str, phase: str | None) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says, without what follows."""
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def raise_together(errors: Sequence[BaseException]) -> None:
+    """Raises the first of the errors, if there is one, with what the others say as notes."""
+    for other in errors[1:]:
+        errors[0].add_note(f"and {type(other).__name__}: {other}")
+    if errors:
+        raise errors[0]

@@ -11,6 +11,7 @@ from dataproto.errors import InvalidConfig
 from rollout.engine import SamplingParams
 from workers.actor import ActorConfig, ActorWorker
 from workers.critic import CriticConfig, CriticWorker
+from workers.failures import raise_together
 from workers.group import LocalGroup
 from workers.layout import Layout
 from workers.model_reward import ModelReward, ModelRewardWorker
@@ -21,7 +22,7 @@ from workers.rollout import RolloutConfig, RolloutWorker
 
 @dataclass
 class Roles:
-    """The groups of one run; a context manager that closes them.
+    """The groups of one run; a context manager that waits for what they save, unless an error ends it, and closes them.
 
     `reference`, `critic` and `reward` raise when asked for without having been launched.
     """
@@ -77,7 +78,21 @@ class Roles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if kind is None:
+                self.finish_saves()
+        finally:
+            self.close()
+
+    def finish_saves(self) -> None:
+        """Waits until all that actor and critic save behind the caller's back is on disk; raises what went wrong."""
+        errors: list[Exception] = []
+        for group in (self.actor, *([self.critic] if self.has("critic") else [])):
+            try:
+                group.finish_save()
+            except Exception as error:
+                errors.append(error)
+        raise_together(errors)
 
 
 def launch(

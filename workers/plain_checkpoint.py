@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import EnumMeta
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import checkpoint
+from torch.distributed import ProcessGroup, checkpoint
 from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -28,27 +28,45 @@ from torch.utils._pytree import tree_map
 from dataproto.errors import CheckpointError
 
 
-def write(state: dict[str, Any], directory: Path) -> None:
-    """Writes ``state``, sharded tensors and plain values, every rank its own part."""
-    with alone_without_warning():
-        checkpoint.save(state, checkpoint_id=directory, no_dist=not distributed.is_initialized())
+def write(state: dict[str, Any], directory: Path, group: ProcessGroup | None = None) -> None:
+    """Writes ``state``, sharded tensors and plain values, every rank its own part.
+
+    Args:
+        group: the ranks' process group, the default one if ``None``.
+
+    Raises:
+        CheckpointError: a rank could not write; every rank raises it, and names that rank.
+    """
+    try:
+        with alone_without_warning():
+            checkpoint.save(
+                state, checkpoint_id=directory, process_group=group, no_dist=not distributed.is_initialized()
+            )
+    except checkpoint.CheckpointException as error:  # no `Exception`, in torch
+        causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
+        raise CheckpointError(f"{directory} could not be written: {'; '.join(causes)}") from error
 
 
-def write_behind(state: dict[str, Any], directory: Path) -> "Future[Any]":
-    """As `write`, of ``state`` as it is now, while the caller goes on. Every rank calls it, and waits for it before the next."""
-    if not distributed.is_initialized():
-        copy = tree_map(lambda value: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value, state)
-        return BEHIND.submit(write, copy, directory)
-    # A process group of its own: the ranks go on with other calls on the default one meanwhile.
-    return cast("Future[Any]", checkpoint.async_save(state, checkpoint_id=directory, process_group=_group_behind()))
+def write_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
+    """As `write`, of ``state`` as it is now, while the caller goes on. Every rank calls it.
+
+    States are written one after the other, in the order of the calls: two at a time would mix up their collectives on the one
+    process group where a rank is slower than the others.
+    """
+    copy = tree_map(
+        lambda value: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value, state
+    )
+    return _BEHIND.submit(write, copy, directory, _group_behind() if distributed.is_initialized() else None)
 
 
-BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+_BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `write_behind`
 
 
 @cache
-def _group_behind() -> Any:
-    return distributed.new_group(backend="gloo")
+def _group_behind() -> ProcessGroup:
+    """Of its own: the ranks go on with other calls on the default one meanwhile."""
+    group: ProcessGroup = distributed.new_group(backend="gloo")
+    return group
 
 
 def read_into(state: dict[str, Any], directory: Path) -> None:
@@ -57,16 +75,32 @@ def read_into(state: dict[str, Any], directory: Path) -> None:
     Raises:
         CheckpointError: the checkpoint is missing, damaged, hostile, or of another model.
     """
+    with _reading(directory), alone_without_warning():
+        checkpoint.load(
+            state,
+            storage_reader=PlainReader(directory),
+            planner=PlainPlanner(),
+            no_dist=not distributed.is_initialized(),
+        )
+
+
+def stored_names(directory: Path) -> frozenset[str]:
+    """Names of what a checkpoint holds, keys of nested dictionaries joined by dots.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or hostile.
+    """
+    with _reading(directory):
+        return frozenset(PlainReader(directory).read_metadata().state_dict_metadata)
+
+
+@contextlib.contextmanager
+def _reading(directory: Path) -> Iterator[None]:
+    """Whatever goes wrong with a checkpoint is a `CheckpointError`."""
     if not (directory / ".metadata").is_file():
         raise CheckpointError(f"{directory} holds no training state")
     try:
-        with alone_without_warning():
-            checkpoint.load(
-                state,
-                storage_reader=PlainReader(directory),
-                planner=PlainPlanner(),
-                no_dist=not distributed.is_initialized(),
-            )
+        yield
     except (
         checkpoint.CheckpointException,
         pickle.UnpicklingError,

@@ -1,16 +1,17 @@
 """What training goes on from: a model's weights and its optimizer's state, whole, sharded or adapted, on disk."""
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from workers.failures import raise_together
 from workers.mesh import Ranks
 from workers.optimizer import Optimizer
 from workers.packed import PackedVLM
-from workers.plain_checkpoint import BEHIND, read_into, write, write_behind
+from workers.plain_checkpoint import read_into, write, write_behind
 from workers.weights import all_named_weights, bare_copy
 
 
@@ -30,13 +31,14 @@ class Saving:
         for name, weight in all_named_weights(module.model, ranks):
             if ranks.first:  # the others take part and keep nothing
                 weights[name] = weight.cpu().clone() if behind else weight.cpu()
+        # First what all ranks do together: the export may fail, on the first rank alone.
+        self.save_training(directory, module, optimizer, behind)
         if ranks.first:
             export = partial(bare_copy(module.model).save_pretrained, directory / "huggingface", state_dict=weights)
             if behind:
-                self._writes.append(BEHIND.submit(export))
+                self._writes.append(_EXPORTS.submit(export))
             else:
                 export()
-        self.save_training(directory, module, optimizer, behind)
 
     def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, behind: bool) -> None:
         """Writes ``training/`` alone."""
@@ -49,8 +51,11 @@ class Saving:
     def finish(self) -> None:
         """Waits until all is written; raises what went wrong."""
         writes, self._writes = self._writes, []
-        for each in writes:
-            each.result()
+        wait(writes)
+        raise_together([error for each in writes if (error := each.exception()) is not None])
+
+
+_EXPORTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
 
 
 def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint counts once the driver sees all that the workers have written."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,14 +11,15 @@ import torch
 from dataproto.errors import CheckpointError
 from recipes.training import Checkpoints, RunConfig
 from workers.checkpoint import checkpoint_steps
+from workers.launch import Roles
 from workers.plain_checkpoint import missing_parts, write
 
 
 class Worker:
     """Writes one tensor, perhaps on another machine."""
 
-    def __init__(self, elsewhere: Path | None = None, loses: str = "") -> None:
-        self.elsewhere, self.loses, self.finished = elsewhere, loses, 0
+    def __init__(self, elsewhere: Path | None = None, loses: str = "", fails: Exception | None = None) -> None:
+        self.elsewhere, self.loses, self.fails, self.finished = elsewhere, loses, fails, 0
 
     def save(self, directory: Path, behind: bool = False) -> None:
         assert directory.is_absolute()
@@ -28,10 +30,12 @@ class Worker:
 
     def finish_save(self) -> None:
         self.finished += 1
+        if self.fails:
+            raise self.fails
 
 
-def save(run: RunConfig, worker: Worker, step: int) -> Checkpoints:
-    checkpoints = Checkpoints(run, SimpleNamespace(actor=worker, has=lambda role: False), lambda path: None)
+def save(run: RunConfig, worker: Worker, step: int, critic: Worker | None = None) -> Checkpoints:
+    checkpoints = Checkpoints(run, Roles(worker, None, {"critic": critic}), lambda path: None)
     stateful = SimpleNamespace(state_dict=dict)
     checkpoints.save(step, stateful, stateful)
     return checkpoints
@@ -69,3 +73,39 @@ def test_nothing_is_waited_for_where_nothing_is_being_written(tmp_path):
     checkpoints.finish()
     checkpoints.close()
     assert worker.finished == 1
+
+
+def test_all_roles_have_written_before_a_failed_checkpoint_is_taken_away(tmp_path):
+    run = RunConfig(output_dir=tmp_path, save_behind=True)
+    actor, critic = Worker(fails=OSError("no space")), Worker(fails=OSError("no space either"))
+    checkpoints = save(run, actor, 1, critic)
+    with pytest.raises(OSError, match="no space") as caught:
+        checkpoints.finish()
+    assert (actor.finished, critic.finished) == (1, 1)
+    assert caught.value.__notes__ == ["and OSError: no space either"]
+    assert checkpoint_steps(tmp_path) == []
+
+
+def test_what_goes_wrong_with_the_last_checkpoint_ends_the_run_or_is_told_beside_its_error(tmp_path, capsys):
+    run = RunConfig(output_dir=tmp_path, save_behind=True)
+    with pytest.raises(OSError, match="no space"), closing(save(run, Worker(fails=OSError("no space")), 1)):
+        pass
+    with pytest.raises(KeyError, match="mine"), closing(save(run, Worker(fails=OSError("no space")), 1)):
+        raise KeyError("mine")
+    assert capsys.readouterr().err == "the last checkpoint was not finished: no space\n"
+
+
+def test_roles_wait_for_what_they_save_unless_an_error_ends_them():
+    for worker, critic in ((Worker(), None), (Worker(), Worker())):
+        with Roles(worker, None, {"critic": critic}):
+            pass
+        assert worker.finished == 1
+        assert critic is None or critic.finished == 1
+    closed = []
+    with pytest.raises(OSError, match="full"), Roles(Worker(fails=OSError("full")), None, {}, lambda: closed.append(1)):
+        pass
+    assert closed == [1]
+    busy = Worker()
+    with pytest.raises(KeyError), Roles(busy, None, {}):
+        raise KeyError
+    assert busy.finished == 0
