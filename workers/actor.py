@@ -279,19 +279,27 @@ class TrainedWorker(ModelWorker):
     def save(self, directory: Path, behind: bool = False) -> None:
         """Writes the weights as a Hugging Face checkpoint, adapters merged, and what training goes on from beside it.
 
-        With ``behind`` it returns as soon as the state is copied; `finish_save` waits for the rest.
+        That leaves training as it is, whenever it is called; gradients that stand are not written. With ``behind`` it returns
+        as soon as the state is copied; `finish_save` waits for the rest.
+
+        Raises:
+            CheckpointError: a rank could not write.
         """
         self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind)
 
     @dispatch("all")
     def finish_save(self) -> None:
-        """Waits until what is saved behind the caller's back is on disk."""
+        """Waits until what is saved behind the caller's back is on disk; raises what went wrong with it."""
         self.saving.finish()
 
     @dispatch("all")
     def load(self, directory: Path) -> None:
-        """Reads what `save` wrote, to the last bit."""
-        load_training_state(directory, self.module, self.optimizer)
+        """Reads what `save` wrote, to the last bit, and clears the gradients that stand.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, or of another model.
+        """
+        load_training_state(directory, self.module, self.optimizer, self.ranks)
 
 
 class ActorWorker(StepByStep, TrainedWorker, PolicyWorker):

@@ -1,7 +1,7 @@
 """AdamW, its learning-rate schedule, and one guarded step."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from torch.nn.utils import get_total_norm
 from dataproto.errors import InvalidConfig
 
 EPS = 1e-8  # of a configured AdamW
+
+Moments = Mapping[Tensor, dict[str, Tensor]]  # Adam's state of each parameter that has some
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,26 @@ class Optimizer:
         config, factor = self.config, learning_rate_factor(self.steps, self.config)
         return AdamParams(config.lr * factor, *config.betas, EPS, config.weight_decay, config.max_grad_norm)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "steps": self.steps, "skipped_steps": self.skipped_steps}
+    @property
+    def moments(self) -> Moments:
+        """Adam's state of each parameter that has ever had a gradient; the others have none."""
+        return self.adamw.state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
-        self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
+    def take_up(self, moments: Moments, steps: int, skipped_steps: int) -> None:
+        """Goes on from another optimizer's state; parameters that are not in ``moments`` have none. Clears the gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+        self.adamw.state.clear()
+        self.adamw.state.update(moments)
+        self.steps, self.skipped_steps = steps, skipped_steps
+
+
+def new_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Adam's state of a parameter before its first step, laid out over ranks as it is."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }
 
 
 def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

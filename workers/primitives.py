@@ -103,14 +103,13 @@ class StepByStep(TrainedWorker):
 
     @dispatch("all")
     def save_state(self, directory: Path) -> None:
-        """Writes weights and optimizer, as `save`."""
+        """Writes weights and optimizer, as `save`; gradients that stand are not part of it."""
         self.save(directory)
 
     @dispatch("all")
     def load_state(self, directory: Path) -> None:
         """Reads what `save_state` wrote, to the last bit; gradients that stand are cleared."""
         self.load(directory)
-        self.optimizer.adamw.zero_grad(set_to_none=True)
 
     def _pass(self, data: DataProto, loss_fn: LossFn, per_token: bool, backward: bool) -> PassOutput:
         with self.ranks.all_or_none():

@@ -1,17 +1,21 @@
-"""What training goes on from: a model's weights and its optimizer's state, whole, sharded or adapted, on disk."""
+"""What training goes on from: a model's weights and its optimizer's state, whole, sharded or adapted, on disk.
+
+Adam's moments and step are written for each parameter that has some, under its name: a parameter that no loss has reached yet,
+as the vision tower's before the first image, has none, and goes on without. Gradients are not written.
+"""
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from workers.failures import raise_together
 from workers.mesh import Ranks
-from workers.optimizer import Optimizer
+from workers.optimizer import Moments, Optimizer, new_moments
 from workers.packed import PackedVLM
-from workers.plain_checkpoint import read_into, write, write_behind
+from workers.plain_checkpoint import read_into, stored_names, write, write_behind
 from workers.weights import all_named_weights, bare_copy
 
 
@@ -42,7 +46,7 @@ class Saving:
 
     def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, behind: bool) -> None:
         """Writes ``training/`` alone."""
-        state = _training_state(module, optimizer)
+        state = _training_state(module, optimizer, optimizer.moments)
         if behind:
             self._writes.append(write_behind(state, directory / "training"))
         else:
@@ -58,30 +62,38 @@ class Saving:
 _EXPORTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
 
 
-def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer) -> None:
-    """Reads what `Saving` wrote, in this layout or another, to the last bit.
+def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Reads what `Saving` wrote, in this layout or another, to the last bit. Every rank calls it.
+
+    Gradients that stand are cleared: they are of other weights.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of another model.
+        RankFailure: another rank cannot read it.
     """
-    state = _training_state(module, optimizer)
+    with ranks.all_or_none():
+        stored = {name.rpartition(".")[0] for name in stored_names(directory / "training")}
+    moments: Moments = {
+        parameter: optimizer.moments.get(parameter) or new_moments(parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and f"optimizer.state.{name}" in stored
+    }
+    state = _training_state(module, optimizer, moments)
     read_into(state, directory / "training")
-    set_state_dict(
-        module,
-        optimizer.adamw,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=TRAINED_ALONE,
-    )
-    optimizer.steps, optimizer.skipped_steps = state["steps"], state["skipped_steps"]
+    set_model_state_dict(module, state["model"], options=TRAINED_ALONE)
+    optimizer.take_up(moments, state["steps"], state["skipped_steps"])
 
 
-def _training_state(module: PackedVLM, optimizer: Optimizer) -> dict[str, Any]:
-    weights, moments = get_state_dict(module, optimizer.adamw, options=TRAINED_ALONE)
+def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -> dict[str, Any]:
+    """What is written, or is to be read, with the moments of these parameters."""
+    flat = {
+        f"optimizer.state.{name}.{kind}": value
+        for name, parameter in module.named_parameters()
+        for kind, value in moments.get(parameter, {}).items()
+    }
     counts = {"steps": optimizer.steps, "skipped_steps": optimizer.skipped_steps}
-    return {"model": weights, "optimizer": moments} | counts
+    return {"model": get_model_state_dict(module, options=TRAINED_ALONE)} | flat | counts
 
 
 # What is frozen comes from the model's own checkpoint.
-# Optimizer settings stand with each weight, since the stages of a pipeline have groups of their own.
-TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False, flatten_optimizer_state_dict=True)
+TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False)

@@ -17,6 +17,8 @@ from workers.packed import PackedVLM
 from workers.plain_checkpoint import _Contents, read_into, write
 from workers.training_state import Saving, load_training_state
 
+SCHEDULED = OptimizerConfig(lr=1e-2, schedule="linear", total_steps=9, warmup_steps=2)
+
 
 class Bomb:
     def __init__(self, target: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
         torch.manual_seed(seed)
         model = tiny_model("qwen2_5_vl")
         module = PackedVLM(model, family_of(model), 1.0)
-        return module, Optimizer(module.parameters(), OptimizerConfig(lr=1e-2))
+        return module, Optimizer(module.parameters(), SCHEDULED)
 
     def step(module, optimizer):
         for number, parameter in enumerate(module.parameters()):
@@ -121,7 +123,7 @@ def test_a_model_and_its_optimizer_go_on_to_the_last_bit(tmp_path, behind):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(1)
-    load_training_state(tmp_path, other, other_optimizer)
+    load_training_state(tmp_path, other, other_optimizer, Ranks())
     for name, theirs in other.named_parameters():
         assert torch.equal(saved[name], theirs), name
     step(other, other_optimizer)
@@ -138,8 +140,9 @@ def test_what_goes_wrong_behind_is_told_when_waited_for(tmp_path):
     module, saving = PackedVLM(model, family_of(model), 1.0), Saving()
     (tmp_path / "file").write_text("in the way")
     saving.save_all(tmp_path / "file", module, Optimizer(module.parameters(), OptimizerConfig()), Ranks(), behind=True)
-    with pytest.raises((OSError, RuntimeError)):
+    with pytest.raises(CheckpointError, match=r"could not be written: rank 0: NotADirectoryError") as caught:
         saving.finish()
+    assert "huggingface" in caught.value.__notes__[0]  # of the export, which failed as well
     saving.finish()
 
 
