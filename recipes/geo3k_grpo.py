@@ -27,7 +27,7 @@ from recipes.one_step_off import LookAhead, RolloutAhead
 from recipes.phases import Progression
 from recipes.place import check_place
 from recipes.report import write_report
-from recipes.run_directory import open_run_directory
+from recipes.run_directory import open_run_directory, over_the_run, with_schedules
 from recipes.synthetic import LEVELS
 from recipes.synthetic.rows import ProblemRows
 from recipes.tiny import tiny_checkpoint
@@ -171,6 +171,7 @@ def run(config: Geo3KConfig, step: Step = grpo_step, critic: OptimizerConfig | N
         step: the algorithm, which takes ``config.algorithm``.
         critic: how its critic learns, if it has one.
     """
+    config = with_schedules(config.run, config, optimizer=config.algorithm.updates(config.data.batch_size))
     reward = load_reward(config.reward or "geo3k")
     model_path = str(tiny_checkpoint(config.run.seed)) if config.model_path is None else config.model_path
     checkpoint_family(model_path)  # refuses what cannot run before anything is written
@@ -247,13 +248,6 @@ def rollout_config(config: Geo3KConfig, model_path: str) -> RolloutConfig:
 def critic_config(config: Geo3KConfig, model_path: str, optimizer: OptimizerConfig) -> CriticConfig:
     """A critic that starts from the policy's checkpoint."""
     return CriticConfig(model_path, optimizer=optimizer, **vars(config.compute))
-
-
-def over_the_run(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
-    """The schedule over so many updates, unless it has a length of its own."""
-    if optimizer.total_steps is not None:
-        return optimizer
-    return replace(optimizer, total_steps=updates, warmup_steps=min(optimizer.warmup_steps, updates - 1))
 
 
 def sampling(config: Geo3KConfig) -> SamplingParams:

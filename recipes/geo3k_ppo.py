@@ -12,9 +12,10 @@ from pathlib import Path
 import tyro
 
 from recipes.command_line import names_a_model, parse_config, run_from_command_line
-from recipes.geo3k_grpo import DataConfig, Geo3KConfig, over_the_run, tiny_default
+from recipes.geo3k_grpo import DataConfig, Geo3KConfig, tiny_default
 from recipes.geo3k_grpo import run as run_geo3k
 from recipes.ppo import PPOConfig, ppo_step
+from recipes.run_directory import with_schedules
 from recipes.training import RunConfig
 from workers.optimizer import OptimizerConfig
 
@@ -57,9 +58,10 @@ def parse(arguments: Sequence[str]) -> Geo3KPPOConfig:
 
 def run(config: Geo3KPPOConfig) -> Path:
     """Runs the recipe and returns the path of its report, which an interrupted run leaves too."""
-    algorithm, prompts = config.algorithm, config.data.batch_size
-    updates = config.run.steps * algorithm.critic_epochs * algorithm.updates(prompts) // algorithm.epochs
-    return run_geo3k(config, ppo_step, over_the_run(config.critic_optimizer, updates))
+    updates = config.algorithm.updates(config.data.batch_size)
+    critic_updates = config.algorithm.critic_epochs * updates // config.algorithm.epochs
+    config = with_schedules(config.run, config, optimizer=updates, critic_optimizer=critic_updates)
+    return run_geo3k(config, ppo_step, config.critic_optimizer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What supervised recipes share: their options, one step, held-out loss, and the run around them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from recipes.loader import OnBadRow
 from recipes.metrics import speed_metrics, timed
 from recipes.place import check_place
 from recipes.report import write_report
-from recipes.run_directory import open_run_directory
+from recipes.run_directory import open_run_directory, over_the_run, with_schedules
 from recipes.tiny import make_tiny_model
 from recipes.training import Loader, RunConfig, train, with_restarts
 from rollout.prompts import PromptBuilder
@@ -92,6 +92,7 @@ def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> 
     """
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses what cannot run before anything is written
+    config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config)
     model_path = config.model_path or str(tiny_model(directory, config.run.seed))
     task = prepare(model_path)
@@ -128,13 +129,9 @@ def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] |
 
     Without them, for a program that trains step by step, vLLM keeps the weights that it was given while others work.
     """
-    optimizer = config.optimizer
-    if optimizer.total_steps is None:
-        total = config.run.steps
-        optimizer = replace(optimizer, total_steps=total, warmup_steps=min(optimizer.warmup_steps, total - 1))
     actor = ActorConfig(
         model_path=model_path,
-        optimizer=optimizer,
+        optimizer=over_the_run(config.optimizer, config.run.steps),
         **vars(config.compute),
     )
     engine_options = dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,10 +139,15 @@ def test_in_the_warm_up_the_critic_alone_learns(finished_run):
     assert abs(rows[3]["actor/reward_kl_penalty"]) > 1e-5
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(finished_run, folder):
-    assert main(arguments(folder, "resumed")) == 0
-    (folder / "resumed" / "global_step_4").rename(folder / "away")
-    assert main(arguments(folder, "resumed", "--resume")) == 0
+def test_a_run_that_is_saved_and_resumed_before_the_actor_first_learns_is_the_uninterrupted_one_to_the_bit(
+    finished_run, folder
+):
+    saving = arguments(folder, "resumed", "--save-every", "1", "--keep-checkpoints", "4", "--save-behind")
+    assert main(saving) == 0
+    assert rows_of(folder / "resumed") == rows_of(finished_run)
+    for step in (2, 3, 4):
+        shutil.rmtree(folder / "resumed" / f"global_step_{step}")
+    assert main([*saving, "--resume"]) == 0
     assert rows_of(folder / "resumed") == rows_of(finished_run)
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 from itertools import islice
 
 import pytest
@@ -94,13 +95,24 @@ def test_a_run_leaves_metrics_report_and_a_checkpoint_to_start_from(finished_run
 
 def test_a_resumed_run_is_the_whole_run_to_the_bit(finished_run, checkpoints, data_path, tmp_path):
     directory = tmp_path / "parts"
-    own = arguments(checkpoints["qwen2_5_vl"], data_path, directory, "--optimizer.total-steps", "4")
-    assert main([*own, "--steps", "2"]) == 0
+    own = arguments(checkpoints["qwen2_5_vl"], data_path, directory)
+    assert main([*own, "--steps", "2", "--optimizer.total-steps", "4"]) == 0
     assert main([*own, "--resume"]) == 0
     again, expected = without_times(directory), without_times(finished_run)
     assert again[3:] == expected[3:]
     one, other = (path / "global_step_4" / "actor" / "huggingface" for path in (directory, finished_run))
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_is_resumed_for_fewer_steps_is_the_whole_run_until_there(
+    finished_run, checkpoints, data_path, tmp_path
+):
+    shutil.copytree(finished_run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "global_step_4")
+    assert main(arguments(checkpoints["qwen2_5_vl"], data_path, tmp_path / "run", "--steps", "3", "--resume")) == 0
+    last, expected = without_times(tmp_path / "run")[-1], without_times(finished_run)[3]
+    assert {name: last[name] for name in expected} == expected  # and the evaluation after the last step
+    assert 0 < expected["actor/lr"] < 1e-3
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

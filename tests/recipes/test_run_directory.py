@@ -1,0 +1,123 @@
+"""What a resumed run may change, and the learning-rate schedule that it may not change in silence."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dataproto.errors import CheckpointError
+from recipes import classify, geo3k_grpo, geo3k_ppo, sft
+from recipes.run_directory import CONFIG, open_run_directory, with_schedules
+from recipes.sft import SFTConfig
+from recipes.training import RunConfig
+from workers.layout import Layout
+from workers.optimizer import OptimizerConfig, learning_rate_factor
+
+
+def config(directory: Path, steps: int, resume: bool = False, **optimizer) -> SFTConfig:
+    run = RunConfig(steps=steps, resume=resume, output_dir=directory)
+    return SFTConfig(run=run, optimizer=OptimizerConfig(**{"schedule": "linear", "warmup_steps": 2} | optimizer))
+
+
+def opened(given: SFTConfig) -> SFTConfig:
+    """The configuration that a run goes by, of two optimizer steps in each of its own."""
+    found = with_schedules(given.run, given, optimizer=2)
+    open_run_directory(found.run, found)
+    return found
+
+
+def rates(given: SFTConfig, begin: int, end: int) -> list[float]:
+    return [learning_rate_factor(2 * step, given.optimizer) for step in range(begin, end)]
+
+
+def test_schedules_are_as_long_as_the_run_that_began_however_often_it_is_resumed(tmp_path):
+    whole = opened(config(tmp_path, steps=10))
+    assert whole.optimizer.total_steps == 20
+    for steps in (6, 10, 8):
+        resumed = opened(config(tmp_path, steps=steps, resume=True))
+        assert resumed.optimizer == whole.optimizer
+        assert rates(resumed, 4, steps) == rates(whole, 4, steps)
+
+
+def test_a_run_that_goes_on_past_its_schedule_is_told_what_to_give(tmp_path):
+    opened(config(tmp_path, steps=10))
+    message = r"--steps 12, but the linear schedule of optimizer ends with step 10: give --optimizer.total-steps 24 "
+    with pytest.raises(CheckpointError, match=message):
+        opened(config(tmp_path, steps=12, resume=True))
+    assert opened(config(tmp_path, steps=12, resume=True, total_steps=24)).optimizer.total_steps == 24
+    assert opened(config(tmp_path, steps=12, resume=True)).optimizer.total_steps == 24
+
+
+def test_a_length_of_its_own_is_kept_even_if_it_is_shorter_than_the_run(tmp_path):
+    opened(config(tmp_path, steps=10, total_steps=8))
+    assert opened(config(tmp_path, steps=10, resume=True)).optimizer.total_steps == 8
+    with pytest.raises(CheckpointError, match="ends with step 4"):
+        opened(config(tmp_path, steps=11, resume=True))
+
+
+def test_a_constant_rate_goes_on_for_as_long_as_one_likes_after_the_warm_up_that_it_had(tmp_path):
+    began = opened(config(tmp_path, steps=2, schedule="constant", warmup_steps=9))
+    assert began.optimizer.warmup_steps == 3  # one of the four updates is left
+    assert (
+        opened(config(tmp_path, steps=50, resume=True, schedule="constant", warmup_steps=9)).optimizer
+        == began.optimizer
+    )
+
+
+def test_the_schedule_of_a_run_that_did_not_write_its_length_down_is_that_of_its_steps(tmp_path):
+    opened(config(tmp_path, steps=10))
+    settings = json.loads((tmp_path / CONFIG).read_text())
+    settings["optimizer"]["total_steps"] = None
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    assert opened(config(tmp_path, steps=7, resume=True)).optimizer.total_steps == 20
+    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="ends with step 10"):
+        opened(config(tmp_path, steps=11, resume=True))
+
+
+@pytest.mark.parametrize("recipe", [geo3k_grpo, geo3k_ppo, sft, classify])
+def test_every_recipe_keeps_its_schedules(recipe, tmp_path, capsys):
+    """Before it makes or loads anything."""
+    began = recipe.parse(["--output-dir", str(tmp_path), "--steps", "40"])
+    open_run_directory(began.run, began)
+    arguments = ["--output-dir", str(tmp_path), "--resume", "--steps", "50"]
+    assert recipe.main(arguments) == 2
+    assert "schedule of optimizer ends with step 40: give --optimizer.total-steps 50 " in capsys.readouterr().err
+    if recipe is geo3k_ppo:
+        assert recipe.main([*arguments, "--optimizer.total-steps", "50"]) == 2
+        error = capsys.readouterr().err
+        assert "schedule of critic_optimizer ends with step 40: give --critic-optimizer.total-steps 50 " in error
+
+
+def test_what_bears_on_the_steps_is_refused_by_name_and_the_rest_may_change(tmp_path):
+    began = opened(config(tmp_path, steps=10))
+    resumed = replace(began, run=replace(began.run, resume=True))
+    refused = {
+        "optimizer.lr=": replace(resumed, optimizer=replace(began.optimizer, lr=1.0)),
+        "optimizer.warmup_steps=": replace(resumed, optimizer=replace(began.optimizer, warmup_steps=3)),
+        "optimizer.total_steps=None": replace(resumed, optimizer=replace(began.optimizer, total_steps=None)),
+        "optimizer.betas=": replace(resumed, optimizer=replace(began.optimizer, betas=(0.5, 0.9))),
+        "compute.lora_rank=": replace(resumed, compute=replace(began.compute, lora_rank=2)),
+        "data.batch_size=": replace(resumed, data=replace(began.data, batch_size=7)),
+        "engine_options=": replace(resumed, engine_options={"top_k": 3}),
+        "run.seed=": replace(resumed, run=replace(resumed.run, seed=3)),
+    }
+    for name, other in refused.items():
+        with pytest.raises(CheckpointError, match=f"--resume with {name}"):
+            open_run_directory(other.run, other)
+    run = replace(resumed.run, steps=3, save_every=1, save_behind=True, eval_every=2, keep_checkpoints=9)
+    data = replace(began.data, num_workers=2)
+    open_run_directory(run, replace(resumed, run=run, data=data, on="ray", layout=Layout(dp=2), max_restarts=4))
+
+
+def test_checkpoints_without_the_settings_they_were_made_with_are_not_gone_on_from(tmp_path):
+    given = config(tmp_path, steps=10, resume=True)
+    opened(given)  # there is nothing to go on from
+    (tmp_path / "global_step_3").mkdir()
+    for damage in (lambda: (tmp_path / CONFIG).write_text("{"), (tmp_path / CONFIG).unlink):
+        opened(given)
+        damage()
+        with pytest.raises(CheckpointError, match=f"holds checkpoints, but no {CONFIG}"):
+            opened(given)
+        (tmp_path / CONFIG).write_text(json.dumps({"run": {"steps": 10}}))
