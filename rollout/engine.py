@@ -79,7 +79,11 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes (Hugging Face parameter name, full tensor) pairs, one after the other, in place."""
+        """Takes (Hugging Face parameter name, full tensor) pairs, one after the other, in place: all that the model has.
+
+        Raises:
+            InvalidConfig: names the weights that are missing, unknown, or of another shape.
+        """
         ...
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -91,7 +95,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> bool:
-        """Gets ready to take weights and to generate; says whether the engine still has its weights."""
+        """Gets ready to take weights and to generate; says whether the engine still has all its weights."""
         ...
 
 

@@ -73,6 +73,7 @@ class HFEngine:
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))
         self.end_ids = end_ids(self.model.generation_config)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self._has_weights = True  # whole ones: not where handing them over was broken off
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         """Yields completions in the order in which they finish, wave after wave of ``max_num_seqs`` requests."""
@@ -165,17 +166,32 @@ class HFEngine:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies parameter by parameter, in place.
+        """Copies all parameters, one after the other, in place. Tied weights are needed under one of their names.
+
+        After an error the engine may hold weights of both kinds: hand over all of them again.
 
         Raises:
-            InvalidConfig: a name or shape that this model does not have.
+            InvalidConfig: a name or shape that this model does not have, two values for tied weights, or a parameter that was not
+                among the weights.
         """
+        self._has_weights = False
+        left = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, tensor in weights:
             target = self.parameters.get(name)
             if target is None or target.shape != tensor.shape:
                 known = "no such parameter" if target is None else f"its shape is {tuple(target.shape)}"
                 raise InvalidConfig(f"weight {name!r} {tuple(tensor.shape)} does not fit the engine's model: {known}")
+            first = left.pop(id(target), None) is not None
+            if not first and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True):
+                raise InvalidConfig(
+                    f"weight {name!r} has been handed over with another value, by this or by a tied name"
+                )
             target.data.copy_(tensor)
+        if left:
+            raise InvalidConfig(
+                f"the engine's model has {len(left)} weights that were not handed over: {sorted(left.values())[:10]}"
+            )
+        self._has_weights = True
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of parameters that are not those handed in, or that were not handed in under any name."""
@@ -194,7 +210,7 @@ class HFEngine:
 
     def wake(self) -> bool:
         self.model.to(self.device)  # type: ignore[arg-type]
-        return True
+        return self._has_weights
 
 
 def _pad_left(values: Tensor, length: int) -> Tensor:

@@ -213,6 +213,7 @@ class VLLMEngine:
         Raises:
             InvalidConfig: a name or shape that vLLM's model does not have, or a weight of its own that was not among them.
         """
+        self._has_weights = False
         try:
             (missing,) = self.llm.collective_rpc(load_weights, args=(self._renamed(weights),))
         except DataProtoError:

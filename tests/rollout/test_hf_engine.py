@@ -7,7 +7,7 @@ import torch
 from dataproto.errors import InvalidConfig, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
-from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_model
+from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_config, tiny_model
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import attach_responses, build_requests, order_completions
@@ -127,6 +127,40 @@ def test_new_weights_are_used_and_strangers_refused(engine):
     assert torch.equal(before["rollout_log_probs"], generate(engine, sampling)["rollout_log_probs"])
     with pytest.raises(InvalidConfig, match="'nonsense'"):
         engine.load_weights([("nonsense", torch.zeros(1))])
+
+
+def test_all_weights_are_needed_and_missing_ones_are_named(engine):
+    original = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    names = list(original)
+    with pytest.raises(InvalidConfig, match=rf"{len(names) - 1} weights that were not handed over: .*'lm_head.weight'"):
+        engine.load_weights([(names[0], original[names[0]])])
+    assert not engine.wake()  # so a sharding manager streams them again
+    with pytest.raises(InvalidConfig, match=r"'lm_head.weight' \(3, 64\) does not fit .*its shape is"):
+        engine.load_weights((original | {"lm_head.weight": torch.zeros(3, 64)}).items())
+    adapters = {f"{names[0]}.lora_A.default.weight": torch.zeros(1)}
+    with pytest.raises(InvalidConfig, match=r"lora_A.*no such parameter"):
+        engine.load_weights((original | adapters).items())
+    with pytest.raises(InvalidConfig, match=f"'{names[0]}' has been handed over with another value"):
+        engine.load_weights([*original.items(), (names[0], original[names[0]] + 1)])
+    engine.load_weights(original.items())
+    assert engine.wake()
+    assert engine.differing_weights(original.items()) == []
+
+
+def test_tied_weights_are_needed_under_one_name(tmp_path):
+    config = tiny_config("qwen2_vl")
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
+    tiny_model("qwen2_vl", config=config).save_pretrained(tmp_path)
+    engine = HFEngine(str(tmp_path), device=CPU)
+    once = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    every = {name: weight.clone() for name, weight in engine.model.named_parameters(remove_duplicate=False)}
+    (tied,) = every.keys() - once.keys()
+    engine.load_weights(once.items())
+    engine.load_weights(every.items())
+    other = next(name for name, weight in once.items() if weight.shape == every[tied].shape)
+    engine.load_weights((name, weight) for name, weight in every.items() if name != other)
+    with pytest.raises(InvalidConfig, match=f"'{tied}' has been handed over with another value"):
+        engine.load_weights((every | {tied: every[tied] + 1}).items())
 
 
 def test_media_objects_are_shared_not_copied(engine):

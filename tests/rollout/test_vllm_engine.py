@@ -161,7 +161,9 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on(setup):
         setup.vllm.load_weights([("nonsense.weight", torch.zeros(1))])
     with pytest.raises(InvalidConfig, match="not handed over"):
         setup.vllm.load_weights((name, weight) for name, weight in weights.items() if "norm" not in name)
+    assert not setup.vllm.wake()  # so a sharding manager streams them again
     setup.vllm.load_weights(weights.items())
+    assert setup.vllm.wake()
     assert torch.equal(generate(setup, setup.vllm, GREEDY)["responses"], before["responses"])
 
 
