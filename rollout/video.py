@@ -21,6 +21,7 @@ from dataproto.vlm.placeholders import frame_seconds
 from rollout.media import load_image
 
 DEFAULT_FPS = 2.0  # of frames that come without metadata, as in qwen_vl_utils
+DECODER_MERGE_SIZE = 2  # patches along each side of a feature that qwen_vl_utils takes for granted
 
 _PAYLOADS = ("video", "video_url", "url", "path")
 
@@ -44,7 +45,9 @@ def process_video(
     ``source``: ``(frames, metadata)``, frames alone (PIL images, or whatever `load_image` takes, or an array), a path,
     or a mapping with one of them under ``video``.
     """
-    frames, metadata = read_video(source, root)
+    # The decoder resizes to whole patches of merged features; otherwise the image processor would resize once more.
+    patch_size = int(image_processor.patch_size) * int(image_processor.merge_size) // DECODER_MERGE_SIZE
+    frames, metadata = read_video(source, root, patch_size)
     made = image_processor(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt", **options)
     step = int(image_processor.temporal_patch_size)
     height, width = made["image_grid_thw"][0, 1:].tolist()
@@ -73,8 +76,13 @@ def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Ten
     return times.reshape(-1, patches.shape[1])
 
 
-def read_video(source: Any, root: str | os.PathLike[str] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-    """Frames ``(T, H, W, 3)`` uint8 and metadata ``{"fps", "frames_indices", "total_num_frames", ...}``."""
+def read_video(
+    source: Any, root: str | os.PathLike[str] | None = None, patch_size: int = 14
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Frames ``(T, H, W, 3)`` uint8 and metadata ``{"fps", "frames_indices", "total_num_frames", ...}``.
+
+    A file's frames are resized to multiples of ``patch_size`` times `DECODER_MERGE_SIZE` pixels, given frames are not.
+    """
     metadata: Mapping[str, Any] = {}
     options: dict[str, Any] = {}
     while isinstance(source, Mapping):
@@ -85,7 +93,7 @@ def read_video(source: Any, root: str | os.PathLike[str] | None = None) -> tuple
     if source is None:
         raise InvalidMedia("the video is missing (None)")
     if isinstance(source, (str, os.PathLike)):
-        frames, metadata = _decode(source, root, options)
+        frames, metadata = _decode(source, root, options, patch_size)
     else:
         frames = _stack(source, root)
     described = {
@@ -121,7 +129,7 @@ def _stack(frames: Any, root: str | os.PathLike[str] | None) -> np.ndarray:
 
 
 def _decode(
-    path: str | os.PathLike[str], root: str | os.PathLike[str] | None, options: Mapping[str, Any]
+    path: str | os.PathLike[str], root: str | os.PathLike[str] | None, options: Mapping[str, Any], patch_size: int
 ) -> tuple[np.ndarray, dict[str, Any]]:
     text = os.fspath(path).removeprefix("file://")
     file = Path(root or ".") / text
@@ -135,7 +143,8 @@ def _decode(
             f"torch (pip install torchvision); or give its frames as (frames, metadata). The import said: {error}"
         ) from error
     try:
-        frames, metadata = fetch_video({**options, "video": str(file)}, return_video_metadata=True)
+        element = {**options, "video": str(file)}
+        frames, metadata = fetch_video(element, image_patch_size=patch_size, return_video_metadata=True)
     except Exception as error:
         raise InvalidMedia(f"video {text!r} cannot be decoded: {error}") from error
     array = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()

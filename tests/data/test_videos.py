@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from dataproto.errors import InvalidMedia
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_tokenizer
@@ -82,6 +83,27 @@ def test_equal_videos_share_their_tensors():
     assert inputs[0]["pixel_values_videos"] is inputs[1]["pixel_values_videos"]
 
 
+@pytest.mark.parametrize(("patch_size", "merge_size", "asked"), [(14, 2, 14), (16, 2, 16), (8, 4, 16)])
+def test_the_decoder_is_told_the_size_of_patches(patch_size, merge_size, asked, tmp_path, monkeypatch):
+    (tmp_path / "v.mp4").write_bytes(b"video")
+    told = []
+
+    class Decoder:
+        @staticmethod
+        def fetch_video(element, image_patch_size, return_video_metadata):
+            told.append(image_patch_size)
+            side = 2 * image_patch_size
+            metadata = {"fps": 2.0, "frames_indices": [0, 1], "total_num_frames": 2}
+            return torch.zeros(2, 3, 5 * side, 7 * side), metadata
+
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", Decoder)
+    processor = Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=merge_size, temporal_patch_size=2)
+    video = process_video("v.mp4", processor, {}, tmp_path)
+    assert told == [asked]
+    height, width = video.frames.shape[1:3]
+    assert video.inputs["video_grid_thw"].tolist() == [[1, height // patch_size, width // patch_size]]
+
+
 def test_a_file_without_its_decoder_says_what_to_install(tmp_path, monkeypatch):
     file = tmp_path / "v.mp4"
     file.write_bytes(b"video")
@@ -100,16 +122,48 @@ def test_a_decoded_file_becomes_frames(tmp_path, monkeypatch):
 
     class Decoder:
         @staticmethod
-        def fetch_video(element, return_video_metadata):
-            asked.update(element)
+        def fetch_video(element, image_patch_size, return_video_metadata):
+            asked.update(element, image_patch_size=image_patch_size)
             video = torch.from_numpy(frames(2)).permute(0, 3, 1, 2).float() + 0.2
             return video, {"fps": 30.0, "frames_indices": [0, 15], "total_num_frames": 30}
 
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", Decoder)
-    read, metadata = read_video({"video": "v.mp4", "fps": 2.0, "max_frames": None}, root=tmp_path)
+    read, metadata = read_video({"video": "v.mp4", "fps": 2.0, "max_frames": None}, tmp_path, patch_size=16)
     assert np.array_equal(read, frames(2))
     assert metadata["fps"] == 30.0
-    assert asked == {"video": str(file), "fps": 2.0}
+    assert asked == {"video": str(file), "fps": 2.0, "image_patch_size": 16}
+
+
+PATCH_SIZES = {14: (364, 644), 16: (352, 640)}  # Qwen2-VL's and Qwen3-VL's: 360 x 640 pixels to multiples of 28 and 32
+
+
+@pytest.mark.vllm  # where qwen_vl_utils and the torchvision that it needs are installed
+@pytest.mark.parametrize("patch_size", PATCH_SIZES)
+def test_frames_of_a_file_are_resized_once(patch_size, tmp_path, monkeypatch):
+    import cv2
+    from qwen_vl_utils import vision_process
+
+    def read_with_opencv(element):  # torchvision has no reader any more
+        capture = cv2.VideoCapture(element["video"])
+        frames = [capture.read()[1][..., ::-1].copy() for _ in range(4)]
+        metadata = {"fps": 2.0, "frames_indices": list(range(4)), "total_num_frames": 4}
+        return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2), metadata, 2.0
+
+    monkeypatch.setitem(
+        vision_process.VIDEO_READER_BACKENDS, vision_process.get_video_reader_backend(), read_with_opencv
+    )
+    file = str(tmp_path / "v.mp4")
+    writer = cv2.VideoWriter(file, cv2.VideoWriter_fourcc(*"mp4v"), 2.0, (640, 360))
+    for frame in np.random.default_rng(0).integers(0, 256, (4, 360, 640, 3), dtype=np.uint8):
+        writer.write(frame)
+    writer.release()
+    processor = Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, temporal_patch_size=2)
+    video = process_video(file, processor, {})
+    assert video.frames.shape == (4, *PATCH_SIZES[patch_size], 3)
+    grid = video.inputs["video_grid_thw"][0].tolist()
+    assert grid == [2, *(side // patch_size for side in PATCH_SIZES[patch_size])]
+    given = process_video(video.frames, processor, {"do_resize": False})  # as they are, without another resize
+    assert torch.equal(video.inputs["pixel_values_videos"], given.inputs["pixel_values_videos"])
 
 
 @pytest.mark.parametrize(
