@@ -97,6 +97,14 @@ class RewardError(DataProtoError, ValueError):
     """A reward function is missing, malformed, or returned something that is not a score."""
 
 
+class NonFiniteLogits(DataProtoError, ArithmeticError):
+    """A model's logits are NaN or infinite, so nothing can be sampled from them or scored; the message names the row."""
+
+
+class RequestFailed(DataProtoError, RuntimeError):
+    """An engine ended a request otherwise than by an end token or by length; the message names the row and the reason."""
+
+
 class RunAbandoned(DataProtoError, RuntimeError):
     """Completions were asked for after the engine had begun another run, which ends the one before."""
 

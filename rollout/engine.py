@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -59,14 +59,24 @@ class Request:
     uid: str = ""  # of its prompt, for messages
 
 
+def row_name(number: int, request: Request, sampling: SamplingParams) -> str:
+    """How messages name the prompt of a request; among ranks, row numbers are those of the engine's share."""
+    row = f"row {number // sampling.n}"
+    return f"{row} (uid {request.uid})" if request.uid else row
+
+
+FinishReason = Literal["stop", "length"]
+FINISH_REASONS = get_args(FinishReason)
+
+
 @dataclass(frozen=True)
 class Completion:
-    """What came of request number ``request``."""
+    """The response to request number ``request``."""
 
     request: int
     token_ids: list[int]
     log_probs: list[float]  # of the policy, before top-p and top-k
-    finish_reason: str  # "stop": by an end token, which is the last; "length": cut at max_tokens
+    finish_reason: FinishReason  # "stop": by an end token, which is the last; "length": cut at max_tokens
 
 
 class RolloutEngine(Protocol):
@@ -75,7 +85,11 @@ class RolloutEngine(Protocol):
     dtype: torch.dtype  # of its weights
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yields one completion a request, in the order in which they finish."""
+        """Yields one completion a request, in the order in which they finish.
+
+        Raises:
+            NonFiniteLogits: nothing can be sampled for a request; names its row. The engine stays usable.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

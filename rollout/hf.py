@@ -3,6 +3,7 @@
 Each distinct prompt is read once, its images encoded once, and its cache shared out to its samples.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
-from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids
-from rollout.policy import sample
+from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids, row_name
+from rollout.policy import check_sampled, project, sample
 from rollout.randomness import uniforms
 
 # Finished rows leave a wave once fewer than this share of its rows still runs: moving the cache has its price.
@@ -76,35 +77,45 @@ class HFEngine:
         self._has_weights = True  # whole ones: not where handing them over was broken off
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yields completions in the order in which they finish, wave after wave of ``max_num_seqs`` requests."""
+        """Yields completions in the order in which they finish, wave after wave of ``max_num_seqs`` requests.
+
+        Raises:
+            NonFiniteLogits: nothing can be sampled for a request; names its row. The engine stays usable.
+        """
         for start in range(0, len(requests), self.max_num_seqs):
-            wave = requests[start : start + self.max_num_seqs]
-            for completion in self._generate_wave(wave, sampling):
-                yield Completion(
-                    completion.request + start, completion.token_ids, completion.log_probs, completion.finish_reason
-                )
+            yield from self._generate_wave(requests[start : start + self.max_num_seqs], sampling, start)
 
     @torch.inference_mode()
-    def _generate_wave(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Completion]:
+    def _generate_wave(self, requests: Sequence[Request], sampling: SamplingParams, start: int) -> list[Completion]:
+        """The completions of requests whose numbers begin at ``start``."""
         wave = self._prefill(requests)
+        head = self.family.lm_head(self.model).weight
         stop = np.array(sorted({*self.end_ids, *sampling.stop_token_ids}), dtype=np.int64)
-        tokens = np.zeros((len(requests), sampling.max_tokens), dtype=np.int64)
-        log_probs = np.zeros((len(requests), sampling.max_tokens), dtype=np.float32)
+        tokens: list[list[int]] = [[] for _ in requests]
+        log_probs: list[list[float]] = [[] for _ in requests]
         done: list[Completion] = []
         running = np.ones(len(requests), dtype=bool)  # rows of the wave that have not finished
         for step in range(sampling.max_tokens):
-            logits = self.family.lm_head(self.model)(wave.hidden)
+            logits = project(wave.hidden, head)
             numbers = torch.from_numpy(uniforms(wave.seeds, step)).to(self.device)
             chosen, chosen_log_probs = sample(logits, sampling, numbers, self.banned_ids)
-            ids = chosen.cpu().numpy()
-            tokens[wave.requests, step] = ids
-            log_probs[wave.requests, step] = chosen_log_probs.float().cpu().numpy()
+            ids, values = chosen.cpu().numpy(), chosen_log_probs.cpu().numpy()
             stopped = np.isin(ids, stop)
             last = step + 1 == sampling.max_tokens
-            for row in np.flatnonzero(running & (stopped | last)):
-                request = int(wave.requests[row])
-                ids_and_log_probs = tokens[request, : step + 1].tolist(), log_probs[request, : step + 1].tolist()
-                done.append(Completion(request, *ids_and_log_probs, "stop" if stopped[row] else "length"))
+            for row in np.flatnonzero(running):
+                number = int(wave.requests[row])
+                tokens[number].append(int(ids[row]))
+                log_probs[number].append(float(values[row]))
+                if not math.isfinite(values[row]) or ids[row] in self.banned_ids:
+                    check_sampled(
+                        tokens[number],
+                        log_probs[number],
+                        self.banned_ids,
+                        row_name(start + number, requests[number], sampling),
+                    )
+                if stopped[row] or last:
+                    reason = "stop" if stopped[row] else "length"
+                    done.append(Completion(start + number, tokens[number], log_probs[number], reason))
             running &= ~stopped
             if last or not running.any():
                 break

@@ -16,10 +16,19 @@ from PIL import Image
 from torch import Tensor
 from transformers import GenerationConfig
 
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, MediaMismatch, RunAbandoned
+from dataproto.errors import (
+    DataProtoError,
+    InvalidConfig,
+    InvalidPrompt,
+    MediaMismatch,
+    NonFiniteLogits,
+    RequestFailed,
+    RunAbandoned,
+)
 from dataproto.vlm import family_of
 from rollout import vllm_versions
-from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids
+from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams, cpu_or_cuda, end_ids, row_name
+from rollout.policy import check_sampled
 from rollout.vllm_weights import differing_weights, load_weights
 
 MAX_REPORTED_ROWS = 5
@@ -80,7 +89,7 @@ class VLLMEngine:
         self.family = family_of(config.hf_config)
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(GenerationConfig.from_pretrained(model_path))
-        self._awake = self._has_weights = self._has_kv_cache = True
+        self._awake = self._has_weights = self._has_kv_cache = self._cache_is_finite = True
         self._freed_bytes = 0  # by the last sleep
         self._open: dict[str, int] = {}  # requests of the run under way, and their numbers
         self._runs = count()
@@ -94,6 +103,8 @@ class VLLMEngine:
         Raises:
             InvalidPrompt: prompts that are too long, have too many images or one that vLLM refuses, or whose tokens vLLM expands
                 otherwise than the training side did; names the rows, and nothing has been generated.
+            NonFiniteLogits: nothing can be sampled for a request; names its row. The engine stays usable.
+            RequestFailed: vLLM ended a request by itself; names its row and the reason.
             RunAbandoned: read on after another run has begun; an engine has one at a time.
         """
         mine: dict[str, int] = {}
@@ -103,25 +114,30 @@ class VLLMEngine:
                 prompts = self._render(requests, sampling)
                 self.wake_kv_cache()
                 self._abort(self._open)  # of a caller who neither finished nor closed the last run
+                self._forget_non_finite()
                 self._open, run = mine, next(self._runs)
-                self.sampler.begin(requests, sampling)
+                self.sampler.begin(requests, sampling, self._stop_ids(sampling))
                 for number, request in enumerate(requests):
                     name = f"{run}-{number}"
                     try:
                         self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
                     except ValueError as error:
-                        raise InvalidPrompt(f"{_row(number, request, sampling)}: {_first_line(error)}") from error
+                        raise InvalidPrompt(f"{row_name(number, request, sampling)}: {_first_line(error)}") from error
                     mine[name] = number
             while mine:
                 for output in self.engine.step():
                     if output.finished and output.request_id in mine:
                         left -= 1
-                        yield self._completion(mine.pop(output.request_id), output.outputs[0])
+                        number = mine.pop(output.request_id)
+                        yield self._completion(number, output.outputs[0], row_name(number, requests[number], sampling))
                         if left and self._open is not mine:
                             raise RunAbandoned(
                                 f"another run began before this one was read to its end: {left} of {len(requests)} "
                                 "completions are lost; read each run before the next, for instance into a list"
                             )
+                if mine and not self.engine.has_unfinished_requests():
+                    rows = [row_name(number, requests[number], sampling) for number in mine.values()]
+                    raise RequestFailed(f"vLLM has dropped {len(mine)} requests: {', '.join(rows[:MAX_REPORTED_ROWS])}")
         finally:
             self._abort(mine)  # after an error, or for a caller who wants no more
 
@@ -141,10 +157,30 @@ class VLLMEngine:
             self.engine.abort_request(list(requests))
             requests.clear()
 
-    def _completion(self, number: int, output: Any) -> Completion:
+    def _completion(self, number: int, output: Any, row: str) -> Completion:
+        if output.finish_reason not in FINISH_REASONS:
+            raise RequestFailed(
+                f"{row}: vLLM ended its request with {output.finish_reason!r} after {len(output.token_ids)} tokens, neither by "
+                "an end token nor by length"
+            )
         token_ids = list(output.token_ids)
-        reason = "stop" if output.finish_reason == "stop" else "length"
-        return Completion(number, token_ids, self.sampler.log_probs(number, len(token_ids)), reason)
+        log_probs = self.sampler.log_probs(number, len(token_ids))
+        try:
+            check_sampled(token_ids, log_probs, self.banned_ids, row)
+        except NonFiniteLogits:
+            self._cache_is_finite = False
+            raise
+        return Completion(number, token_ids, log_probs, output.finish_reason)
+
+    def _forget_non_finite(self) -> None:
+        """Takes NaN and infinity out of the KV cache, which would spread to other rows."""
+        if not self._cache_is_finite:
+            self._reset_caches()
+            self.llm.collective_rpc(vllm_versions.clear_kv_cache)
+            self._cache_is_finite = True
+
+    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
+        return sorted({*self.end_ids, *sampling.stop_token_ids})
 
     def _params(self, number: int, sampling: SamplingParams) -> Any:
         from vllm import SamplingParams as Params
@@ -154,7 +190,7 @@ class VLLMEngine:
 
         return Params(
             max_tokens=sampling.max_tokens,
-            stop_token_ids=sorted({*self.end_ids, *sampling.stop_token_ids}),
+            stop_token_ids=self._stop_ids(sampling),
             ignore_eos=True,  # the end tokens are among the stop tokens
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -176,7 +212,7 @@ class VLLMEngine:
                 if isinstance(error, MemoryError):
                     raise
                 prompts[id(request.input_ids)] = None
-                wrong.append(f"{_row(number, request, sampling)}: {_first_line(error)}")
+                wrong.append(f"{row_name(number, request, sampling)}: {_first_line(error)}")
         if wrong:
             more = f" (and {len(wrong) - MAX_REPORTED_ROWS} more rows)" if len(wrong) > MAX_REPORTED_ROWS else ""
             raise InvalidPrompt("; ".join(wrong[:MAX_REPORTED_ROWS]) + more)
@@ -351,11 +387,6 @@ def check_expansion(engine_ids: Sequence[int], input_ids: Tensor) -> None:
 def _processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The image processor's settings: PIL's backend, as everywhere in this project, and the builder's own."""
     return {"use_fast": False} | dict(image_options or {})
-
-
-def _row(number: int, request: Request, sampling: SamplingParams) -> str:
-    """How messages name the prompt of a request; among ranks, row numbers are those of the engine's share."""
-    return f"row {number // sampling.n} (uid {request.uid})" if request.uid else f"row {number // sampling.n}"
 
 
 def _first_line(error: BaseException) -> str:

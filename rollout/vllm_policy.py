@@ -22,12 +22,14 @@ from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
 from rollout.engine import Request, SamplingParams
-from rollout.policy import sample
+from rollout.policy import project, sample
 from rollout.randomness import uniforms
 from rollout.vllm_versions import batch_of, model_of
 
 EXTRA_ARGUMENT = "dataproto_request"
 """The argument under which a request of vLLM's carries its number among those of the run."""
+FIRST_COLUMNS = 256
+"""Tokens of each response that log-probs are kept for at first."""
 CHUNK_ROWS = 256  # rows sampled at a time: bounds memory to a few copies of so many rows of logits
 
 
@@ -43,19 +45,20 @@ class PolicySampler(Sampler):
         # What is read back was written before the tokens came to the host: it must not wait for the step under way.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def begin(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Forgets the last run: from here on rows belong to these requests."""
+    def begin(self, requests: Sequence[Request], sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
+        """Forgets the last run: from here on rows belong to these requests, which end with any of ``stop_ids``."""
         self.sampling = sampling
+        self.stop_ids = stop_ids
         self.seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-        # The last column is for tokens that vLLM throws away, of prompts read in part.
-        self.found = torch.zeros(len(requests), sampling.max_tokens + 1, device=self.device)
+        # The first column is for tokens that vLLM throws away, of prompts read in part.
+        self.found = torch.zeros(len(requests), 1 + min(sampling.max_tokens, FIRST_COLUMNS), device=self.device)
         self._names: list[str] = []
         self._numbers = np.zeros(0, dtype=np.int64)
 
     def log_probs(self, number: int, count: int) -> list[float]:
         """Those of the first ``count`` tokens of request ``number``, which have been sampled."""
         with nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream):
-            values: list[float] = self.found[number, :count].tolist()
+            values: list[float] = self.found[number, 1 : 1 + count].tolist()
         return values
 
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
@@ -64,8 +67,9 @@ class PolicySampler(Sampler):
         if names != self._names:
             self._names, requests = names, self.runner.requests
             self._numbers = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
-        places = np.where(thrown_away, self.sampling.max_tokens, steps)
-        numbers = uniforms(self.seeds[self._numbers], places)
+        places = np.where(thrown_away, 0, steps + 1)
+        self._make_room(int(places.max(initial=0)))
+        numbers = uniforms(self.seeds[self._numbers], np.where(thrown_away, 0, steps))
         sent = torch.from_numpy(np.stack([self._numbers, places, numbers.view(np.int64)]))
         if self.side_stream is not None:
             sent = sent.pin_memory().to(self.device, non_blocking=True)  # one copy, which the host does not wait for
@@ -73,10 +77,22 @@ class PolicySampler(Sampler):
         for start in range(0, len(names), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             tokens, values = sample(logits[part], self.sampling, sent[2, part].view(torch.float64), self.banned_ids)
+            if self.stop_ids:  # a row that nothing can be sampled for ends here, and its log-prob tells
+                tokens = tokens.where(values.isfinite(), self.stop_ids[0])
             chosen.append(tokens)
             log_probs.append(values)
         self.found[sent[0], sent[1]] = torch.cat(log_probs)
         return SamplerOutput(sampled_token_ids=torch.cat(chosen).int().unsqueeze(-1), logprobs_tensors=None)
+
+    def _make_room(self, column: int) -> None:
+        """Widens the log-probs kept so that they have this column: they grow with the longest response, not to ``max_tokens``."""
+        width = self.found.shape[1]
+        if column < width:
+            return
+        wider = max(column + 1, min(2 * column, self.sampling.max_tokens + 1))
+        self.found = torch.nn.functional.pad(self.found, (0, wider - width))
+        if self.side_stream is not None:  # what was written before is copied behind the step under way
+            self.side_stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
 class Float32Head(UnquantizedEmbeddingMethod):
@@ -84,10 +100,7 @@ class Float32Head(UnquantizedEmbeddingMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``(N, H)`` states in any dtype -> ``(N, V)`` float32."""
-        if x.device.type == "cuda":
-            logits = torch.mm(x, layer.weight.t(), out_dtype=torch.float32)
-        else:
-            logits = x.float() @ layer.weight.float().t()
+        logits = project(x, layer.weight)
         return logits if bias is None else logits + bias
 
 

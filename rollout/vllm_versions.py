@@ -87,6 +87,17 @@ def model_of(worker: Any) -> nn.Module:
     return model
 
 
+def clear_kv_cache(worker: Any) -> None:
+    """Fills the KV cache with zeros: attention multiplies what it masks by 0, and NaN of an earlier row would stay NaN."""
+    layers = list(worker.model_runner.kv_caches)
+    while layers:
+        layer = layers.pop()
+        if isinstance(layer, torch.Tensor):
+            layer.zero_()
+        else:  # several tensors a layer
+            layers.extend(layer)
+
+
 @contextmanager
 def loading(worker: Any) -> Iterator[nn.Module]:
     """The worker's model, ready to take weights under their checkpoint names in place.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rollout.policy import BANNED_LOGIT
+from rollout.policy import BANNED_LOGIT, project
 
 # Logits held at a time, in elements: enough tokens to keep the device's matrix units busy.
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
@@ -111,14 +111,6 @@ class _TokenLogProbs(torch.autograd.Function):
         if to_weight is None and ctx.needs_input_grad[1]:
             to_weight = torch.zeros_like(weight)
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
-
-
-def project(states: Tensor, weight: Tensor) -> Tensor:
-    """``(n, H)`` and ``(V, H)`` to ``(n, V)``, not rounded to half precision on the way where the device can do that."""
-    if states.device.type == "cuda" and states.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(states, weight.t(), out_dtype=torch.float32)
-    logits = torch.mm(states, weight.t())
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, NonFiniteLogits
 from dataproto.vlm import VLMFamily
 from workers.engine_config import EngineConfig, compute_dtype
 from workers.group import dispatch
@@ -67,7 +67,8 @@ class ModelWorker:
 
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
-            RankFailure: another rank's rows were refused.
+            NonFiniteLogits: what the model says is NaN or infinite; names the row and the token.
+            RankFailure: another rank raised one of these.
         """
         with self.ranks.all_or_none():
             check_rows(data, self.module)
@@ -86,7 +87,10 @@ class ModelWorker:
             self.passes(data, keep, entropy)
         if self.sharded:
             import_module("workers.parallel.fsdp").reshard(self.module)
-        return DataProto.from_dict(self.ranks.from_last(columns, "pp"))
+        columns = self.ranks.from_last(columns, "pp")
+        with self.ranks.all_or_none():
+            check_finite(columns[into], data, into)
+        return DataProto.from_dict(columns)
 
     def passes(
         self,
@@ -173,6 +177,26 @@ class ModelWorker:
                 yield
 
 
+def check_finite(scores: Tensor, data: DataProto, name: str) -> None:
+    """Raises `NonFiniteLogits` where ``scores (B, R)`` of response tokens are NaN or infinite.
+
+    >>> data = DataProto.from_dict({"response_mask": torch.tensor([[1, 0], [1, 1]])}, {"uid": ["a", "b"]})
+    >>> check_finite(torch.tensor([[-0.5, 0.0], [-0.1, float("nan")]]), data, "old_log_probs")
+    Traceback (most recent call last):
+    ...
+    dataproto.errors.NonFiniteLogits: row 1 (uid b): old_log_probs of response token 1 is nan: the model's weights, or the row's \
+pixels, hold NaN or infinity
+    """
+    wrong = (~scores.isfinite() & (data["response_mask"] != 0)).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        uid = f" (uid {data['uid'][row]})" if "uid" in data else ""
+        raise NonFiniteLogits(
+            f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
+            "pixels, hold NaN or infinity"
+        )
+
+
 class PolicyWorker(ModelWorker):
     """Holds a policy and scores responses under it."""
 
@@ -184,8 +208,7 @@ class PolicyWorker(ModelWorker):
         """Log-probs of the responses as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
 
         Raises:
-            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
-            RankFailure: another rank's rows were refused.
+            MissingColumn, InvalidColumn, MediaMismatch, NonFiniteLogits, RankFailure: see `scores`.
         """
         return self.scores(data, into, entropy)
 

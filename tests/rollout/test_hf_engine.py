@@ -4,15 +4,36 @@ import numpy as np
 import pytest
 import torch
 
-from dataproto.errors import InvalidConfig, RowCountMismatch
+from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
 from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_config, tiny_model
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
+from rollout.policy import policy_log_probs, project, sample
 from rollout.responses import attach_responses, build_requests, order_completions
+from workers.logprobs import token_log_probs
 
 CPU = torch.device("cpu")
+
+
+def test_half_precision_engines_and_actors_score_by_one_policy(tmp_path, monkeypatch):
+    """From the same hidden states, in float32; logits around 20 rounded to bfloat16 would be off by up to 1/16."""
+    model = tiny_model("qwen2_5_vl")
+    model.lm_head.weight.data *= 12
+    model.save_pretrained(tmp_path)
+    engine = HFEngine(str(tmp_path), dtype="bfloat16", device=CPU)
+    states, steps = [], []
+    monkeypatch.setattr("rollout.hf.project", lambda hidden, head: states.append(hidden) or project(hidden, head))
+    monkeypatch.setattr("rollout.hf.sample", lambda *given: steps.append(sample(*given)) or steps[-1])
+    generate(engine, SamplingParams(n=4, temperature=0.7, max_tokens=8, seed=1))
+    hidden, (tokens, found) = torch.cat(states), map(torch.cat, zip(*steps, strict=True))
+    head = engine.model.lm_head.weight
+    expected, _ = token_log_probs(hidden, head, tokens, temperature=0.7, banned_ids=engine.banned_ids)
+    assert hidden.dtype == head.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+    rounded = policy_log_probs(engine.model.lm_head(hidden), 0.7, engine.banned_ids).gather(1, tokens[:, None])[:, 0]
+    assert (rounded - expected).abs().max() > 1e-2
 
 
 @pytest.fixture(scope="module", params=MODEL_TYPES)
@@ -163,10 +184,55 @@ def test_tied_weights_are_needed_under_one_name(tmp_path):
         engine.load_weights((every | {tied: every[tied] + 1}).items())
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0, max_tokens=4),
+        SamplingParams(n=2, max_tokens=4, seed=5),
+        SamplingParams(n=2, top_p=0.5, top_k=9, max_tokens=4),
+    ],
+)
+def test_logits_that_are_not_finite_name_the_row_and_new_weights_mend_it(engine, bad, sampling):
+    weights = {name: weight.clone() for name, weight in engine.model.named_parameters()}
+    before = generate(engine, sampling)
+    head = weights["lm_head.weight"].clone()
+    head[7] = bad
+    engine.load_weights((weights | {"lm_head.weight": head}).items())
+    with pytest.raises(
+        NonFiniteLogits, match=r"row \d \(uid prompt-\d\): the logits of response token \d are not finite"
+    ):
+        generate(engine, sampling)
+    engine.load_weights(weights.items())
+    after = generate(engine, sampling)
+    assert torch.equal(before["responses"], after["responses"])
+    assert torch.equal(before["rollout_log_probs"], after["rollout_log_probs"])
+
+
+def test_a_row_whose_logits_are_not_finite_is_named_among_others(engine, monkeypatch):
+    prompts, sampling = prompts_for(engine), SamplingParams(n=2, max_tokens=3, seed=4)
+    expected = generate(engine, sampling, prompts)
+    broken = prompts[:]
+    pixels = {
+        name: value * torch.nan if "pixel" in name else value for name, value in broken["multi_modal_inputs"][1].items()
+    }
+    broken["multi_modal_inputs"] = np.array([prompts["multi_modal_inputs"][0], pixels, {}], dtype=object)
+    for size in (256, 2):  # in one wave, and in waves of their own
+        monkeypatch.setattr(engine, "max_num_seqs", size)
+        with pytest.raises(NonFiniteLogits, match=r"row 1 \(uid prompt-1\)"):
+            generate(engine, sampling, broken)
+    assert torch.equal(generate(engine, sampling, prompts)["responses"], expected["responses"])
+
+
 def test_media_objects_are_shared_not_copied(engine):
     prompts = prompts_for(engine)
     data = generate(engine, SamplingParams(n=2, max_tokens=2), prompts)
     assert data["multi_modal_inputs"][0] is data["multi_modal_inputs"][1] is prompts["multi_modal_inputs"][0]
+
+
+def test_a_completion_that_ended_otherwise_is_named():
+    with pytest.raises(RequestFailed, match="request 1 ended by 'abort'"):
+        order_completions([Completion(0, [1], [0.0], "length"), Completion(1, [1], [0.0], "abort")], 2)
 
 
 def test_lost_and_doubled_completions_are_named():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dataproto.errors import InvalidConfig, InvalidPrompt, RunAbandoned
-from helpers.engines import GREEDY, ROWS, SAMPLED, generate, picture, start
+from dataproto.errors import InvalidConfig, InvalidPrompt, NonFiniteLogits, RequestFailed, RunAbandoned
+from helpers.engines import GREEDY, RESTRICTED, ROWS, SAMPLED, generate, picture, start
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
@@ -64,7 +64,85 @@ def test_media_tokens_are_never_sampled(setup):
     )
 
 
+def test_log_probs_are_kept_for_as_long_as_responses_are(setup, monkeypatch):
+    monkeypatch.setattr("rollout.vllm_policy.FIRST_COLUMNS", 2)
+    whole = generate(setup, setup.vllm, SAMPLED)
+    torch.testing.assert_close(
+        whole["rollout_log_probs"], generate(setup, setup.hf, SAMPLED)["rollout_log_probs"], atol=2e-5, rtol=0
+    )
+    monkeypatch.undo()
+    long = SamplingParams(n=3, temperature=0.8, max_tokens=300, seed=1, stop_token_ids=tuple(range(240)))
+    data = generate(setup, setup.vllm, long)
+    assert data["responses"].shape[1] == data["response_mask"].sum(1).max() < 10
+    assert setup.vllm.sampler.found.shape[1] < 300
+
+
 # What goes wrong
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESTRICTED])
+def test_logits_that_are_not_finite_name_the_row_and_new_weights_mend_it(setup, bad, sampling):
+    weights = {name: weight.clone() for name, weight in setup.hf.model.named_parameters()}
+    before = generate(setup, setup.vllm, sampling)
+    head = weights["lm_head.weight"].clone()
+    head[7] = bad
+    setup.vllm.load_weights((weights | {"lm_head.weight": head}).items())
+    with pytest.raises(NonFiniteLogits, match=r"row \d \(uid .*response token 0 are not finite"):
+        generate(setup, setup.vllm, sampling)
+    assert not setup.vllm.engine.has_unfinished_requests()
+    setup.vllm.load_weights(weights.items())
+    after = generate(setup, setup.vllm, sampling)
+    assert torch.equal(before["responses"], after["responses"])
+    assert torch.equal(before["rollout_log_probs"], after["rollout_log_probs"])
+
+
+def test_pixels_that_are_not_finite_name_their_row_alone(setup):
+    weights = {name: weight.clone() for name, weight in setup.hf.model.named_parameters()}
+    broken = {name: weight * (torch.nan if "visual" in name else 1) for name, weight in weights.items()}
+    setup.vllm.load_weights(broken.items())
+    with pytest.raises(NonFiniteLogits, match="row 0"):
+        generate(setup, setup.vllm, SAMPLED, setup.prompts[:2])
+    assert len(generate(setup, setup.vllm, SAMPLED, setup.prompts[1:2])) == 3  # the row without an image
+    setup.vllm.load_weights(weights.items())
+    assert len(generate(setup, setup.vllm, SAMPLED)) == 12
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", None])
+def test_a_request_that_vllm_ends_by_itself_is_named(setup, reason, monkeypatch):
+    """As a failed cache transfer ends it."""
+    step = setup.vllm.engine.step
+
+    def ending():
+        outputs = step()
+        for output in outputs:
+            if output.finished and output.request_id.endswith("-4"):
+                output.outputs[0].finish_reason = reason
+        return outputs
+
+    before = generate(setup, setup.vllm, SAMPLED)
+    with monkeypatch.context() as patch, pytest.raises(RequestFailed, match=rf"row 1 \(uid .* with {reason!r} after"):
+        patch.setattr(setup.vllm.engine, "step", ending)
+        generate(setup, setup.vllm, SAMPLED)
+    assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
+
+
+def test_requests_that_vllm_forgets_do_not_keep_the_caller_waiting(setup):
+    stop = SamplingParams(n=3, temperature=0.8, max_tokens=60, seed=1)
+    stream = setup.vllm.generate(build_requests(setup.prompts, stop), stop)
+    engine, step = setup.vllm.engine, setup.vllm.engine.step
+
+    def forgetting():
+        engine.abort_request(list(setup.vllm._open))
+        return step()
+
+    engine.step = forgetting
+    try:
+        with pytest.raises(RequestFailed, match=r"vLLM has dropped 12 requests: row 0 \(uid"):
+            next(stream)
+    finally:
+        engine.step = step
+    assert len(generate(setup, setup.vllm, SAMPLED)) == 12
 
 
 def test_a_second_model_that_guesses_tokens_is_refused(setup, tmp_path):

@@ -121,3 +121,15 @@ def test_no_tokens_is_not_an_error():
     grads = torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, weight))
     assert [grad.shape for grad in grads] == [(0, 4), (9, 4)]
     assert not grads[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_half_precision_are_not_rounded(dtype):
+    """Rounded to bfloat16 they would be 0.02 nats off on average."""
+    hidden, weight, targets = drawn(tokens=200, dtype=dtype)
+    hidden, weight = hidden.detach() * 2, weight.detach() * 2
+    found, _ = token_log_probs(hidden, weight, targets, chunk_elements=500)
+    exact, _ = reference(hidden.double(), weight.double(), targets, 1.0, [])
+    assert (found - exact).abs().max() < 1e-5
+    rounded = linear(hidden, weight).double().log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+    assert (rounded - exact).abs().mean() > 1e-3

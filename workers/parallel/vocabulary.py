@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from rollout.policy import BANNED_LOGIT
-from workers.logprobs import add_product, chunk_size, project
+from rollout.policy import BANNED_LOGIT, project
+from workers.logprobs import add_product, chunk_size
 from workers.parallel.collectives import Peers, all_gather, all_reduce
 
 
