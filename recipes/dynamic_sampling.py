@@ -4,15 +4,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import torch
-from torch.nn.functional import pad
 
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn
+from dataproto.widths import concat_rollouts
 from recipes.algorithms.sampling import informative_rows
-
-PROMPT_COLUMNS = ("prompts", "input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
 
 More = Callable[[str], DataProto]  # why more prompts are wanted, for whoever watches -> the next ones
 
@@ -84,18 +81,3 @@ def verdicts(data: DataProto, metric: str | None = None) -> list[float]:
 
 def count_groups(data: DataProto) -> int:
     return len(set(data["uid"]))
-
-
-def concat_rollouts(parts: list[DataProto]) -> DataProto:
-    """Rollouts one after the other, prompts left-padded to the longest of all; responses are equally wide already."""
-    width = max(part["prompts"].shape[1] for part in parts)
-    return DataProto.concat([widen_prompts(part, width - part["prompts"].shape[1]) for part in parts])
-
-
-def widen_prompts(data: DataProto, columns: int) -> DataProto:
-    """The rows with so many more columns of padding before their prompts, in a batch of its own."""
-    wider = data[:]
-    for name in PROMPT_COLUMNS:
-        if columns and name in wider:
-            wider[name] = pad(torch.as_tensor(wider[name]), (columns, 0))
-    return wider

@@ -12,6 +12,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
+from dataproto.widths import MAX_TOKENS
 from recipes.dynamic_sampling import More
 from recipes.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
 from recipes.progress import Progress
@@ -29,7 +30,8 @@ Measure = Callable[[DataProto, Mapping[str, float]], dict[str, float]]  # what a
 
 def measure_rollouts(data: DataProto, metrics: Mapping[str, float]) -> dict[str, float]:
     """Statistics of a scored rollout batch, and speed."""
-    return rollout_metrics(data) | speed_metrics(data, metrics)
+    longest = data.meta_info.get(MAX_TOKENS)
+    return rollout_metrics(data, max_response_length=longest) | speed_metrics(data, metrics)
 
 
 class Stateful(Protocol):

@@ -8,9 +8,10 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.batching import pad_rows, ragged_rows
 from dataproto.columns import require
-from dataproto.errors import InvalidRow, RowCountMismatch
+from dataproto.errors import InvalidRow, RequestFailed, RowCountMismatch
 from dataproto.vlm import VLMFamily
-from rollout.engine import Completion, Request, SamplingParams
+from dataproto.widths import MAX_TOKENS, PAD_TOKEN
+from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams
 from rollout.randomness import derive_seed
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
@@ -49,15 +50,19 @@ def attach_responses(
 ) -> DataProto:
     """The rollout batch: ``len(prompts) * n`` rows with prompt and response columns (see `dataproto.columns`).
 
+    R is the length of the longest response; how long it could have become stands in ``meta_info`` (see `dataproto.widths`).
+
     Raises:
         RowCountMismatch: a request has no completion, or two; names the row.
+        RequestFailed: a completion ended neither by an end token nor by length; names the row.
     """
     rows = len(prompts) * sampling.n
     ordered = order_completions(completions, rows)
-    responses, response_mask, log_probs = collate_responses(ordered, sampling.max_tokens, pad_token_id)
+    width = max((len(completion.token_ids) for completion in ordered), default=0) or 1
+    responses, response_mask, log_probs = collate_responses(ordered, width, pad_token_id)
     data = prompts.repeat(sampling.n, interleave=True)
     prompt_ids, prompt_mask = data["input_ids"], data["attention_mask"]
-    positions = family.extend_positions(data["position_ids"], prompt_mask, sampling.max_tokens)
+    positions = family.extend_positions(data["position_ids"], prompt_mask, width)
     data["prompts"] = prompt_ids
     data["responses"] = responses
     data["input_ids"] = torch.cat([prompt_ids, responses], dim=1)
@@ -69,15 +74,20 @@ def attach_responses(
     data["response_mask"] = response_mask
     data["rollout_log_probs"] = log_probs
     data["truncated"] = torch.tensor([each.finish_reason == "length" for each in ordered], dtype=torch.bool)
+    data.meta_info |= {MAX_TOKENS: sampling.max_tokens, PAD_TOKEN: pad_token_id}
     return data
 
 
 def order_completions(completions: Iterable[Completion], rows: int) -> list[Completion]:
-    """One completion for each request, in the order of the requests."""
+    """One completion for each request, in the order of the requests. Raises as `attach_responses`."""
     ordered: list[Completion | None] = [None] * rows
     for completion in completions:
         if not 0 <= completion.request < rows or ordered[completion.request] is not None:
             raise RowCountMismatch(f"the engine returned request {completion.request} twice or unasked ({rows} rows)")
+        if completion.finish_reason not in FINISH_REASONS:
+            raise RequestFailed(
+                f"request {completion.request} ended by {completion.finish_reason!r}, not {FINISH_REASONS}"
+            )
         ordered[completion.request] = completion
     missing = [row for row, completion in enumerate(ordered) if completion is None]
     if missing:

@@ -19,6 +19,7 @@ from dataproto import DataProto
 from dataproto.batching import cut_minibatches
 from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.transfer import move
+from dataproto.widths import MAX_TOKENS
 from workers.accounting import Accounting, required_work, whole_work
 from workers.aggregation import denominator, token_weights
 from workers.group import dispatch
@@ -113,7 +114,8 @@ class TrainedWorker(ModelWorker):
         Args:
             loss_fn: see `LossFn`; its metrics are averaged with the loss's own weights; of those that end in ``_max``, which are
                 not negative, the largest counts.
-            aggregation: how per-token losses become one number, see `workers.aggregation`.
+            aggregation: how per-token losses become one number, see `workers.aggregation`; the constant of
+                ``seq-mean-token-sum-norm`` is the ``max_tokens`` in ``meta_info`` that the rows were generated with, else R.
             entropy: compute ``outputs.entropy`` for the loss function.
 
         Returns:
@@ -163,7 +165,7 @@ class TrainedWorker(ModelWorker):
     def _step(
         self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool, scores: Tensor | None
     ) -> dict[str, float]:
-        weights = self._token_weights(data["response_mask"], aggregation)  # (B, R); the loss is their weighted sum
+        weights = self._token_weights(data, aggregation)  # (B, R); the loss is their weighted sum
         self.accounting.add(whole_work(self.ranks.gather(required_work(self.module, data), "pp")))
         self.module.train()
         totals, finite = self.accumulate(data, loss_fn, weights, entropy, scores=scores)
@@ -233,13 +235,15 @@ class TrainedWorker(ModelWorker):
                 import_module("workers.parallel.fsdp").reshard(self.module)
             raise
 
-    def _token_weights(self, mask: Tensor, aggregation: str) -> Tensor:
-        """``(B, R)``, with the denominators of all ranks' rows."""
-        everybody = self.ranks.gather((int(denominator(mask, aggregation)), mask.shape[1]), "dp")
-        total, width = sum(count for count, _ in everybody), max(width for _, width in everybody)
+    def _token_weights(self, data: DataProto, aggregation: str) -> Tensor:
+        """``(B, R)``, with the denominators of all ranks' rows, and the length that a response could have had."""
+        mask = data["response_mask"]
+        longest = int(data.meta_info.get(MAX_TOKENS, mask.shape[1]))
+        everybody = self.ranks.gather((int(denominator(mask, aggregation)), longest), "dp")
+        total, longest = sum(count for count, _ in everybody), max(longest for _, longest in everybody)
         if not total:
             raise InvalidColumn(f"none of the {len(mask)} rows has a response token to learn from")
-        return token_weights(mask, aggregation, total, max_length=max(width, 1))
+        return token_weights(mask, aggregation, total, max_length=max(longest, 1))
 
     def step_optimizer(self, params: AdamParams | None = None) -> dict[str, float]:
         """One step on the gradients that stand, on every rank; see `Optimizer.step`."""

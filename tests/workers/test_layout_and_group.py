@@ -1,8 +1,11 @@
 import pytest
+import torch
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.tiny import tiny_checkpoint
 from workers.actor import ActorConfig, ActorWorker
+from workers.dispatch import join_rows
 from workers.group import LocalGroup, dispatch
 from workers.layout import Layout
 
@@ -59,3 +62,12 @@ def test_a_group_calls_dispatched_methods_only():
 def test_a_future_holds_the_exception():
     future = LocalGroup(Doubler()).submit("fail")
     assert isinstance(future.exception(), OverflowError)
+
+
+def test_rows_of_different_widths_are_joined_as_wide_as_the_widest():
+    parts = [
+        DataProto.from_dict({"response_mask": torch.ones(rows, width), "advantages": torch.ones(rows, width)})
+        for rows, width in ((2, 3), (1, 1), (0, 5))
+    ]
+    joined = join_rows(parts)
+    assert joined["response_mask"].tolist() == joined["advantages"].tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]

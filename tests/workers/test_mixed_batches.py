@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidColumn, MediaMismatch
+from dataproto.errors import InvalidColumn, MediaMismatch, NonFiniteLogits
 from dataproto.vlm import family_of, media_grids
+from dataproto.widths import token_widths, widen
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.tiny_models import (
     END,
@@ -25,6 +26,7 @@ from helpers.tiny_models import (
     tiny_model,
 )
 from workers.actor import ActorConfig, ActorWorker
+from workers.optimizer import OptimizerConfig
 from workers.packed import PackedVLM
 from workers.policy import PolicyConfig, ReferenceWorker
 from workers.step import forward_rows, micro_batches
@@ -171,3 +173,38 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_row_named(checkpoint
     assert "step 0 skipped" in caplog.text
     assert "row-3" in caplog.text
     assert all(torch.equal(weight, before[name]) for name, weight in actor.named_weights())
+
+
+def tiny_actor(path):
+    tiny_model("qwen2_5_vl").save_pretrained(path)
+    return ActorWorker(ActorConfig(str(path), optimizer=OptimizerConfig(lr=1e-3)), CPU)
+
+
+def test_scores_that_are_not_finite_name_the_row_and_new_weights_mend_it(tmp_path):
+    actor = tiny_actor(tmp_path)
+    config = tiny_config("qwen2_5_vl")
+    data = with_responses(config, prompt_batch(config, [[(4, 6)], []], texts=[4, 3]), [2, 3], width=4)
+    before = actor.log_probs(data)["old_log_probs"]
+    tower = actor.module.model.model.visual.merger.mlp[2].bias
+    kept = tower.detach().clone()
+    with torch.no_grad():
+        tower.fill_(torch.nan)
+    with pytest.raises(NonFiniteLogits, match=r"row 0 \(uid prompt-0\): old_log_probs of response token 0 is nan"):
+        actor.log_probs(data)
+    with torch.no_grad():
+        tower.copy_(kept)
+    assert torch.equal(actor.log_probs(data)["old_log_probs"], before)
+
+
+def test_the_constant_of_dr_grpo_is_how_long_a_response_could_have_been(tmp_path):
+    """Not how long the longest one is: 3 tokens here, of 8."""
+    actor = tiny_actor(tmp_path)
+    config = tiny_config("qwen2_5_vl")
+    narrow = with_responses(config, prompt_batch(config, [[(4, 6)], []], texts=[4, 3]), [2, 3], width=3)
+    losses = []
+    for data, told in ((widen(narrow, token_widths(narrow)[0], 8), {}), (narrow, {"max_tokens": 8}), (narrow, {})):
+        data = data[:]
+        data.meta_info |= told
+        weights = actor._token_weights(data, "seq-mean-token-sum-norm")
+        losses.append(float(weights.sum()))
+    assert losses == pytest.approx([5 / 8 / 2, 5 / 8 / 2, 5 / 3 / 2])

@@ -16,6 +16,7 @@ from PIL import Image
 
 from dataproto import DataProto
 from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
+from dataproto.widths import concat_rollouts
 from helpers.batches import prompt_batch
 from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_tokenizer
@@ -38,6 +39,8 @@ CASES = [(layout, tensor_parallel) for layout in LAYOUTS for tensor_parallel in 
 GENERATED = [(layout, tensor_parallel) for layout in (Layout(dp=4), Layout(pp=2, dp=2)) for tensor_parallel in (1, 2)]
 HELD = {4: [0, 1, 1, 3, 4], 2: [0, 3, 4]}  # bounds of the prompts of each dp position
 CPU = torch.device("cpu")
+SHORT = SamplingParams(n=N, max_tokens=9, seed=3, stop_token_ids=tuple(range(60)))  # responses of different lengths
+COLUMNS = ("responses", "rollout_log_probs", "position_ids", "attention_mask")
 
 
 class Engine:
@@ -110,7 +113,7 @@ def generates(layout, tensor_parallel, path):
     ranks = join(layout, CPU)
     engine = HFEngine(path, device=CPU)
     manager = ShardingManager(engine, engine.model.named_parameters, neighbours(ranks, tensor_parallel))
-    everything, sampling = prompts(engine.model.config), SamplingParams(n=N, max_tokens=4, seed=3)
+    everything = prompts(engine.model.config)
     torch.manual_seed(dist.get_rank())
     random.seed(5 + dist.get_rank())
     np.random.seed(dist.get_rank())
@@ -119,14 +122,13 @@ def generates(layout, tensor_parallel, path):
         draw = float(torch.rand(())), random.random(), float(np.random.rand())
         dp, bounds = ranks.rank("dp"), HELD[layout.dp]
         shared = manager.preprocess_data(everything[bounds[dp] : bounds[dp + 1]])
-        done = engine.generate(build_requests(shared, sampling), sampling)
-        back = manager.postprocess_data(attach_responses(shared, done, sampling, engine.family, 0))
+        done = engine.generate(build_requests(shared, SHORT), SHORT)
+        back = manager.postprocess_data(attach_responses(shared, done, SHORT, engine.family, 0))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     with manager:
         assert float(torch.rand(())) != draw[0]  # the rollout's own stream goes on
-    columns = ("responses", "rollout_log_probs", "position_ids", "attention_mask")
-    return draw, {name: back[name].numpy() for name in columns}, [str(uid) for uid in back["uid"]]
+    return draw, {name: back[name].numpy() for name in COLUMNS}, [str(uid) for uid in back["uid"]]
 
 
 def refuses(path):
@@ -233,17 +235,19 @@ def test_several_ranks_generate_what_one_does(outcomes, checkpoint, layout, tens
     everybody = outcomes["generates", layout, tensor_parallel]
     assert not any(isinstance(one, str) for one in everybody), "\n".join(map(str, everybody))
     engine = HFEngine(checkpoint, device=CPU)
-    data, sampling = prompts(engine.model.config), SamplingParams(n=N, max_tokens=4, seed=3)
-    whole = attach_responses(
-        data, engine.generate(build_requests(data, sampling), sampling), sampling, engine.family, 0
-    )
+    data = prompts(engine.model.config)
+    whole = attach_responses(data, engine.generate(build_requests(data, SHORT), SHORT), SHORT, engine.family, 0)
+    assert len(set(whole["response_mask"].sum(1).tolist())) > 2
     for stage in range(layout.pp):
         found = everybody[stage * layout.dp : (stage + 1) * layout.dp]
         assert [uid for _, _, uids in found for uid in uids] == list(whole["uid"])
+        parts = [{name: torch.from_numpy(column) for name, column in columns.items()} for _, columns, _ in found]
+        if layout.pp == tensor_parallel == 1:  # ranks that share no rows
+            assert len({part["responses"].shape[1] for part in parts}) > 1
+        joined = concat_rollouts([DataProto.from_dict(part) for part in parts])
         for name in ("responses", "position_ids", "attention_mask"):
-            assert np.array_equal(np.concatenate([columns[name] for _, columns, _ in found]), whole[name].numpy()), name
-        log_probs = np.concatenate([columns["rollout_log_probs"] for _, columns, _ in found])
-        np.testing.assert_allclose(log_probs, whole["rollout_log_probs"].numpy(), atol=1e-5)
+            assert torch.equal(joined[name], whole[name]), name
+        torch.testing.assert_close(joined["rollout_log_probs"], whole["rollout_log_probs"], atol=1e-5, rtol=0)
     draws = [draw for draw, _, _ in everybody]  # ranks of an engine agree, engines differ
     assert draws == [draws[rank // tensor_parallel * tensor_parallel] for rank in range(SIZE)]
     assert len(set(draws)) == SIZE // tensor_parallel

@@ -1,0 +1,88 @@
+"""Rollouts whose responses, and prompts, are not equally wide."""
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.vlm import family_of
+from dataproto.widths import concat_rollouts, token_widths, widen
+from helpers.batches import prompt_batch
+from helpers.tiny_models import MODEL_TYPES, tiny_config
+from rollout.engine import Completion, SamplingParams
+from rollout.responses import attach_responses
+
+PAD = 7
+
+
+def rollout(config, prompts, lengths, max_tokens=6):
+    """Responses of these lengths to a batch of prompts, one each."""
+    done = [
+        Completion(row, list(range(20, 20 + length)), [-0.5] * length, "length" if length == max_tokens else "stop")
+        for row, length in enumerate(lengths)
+    ]
+    return attach_responses(prompts, done, SamplingParams(max_tokens=max_tokens), family_of(config), pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_parts_are_joined_as_if_they_had_been_generated_together(model_type):
+    config = tiny_config(model_type)
+    prompts = prompt_batch(config, [[(4, 6)], [], [(6, 6), (4, 4)]], texts=[4, 3, 5])
+    prompts["input_ids"] = torch.where(prompts["attention_mask"].bool(), prompts["input_ids"], PAD)
+    whole = rollout(config, prompts, [2, 1, 5])
+    assert token_widths(whole) == (prompts["input_ids"].shape[1], 5)
+    parts = [rollout(config, prompts[:2], [2, 1]), rollout(config, prompts[2:], [5])]
+    assert [token_widths(part)[1] for part in parts] == [2, 5]
+    joined = concat_rollouts(parts)
+    joined.validate()
+    assert joined.meta_info == whole.meta_info
+    assert joined.names() == whole.names()
+    for name, column in whole.batch.items():
+        assert torch.equal(joined[name], column), name
+
+
+def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
+    data = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[5, 6]]),
+            "input_ids": torch.tensor([[5, 6, 8]]),
+            "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+            "position_ids": torch.tensor([[0, 1, 2]]),
+            "response_mask": torch.tensor([[1]]),
+            "advantages": torch.tensor([[0.5]]),
+            "expert_choices": torch.ones(1, 1, 2),
+            "features": torch.ones(1, 4),
+            "truncated": torch.tensor([True]),
+        },
+        meta_info={"pad_token_id": 9},
+    )
+    wider = widen(data, prompt=3, response=3)
+    assert {name: column.tolist() for name, column in wider.batch.items()} == {
+        "prompts": [[9, 5, 6]],
+        "input_ids": [[9, 5, 6, 8, 9, 9]],
+        "attention_mask": [[0, 1, 1, 1, 0, 0]],
+        "position_ids": [[0, 0, 1, 2, 3, 4]],
+        "response_mask": [[1, 0, 0]],
+        "advantages": [[0.5, 0, 0]],
+        "expert_choices": [[[1, 1], [0, 0], [0, 0]]],
+        "features": [[1, 1, 1, 1]],
+        "truncated": [True],
+    }
+    assert widen(data, prompt=2, response=1) is data
+    assert token_widths(data) == (2, 1)
+
+
+def test_short_answers_take_few_bytes_however_long_they_could_have_been():
+    config = tiny_config("qwen2_5_vl")
+    prompts = prompt_batch(config, [[]] * 64, texts=[3] * 64)
+    data = rollout(config, prompts, [2] * 64, max_tokens=32768)
+    bytes_of_row = sum(column[0].nbytes for column in data.batch.values())
+    assert data["responses"].shape == (64, 2)
+    assert bytes_of_row < 500  # 2.2 MiB where each row is padded to 32,768
+    assert data.meta_info["max_tokens"] == 32768
+
+
+def test_responses_without_any_token_keep_a_column():
+    config = tiny_config("qwen2_5_vl")
+    data = rollout(config, prompt_batch(config, [[]], texts=[3]), [0])
+    assert data["responses"].shape == (1, 1)
+    assert data["response_mask"].tolist() == [[0]]
