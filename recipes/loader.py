@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
-from rollout.prompts import Prompt, PromptBuilder
+from rollout.prompts import Prompt, PromptBuilder, row_number
 
 OnBadRow = Literal["stop", "skip"]
 Occurrence = tuple[int, int]  # epoch, place among the rows
@@ -223,8 +223,9 @@ class _Prepared(Dataset[Any]):
         index = place
         try:
             row = self.rows[place] if raw is None else self.rows.read_row(raw, place)
-            index = int(row.get("index", place))
-            return self.builder.prepare({**row, "index": index, "uid": uid})
+            index = row_number(row, place)
+            named = row["index"] if isinstance(row.get("index"), str) else index
+            return self.builder.prepare({**row, "index": named, "uid": uid})
         except InvalidRow as error:
             return _BadRow(error.index, error.reason)
         except DataProtoError as error:

@@ -72,13 +72,17 @@ def prompt_text(messages: Any) -> str:
     'Find x.'
     >>> prompt_text([{"role": "system", "content": "Think."}, {"role": "user", "content": "<image>Find y."}])
     'Find y.'
+    >>> prompt_text([{"role": "user", "content": [{"type": "text", "text": "What is <image>?"}]}])
+    'What is <image>?'
     """
     if isinstance(messages, str):
         return messages
     turns = [turn.get("content", "") for turn in messages if turn.get("role") == "user"]
     parts = [part for content in turns for part in ([content] if isinstance(content, str) else content)]
-    texts = [part if isinstance(part, str) else part.get("text") or "" for part in parts]
-    return re.sub(r"<(image|video)>", "", "\n".join(text for text in texts if text)).strip()
+    texts = [
+        re.sub(r"<(image|video)>", "", part) if isinstance(part, str) else part.get("text") or "" for part in parts
+    ]
+    return "\n".join(text for text in texts if text).strip()
 
 
 def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample]) -> Path:

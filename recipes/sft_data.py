@@ -23,6 +23,7 @@ from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
 from recipes.geo3k import row_media
 from recipes.tables import StreamRows, TableRows, open_stream, open_tables
 from rollout.media import load_image
+from rollout.prompts import invalid_row
 
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _ANSWERS = ("completion", "response", "answer")
@@ -126,7 +127,7 @@ class Questions(Sequence[dict[str, Any]]):
         row = self.rows[place]
         *asked, answer = row["prompt"]
         if answer.get("role") != "assistant":
-            raise InvalidRow(int(row.get("index", place)), "the conversation does not end with an answer")
+            raise invalid_row(row, place, "the conversation does not end with an answer")
         truth = answer["content"]
         if not isinstance(truth, str):
             truth = "".join(part.get("text") or "" for part in truth)

@@ -1,8 +1,10 @@
 """Images from wherever a data set keeps them: PIL objects, paths, bytes, parquet structs, data URIs.
 
 Every image becomes 8-bit RGB here, once, for the image processor and the rollout engine alike: turned upright by its
-EXIF orientation (as ``transformers`` and ``datasets`` do), transparency laid on white (as vLLM and ``qwen_vl_utils``
-do; dropping it would turn a line drawing black on black), 16 bits scaled to 8, the first frame of an animation.
+EXIF orientation (as ``transformers`` and ``datasets`` do), transparency of every kind (alpha, palette, a transparent colour)
+laid on white (as vLLM and ``qwen_vl_utils`` do; dropping it would turn a line drawing black on black), 16 bits scaled to 8,
+the first frame of an animation. Whole numbers of 32 bits and floats (modes ``I`` and ``F``) are taken as 0 to 255; an image
+with others is refused, since nothing tells which of them are black and white.
 
 Files are only ever read as images of well-known raster formats; nothing in them runs, nothing is downloaded.
 """
@@ -26,6 +28,7 @@ MAX_IMAGE_PIXELS = 89_478_485
 """Larger images are refused unread (Pillow's own limit against decompression bombs)."""
 
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # what Pillow reads from them in mode "I" has 16 bits
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _PAYLOADS = ("bytes", "image", "image_url", "url", "path")
 
@@ -47,7 +50,7 @@ def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image
 
     ``source``: a PIL image, path, ``file://`` or ``data:`` URI, bytes, or a mapping that holds one of them, such as
     parquet's ``{"bytes": ..., "path": ...}`` or a chat message's part. Relative paths start at ``root``.
-    Raises `InvalidMedia` for an image that is missing, broken, too large or of an unknown format.
+    Raises `InvalidMedia` for an image that is missing, broken, too large, of an unknown format or of an unknown range.
 
     >>> load_image(Image.new("RGBA", (2, 1), (0, 0, 0, 0))).getpixel((0, 0))
     (255, 255, 255)
@@ -55,6 +58,8 @@ def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image
     with _opened(source, root) as image:
         try:
             return _to_rgb(image)
+        except InvalidMedia as error:
+            raise InvalidMedia(f"image {_describe(source)}: {error}") from error
         except Exception as error:
             raise InvalidMedia(f"image {_describe(source)} is broken: {_reason(error)}") from error
 
@@ -136,15 +141,30 @@ def _data_uri(uri: str) -> bytes:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    sixteen_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS)
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if sixteen_bits or image.mode in ("I", "F"):
+        values = np.asarray(image)
+        scaled = (values >> 8).astype(np.uint8) if sixteen_bits else _eight_bits(values, image.mode)
+        scaled[values == image.info.get("transparency")] = 255
+        return Image.fromarray(scaled).convert("RGB")
     if image.has_transparency_data:
-        image = image.convert("RGBA")
+        image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))
         white.paste(image, mask=image.getchannel("A"))
         return white
     return image.convert("RGB")
+
+
+def _eight_bits(values: np.ndarray, mode: str) -> np.ndarray:
+    """Whole numbers or floats from 0 to 255 as uint8; Pillow would clip others. Raises `InvalidMedia` for these."""
+    inside = bool((values >= 0).all() and (values <= 255).all())  # NaN is not
+    if not inside or (mode == "F" and 0 < values.max() <= 1):
+        raise InvalidMedia(
+            f"its numbers (mode {mode!r}) go from {values.min():g} to {values.max():g}, so that black and white are unknown: "
+            "scale them to 0 to 255 and give it as 8 bits, for instance Image.fromarray(array.astype('uint8'))"
+        )
+    return np.rint(values).astype(np.uint8)
 
 
 def _reason(error: Exception) -> str:

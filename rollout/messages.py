@@ -50,15 +50,18 @@ class Conversation:
 def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterable[Any] = ()) -> Conversation:
     """Messages (or one string, the user's) with markers or typed parts, and the media that belong to them.
 
-    ``<image>`` and ``<video>`` in string content become parts. Each of them, and each media part without a payload of
-    its own, takes the next of ``images`` or ``videos``. Raises `InvalidPrompt` if their numbers differ or a message is
-    malformed.
+    ``<image>`` and ``<video>`` in string content become parts. In typed parts text stays text, which is how to write
+    "<image>" itself. Each marker, and each media part without a payload of its own, takes the next of ``images`` or
+    ``videos``. Raises `InvalidPrompt` if their numbers differ or a message is malformed.
 
     >>> chat = read_conversation("<image>Which angle?", images=["a.png"])
     >>> chat.messages
     [{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'Which angle?'}]}]
     >>> chat.images
     ['a.png']
+    >>> own = [{"type": "image"}, {"type": "text", "text": "What does <image> mean in this page?"}]
+    >>> read_conversation([{"role": "user", "content": own}], images=["a.png"]).messages[0]["content"] == own
+    True
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -70,7 +73,10 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
     for kind, media in given.items():
         marked = sum(payload is None for payload in found[kind])
         if marked != len(media):
-            raise InvalidPrompt(f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s")
+            raise InvalidPrompt(
+                f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s (text that means '<{kind}>' itself stands in a "
+                'part of its own: {"type": "text", "text": ...})'
+            )
         queue = iter(media)
         found[kind] = [next(queue) if payload is None else payload for payload in found[kind]]
     return Conversation(typed, found["image"], found["video"])

@@ -88,7 +88,7 @@ class VLLMEngine:
         self.max_model_len = int(config.max_model_len)
         self.family = family_of(config.hf_config)
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
-        self.end_ids = end_ids(GenerationConfig.from_pretrained(model_path))
+        self.end_ids = end_ids(_generation_config(model_path, config.hf_config))
         self._awake = self._has_weights = self._has_kv_cache = self._cache_is_finite = True
         self._freed_bytes = 0  # by the last sleep
         self._open: dict[str, int] = {}  # requests of the run under way, and their numbers
@@ -308,6 +308,14 @@ class VLLMEngine:
         """Has torch give back what training left in its cache, where vLLM would not find the memory that it gave up."""
         if torch.cuda.mem_get_info()[0] < self._freed_bytes:
             torch.cuda.empty_cache()
+
+
+def _generation_config(model_path: str, config: Any) -> GenerationConfig:
+    """The checkpoint's; where it has none, made from the model's config, as transformers makes it for the Hugging Face engine."""
+    try:
+        return GenerationConfig.from_pretrained(model_path)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
 
 
 def _start(model_path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -3,7 +3,15 @@
 `PromptBuilder` turns rows into prompts, `SupervisedBuilder` conversations into training rows, `ChunkRenderer` chunks into either.
 """
 
-from rollout.prompts.builder import IMAGE_BACKEND, ProcessedImage, Prompt, PromptBuilder, load_image_processor
+from rollout.prompts.builder import (
+    IMAGE_BACKEND,
+    ProcessedImage,
+    Prompt,
+    PromptBuilder,
+    invalid_row,
+    load_image_processor,
+    row_number,
+)
 from rollout.prompts.chunks import ChunkRenderer, Resolver, token_values
 from rollout.prompts.conversations import SupervisedBuilder, TrainingRow, Turns
 
@@ -17,6 +25,8 @@ __all__ = [
     "SupervisedBuilder",
     "TrainingRow",
     "Turns",
+    "invalid_row",
     "load_image_processor",
+    "row_number",
     "token_values",
 ]

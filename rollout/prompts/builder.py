@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from numbers import Integral, Real
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -136,13 +137,13 @@ class PromptBuilder:
         return int(self.tokenizer.eos_token_id if pad is None else pad)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
-        """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place in ``rows``)."""
+        """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place, where that is no number)."""
         prompts = []
         for place, row in enumerate(rows):
             try:
                 prompts.append(self.prepare(row))
             except DataProtoError as error:
-                raise InvalidRow(int(row.get("index", place)), str(error)) from error
+                raise invalid_row(row, place, str(error)) from error
         return self.collate(prompts)
 
     # One row
@@ -294,6 +295,24 @@ class PromptBuilder:
         return DataProto.from_dict(
             tensors, non_tensors={name: object_array(values) for name, values in objects.items()}
         )
+
+
+def row_number(row: Mapping[str, Any], place: int) -> int:
+    """The row's ``index`` where it has a whole number there, else its place.
+
+    >>> row_number({"index": 7}, 0), row_number({"index": "train-7"}, 0), row_number({"index": None}, 0), row_number({}, 0)
+    (7, 0, 0, 0)
+    """
+    index = row.get("index", place)
+    whole = isinstance(index, Integral) or (isinstance(index, Real) and float(index).is_integer())
+    return int(index) if whole else place
+
+
+def invalid_row(row: Mapping[str, Any], place: int, reason: str) -> InvalidRow:
+    """The error that names a row: by its number and, where its ``index`` is something else, by that too."""
+    number, index = row_number(row, place), row.get("index")
+    named = f"index {index!r}: {reason}" if index is not None and index != number else reason
+    return InvalidRow(number, named)
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dataproto import DataProto, object_array
 from dataproto.collation import Rows, collate_supervised
-from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.messages import Conversation
 from rollout.prompts.builder import ProcessedImage, Prompt, PromptBuilder, conversation_of, row_columns, share_media
@@ -67,8 +67,14 @@ class SupervisedBuilder(PromptBuilder):
         return self.length(conversation, raw_ids, row.get("media_root"))
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
-        """The training batch, see `collate_rows`."""
-        rows = [row for row in prompts if isinstance(row, TrainingRow)]
+        """The training batch, see `collate_rows`. Raises `InvalidRow` for what this builder's ``prepare`` has not made."""
+        rows = []
+        for place, row in enumerate(prompts):
+            if not isinstance(row, TrainingRow):
+                raise InvalidRow(
+                    place, f"it is a {type(row).__name__}, not a TrainingRow: make it by SupervisedBuilder.prepare"
+                )
+            rows.append(row)
         return collate_rows(self, rows, [row.loss_mask for row in rows], row_columns(rows))
 
     def _pieces(self, conversation: Conversation) -> list[tuple[list[int], bool]]:

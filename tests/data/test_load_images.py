@@ -81,6 +81,56 @@ def test_sixteen_bits_are_scaled_not_clipped():
     assert np.asarray(load_image(encoded(Image.fromarray(values))))[0, :, 0].tolist() == [0, 1, 128, 255]
 
 
+def test_sixteen_bits_of_any_format_are_scaled():
+    pgm = b"P5 3 1 65535\n" + np.array([0, 32768, 65535], dtype=">u2").tobytes()
+    assert np.asarray(load_image(pgm))[0, :, 0].tolist() == [0, 128, 255]
+    values = np.array([[0, 32768, 65535]], dtype=np.uint16)
+    assert np.asarray(load_image(encoded(Image.fromarray(values), "TIFF")))[0, :, 0].tolist() == [0, 128, 255]
+    swapped = Image.frombytes("I;16B", (3, 1), values.astype(">u2").tobytes())
+    assert np.asarray(load_image(swapped))[0, :, 0].tolist() == [0, 128, 255]
+
+
+def test_transparency_of_every_kind_is_laid_on_white():
+    black = np.zeros((1, 2), dtype=np.uint8)
+    gray = encoded(Image.fromarray(black), transparency=0)
+    deep = encoded(Image.fromarray(np.array([[0, 32768]], dtype=np.uint16)), transparency=0)
+    colour = encoded(Image.fromarray(np.zeros((1, 2, 3), dtype=np.uint8)), transparency=(0, 0, 0))
+    palette = Image.new("P", (2, 1), 0)
+    palette.putpalette([0, 0, 0, 9, 9, 9])
+    shades = encoded(palette, transparency=bytes([0, 128]))
+    premultiplied = [Image.new("RGBA", (2, 1)).convert("RGBa"), Image.new("LA", (2, 1)).convert("La")]
+    for source in (gray, colour, shades, *premultiplied, Image.new("PA", (2, 1)), Image.new("LA", (2, 1))):
+        assert load_image(source).getpixel((0, 0)) == (255, 255, 255)
+    assert np.asarray(load_image(deep))[0].tolist() == [[255] * 3, [128] * 3]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_numbers_from_0_to_255_are_taken_as_they_are(dtype):
+    values = np.array([[0, 1, 128, 255]], dtype=dtype)
+    assert np.asarray(load_image(Image.fromarray(values)))[0, :, 0].tolist() == [0, 1, 128, 255]
+    assert load_image(Image.fromarray(values * 0)).getpixel((0, 0)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (np.array([[0, 300]], dtype=np.int32), r"mode 'I'\) go from 0 to 300"),
+        (np.array([[0, 65535]], dtype=np.int32), "from 0 to 65535"),
+        (np.array([[-1, 3]], dtype=np.int32), "from -1 to 3"),
+        (np.array([[0, 0.5]], dtype=np.float32), r"mode 'F'\) go from 0 to 0.5"),
+        (np.array([[0, 1]], dtype=np.float32), "from 0 to 1"),
+        (np.array([[-3, 256]], dtype=np.float32), "from -3 to 256"),
+        (np.array([[0, np.nan]], dtype=np.float32), "nan"),
+    ],
+)
+def test_numbers_of_an_unknown_range_are_refused(values, says):
+    """They would turn black or white."""
+    with pytest.raises(InvalidMedia, match=says):
+        load_image(Image.fromarray(values))
+    with pytest.raises(InvalidMedia, match=says):
+        load_image(encoded(Image.fromarray(values), "TIFF"))
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "F", "I", "RGB", "RGBA", "LA", "HSV", "YCbCr"])
 def test_every_mode_becomes_rgb(mode):
     assert load_image(Image.new(mode, (3, 2))).mode == "RGB"

@@ -227,6 +227,25 @@ def test_a_bad_row_is_named_with_index_and_reason(row, says):
     assert caught.value.index == 77
 
 
+@pytest.mark.parametrize("index", ["train-7", None, float("nan"), (1, 2)])
+def test_the_reason_is_told_where_the_index_is_no_number(index):
+    rows = [{"prompt": "fine"}, {"prompt": "<image>", "images": [None], "index": index}]
+    with pytest.raises(InvalidRow, match=r"row 1: .*the image is missing") as caught:
+        tiny_builder()(rows)
+    assert caught.value.index == 1
+    assert index is None or repr(index) in str(caught.value)
+
+
+def test_a_users_own_marker_is_written_in_a_typed_part():
+    text = "What does <image> mean?"
+    parts = [{"type": "image"}, {"type": "text", "text": text}]
+    batch = tiny_builder()([{"prompt": [{"role": "user", "content": parts}], "images": [picture()]}])
+    assert text in tiny_tokenizer().decode(batch["input_ids"][0])
+    assert batch["raw_prompt_ids"][0].count(tiny_prompt_config().image_token_id) == 1
+    with pytest.raises(InvalidRow, match=r'2 image markers .*, but 1 images .*\{"type": "text"'):
+        tiny_builder()([{"prompt": f"<image>{text}", "images": [picture()]}])
+
+
 def test_relative_paths_start_at_the_rows_media_root(tmp_path):
     picture().save(tmp_path / "a.png")
     batch = tiny_builder()([{"prompt": "<image>", "images": ["a.png"], "media_root": tmp_path}])

@@ -50,6 +50,14 @@ def test_seed_and_epoch_change_the_order():
     assert first == [place for _, place in islice(occurrences(20, seed=0), 40)]
 
 
+def test_rows_whose_index_is_a_name_are_read_and_keep_it():
+    named = [{**row, "index": f"train-{place}"} for place, row in enumerate(rows(3, bad=[1]))]
+    loader = PromptLoader(named, tiny_builder(), batch_size=2, seed=1, on_bad_row="skip")
+    assert set(next(loader)["index"]) == {"train-0", "train-2"}
+    next(loader)
+    assert list(loader.skipped) == [1]
+
+
 def test_batches_are_full_and_uids_unique_across_epochs():
     loader = PromptLoader(rows(5), tiny_builder(), batch_size=3, seed=1)
     seen = [uid for batch in uids(loader, 5) for uid in batch]

@@ -8,10 +8,11 @@ from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowC
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
 from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_config, tiny_model
-from rollout.engine import Completion, SamplingParams
+from rollout.engine import Completion, SamplingParams, end_ids
 from rollout.hf import HFEngine
 from rollout.policy import policy_log_probs, project, sample
 from rollout.responses import attach_responses, build_requests, order_completions
+from rollout.vllm import _generation_config
 from workers.logprobs import token_log_probs
 
 CPU = torch.device("cpu")
@@ -222,6 +223,15 @@ def test_a_row_whose_logits_are_not_finite_is_named_among_others(engine, monkeyp
         with pytest.raises(NonFiniteLogits, match=r"row 1 \(uid prompt-1\)"):
             generate(engine, sampling, broken)
     assert torch.equal(generate(engine, sampling, prompts)["responses"], expected["responses"])
+
+
+def test_without_generation_settings_both_engines_end_as_the_config_says(tmp_path):
+    config = tiny_config("qwen2_5_vl")
+    config.text_config.eos_token_id = 7
+    tiny_model("qwen2_5_vl", config=config).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    engine = HFEngine(str(tmp_path), device=CPU)
+    assert end_ids(_generation_config(str(tmp_path), engine.model.config)) == engine.end_ids == (7,)
 
 
 def test_media_objects_are_shared_not_copied(engine):

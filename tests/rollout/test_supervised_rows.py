@@ -111,3 +111,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_all_turns_only():
 def test_unknown_turns_are_refused():
     with pytest.raises(InvalidConfig, match="'first'"):
         builder(turns="first")
+
+
+def test_prompts_are_not_training_rows():
+    made = builder()
+    row = {"prompt": TALK, "images": images()}
+    with pytest.raises(InvalidRow, match="row 1: it is a Prompt, not a TrainingRow"):
+        made.collate([made.prepare(row), tiny_builder().prepare({"prompt": "words"})])
