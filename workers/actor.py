@@ -17,14 +17,16 @@ from torch.distributed import ProcessGroup
 
 from dataproto import DataProto
 from dataproto.batching import cut_minibatches
+from dataproto.columns import require
 from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.transfer import move
 from dataproto.widths import MAX_TOKENS
 from workers.accounting import Accounting, required_work, whole_work
-from workers.aggregation import denominator, token_weights
+from workers.aggregation import check_mode, denominator, token_weights
 from workers.group import dispatch
 from workers.mesh import Ranks
 from workers.optimizer import AdamParams, Optimizer, OptimizerConfig
+from workers.packed import PackedVLM
 from workers.planning import MINIBATCH, ROW, split_update
 from workers.policy import ModelWorker, PolicyConfig, PolicyWorker
 from workers.primitives import StepByStep
@@ -122,7 +124,9 @@ class TrainedWorker(ModelWorker):
             The metrics of all ranks together, averaged over the optimizer steps.
 
         Raises:
-            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`; also a mini-batch without any response token.
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`; also a mini-batch without any response token. Nothing
+                has been learned then.
+            InvalidConfig: impossible arguments.
             RankFailure: another rank's rows were refused.
         """
         return self.update_and_score(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
@@ -138,11 +142,12 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, and what the model said of the rows before it learned from them, which costs no further pass."""
-        if epochs < 1:
-            raise InvalidConfig(f"epochs={epochs}: must be at least 1")
         with self.ranks.all_or_none():
+            check_update(epochs, aggregation, entropy, self.module)
             check_rows(data, self.module)
-        parts = minibatches(data, minibatch, self.ranks)
+            parts = minibatches(data, minibatch, self.ranks)
+        with self.ranks.all_or_none():
+            parts = with_response_tokens(parts, data["response_mask"], self.ranks)
         self.accounting.start()
         shape, first, steps = data["response_mask"].shape, [], []
         for epoch in range(epochs):
@@ -241,8 +246,6 @@ class TrainedWorker(ModelWorker):
         longest = int(data.meta_info.get(MAX_TOKENS, mask.shape[1]))
         everybody = self.ranks.gather((int(denominator(mask, aggregation)), longest), "dp")
         total, longest = sum(count for count, _ in everybody), max(longest for _, longest in everybody)
-        if not total:
-            raise InvalidColumn(f"none of the {len(mask)} rows has a response token to learn from")
         return token_weights(mask, aggregation, total, max_length=max(longest, 1))
 
     def step_optimizer(self, params: AdamParams | None = None) -> dict[str, float]:
@@ -312,19 +315,43 @@ class ActorWorker(StepByStep, TrainedWorker, PolicyWorker):
     role = "actor"
 
 
+def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM) -> None:
+    """Refuses an update that this model cannot make, whatever the rows."""
+    if epochs < 1:
+        raise InvalidConfig(f"epochs={epochs}: must be at least 1")
+    check_mode(aggregation)
+    if entropy and not module.makes_logits:
+        raise InvalidConfig("entropy=True: a critic has no entropy")
+
+
 def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
-    """Row indices of this rank's part of each mini-batch, as many on every rank; ``None`` stands for all rows."""
+    """Row indices of this rank's part of each mini-batch; ``None`` stands for all rows."""
     if MINIBATCH in data:
         numbers = np.asarray(data[MINIBATCH])
-        count = max(ranks.gather(int(numbers.max(initial=-1)) + 1, "dp"))
-        return [np.flatnonzero(numbers == number) for number in range(count)]
+        return [np.flatnonzero(numbers == number) for number in range(int(numbers.max(initial=-1)) + 1)]
     if prompts is None:
         return [None]
     if ranks.size("dp") > 1:
         raise InvalidConfig(
             f"minibatch={prompts} counts prompts of all ranks: cut the batch by workers.planning.share_out before it is spread"
         )
+    require(data, "uid")
     return list(cut_minibatches(data["uid"], prompts))
+
+
+def with_response_tokens(parts: Sequence[np.ndarray | None], mask: Tensor, ranks: Ranks) -> list[np.ndarray | None]:
+    """The mini-batches, as many on every rank: of the last ones a rank may have no rows.
+
+    Raises:
+        InvalidColumn: a mini-batch has no response token on any rank; names it.
+    """
+    mine = [bool(mask.any() if part is None else mask[torch.from_numpy(part)].any()) for part in parts]
+    everybody = ranks.gather(mine, "dp")
+    for number in range(max(map(len, everybody))):
+        if not any(learns[number] for learns in everybody if number < len(learns)):
+            raise InvalidColumn(f"mini-batch {number}: none of its rows has a response token to learn from")
+    missing = max(map(len, everybody)) - len(parts)
+    return [*parts, *[np.zeros(0, dtype=np.int64)] * missing]
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

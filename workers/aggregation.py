@@ -35,7 +35,7 @@ def denominator(mask: Tensor, mode: str) -> Tensor:
     >>> int(denominator(mask, "token-mean")), int(denominator(mask, "seq-mean-token-mean"))
     (4, 2)
     """
-    _check_mode(mode)
+    check_mode(mode)
     sampled = mask != 0
     return sampled.sum() if mode == "token-mean" else sampled.any(-1).sum()
 
@@ -70,7 +70,7 @@ def token_weights(
     """
     if max_length is not None and max_length < 1:
         raise InvalidConfig(f"max_length must be at least 1, got {max_length}")
-    _check_mode(mode)
+    check_mode(mode)
     divisor = torch.as_tensor(denominator(mask, mode) if total is None else total, device=mask.device)
     sampled = (mask != 0).float()
     if mode == "seq-mean-token-mean":
@@ -110,6 +110,7 @@ def aggregate(
     return (weights * torch.where(mask != 0, loss, 0.0)).sum()
 
 
-def _check_mode(mode: str) -> None:
+def check_mode(mode: str) -> None:
+    """`InvalidConfig` unless the mode is one of `MODES`."""
     if mode not in MODES:
         raise InvalidConfig(f"unknown aggregation mode {mode!r}; the modes are {', '.join(MODES)}")

@@ -30,7 +30,7 @@ class ModelRewardWorker(RewardWorker):
         self, config: ModelReward, model_path: str, device: torch.device | None = None, ranks: Ranks | None = None
     ) -> None:
         """``model_path`` is where the tokenizer of the responses lives."""
-        super().__init__(lambda rows: [], model_path)
+        super().__init__(lambda rows: [], model_path, ranks)
         self.critic = CriticWorker(config.critic, device, ranks)
         if config.directory is not None:
             self.critic.load(config.directory)

@@ -87,8 +87,9 @@ class StepByStep(TrainedWorker):
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
         """
-        require(data, "input_ids", "attention_mask", "position_ids")
-        rows = every_token(data, self.module)
+        with self.ranks.all_or_none():
+            require(data, "input_ids", "attention_mask", "position_ids")
+            rows = every_token(data, self.module)
         found = self.scores(rows, "log_probs")["log_probs"]
         return pad(found.where(rows["response_mask"].bool(), torch.nan), (1, 0), value=torch.nan)
 
@@ -114,13 +115,13 @@ class StepByStep(TrainedWorker):
     def _pass(self, data: DataProto, loss_fn: LossFn, per_token: bool, backward: bool) -> PassOutput:
         with self.ranks.all_or_none():
             check_rows(data, self.module)
-        weights, scores = data["response_mask"].float(), None
-        if per_token:
-            data, loss_fn, scores = (
-                every_target(data, self.module),
-                own_targets(loss_fn),
-                torch.zeros(weights.shape, device=self.device),
-            )
+            weights, scores = data["response_mask"].float(), None
+            if per_token:
+                data, loss_fn, scores = (
+                    every_target(data, self.module),
+                    own_targets(loss_fn),
+                    torch.zeros(weights.shape, device=self.device),
+                )
         self.module.train(backward)
         with torch.set_grad_enabled(backward):
             totals, _ = self.accumulate(data, loss_fn, weights, backward=backward, scores=scores)

@@ -13,6 +13,7 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import RewardError
 from workers.group import dispatch
+from workers.mesh import Ranks
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ RewardFunction = Callable[[Sequence[RewardRow]], Sequence[Mapping[str, float]]]
 class RewardWorker:
     """Decodes responses and scores them with a function."""
 
-    def __init__(self, score_rows: RewardFunction, model_path: str) -> None:
-        """``model_path`` is where the tokenizer of the responses lives."""
+    def __init__(self, score_rows: RewardFunction, model_path: str, ranks: Ranks | None = None) -> None:
+        """``model_path`` is where the tokenizer of the responses lives; ``ranks`` score together, as those of a model do."""
         self.score_rows = score_rows
+        self.ranks = ranks or Ranks()
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
 
     @dispatch("dp")
@@ -45,10 +47,12 @@ class RewardWorker:
         Columns ``(B,)``: ``score``, whatever other numbers the function returned (``acc``, ``format``), and ``response_text``.
 
         Raises:
+            MissingColumn: a column that is read is absent.
             RewardError: the function returned something else than one finite score a row; names the row.
         """
-        require(data, "responses", "response_mask")
-        texts = self.decode(data)
+        with self.ranks.all_or_none():
+            require(data, "responses", "response_mask")
+            texts = self.decode(data)
         results = list(self.results(data, texts))
         check_results(results, len(data))
         scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)

@@ -46,7 +46,7 @@ class RolloutWorker:
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
         block = neighbours(ranks, tensor_parallel)
         self.engine = create_engine(config.engine, config.model_path, **config.options)
-        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device)
+        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self.family = checkpoint_family(config.model_path)
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
@@ -61,7 +61,8 @@ class RolloutWorker:
                 shared = sharding.preprocess_data(prompts)
                 completions = list(self.engine.generate(build_requests(shared, sampling), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
-            return sharding.postprocess_data(rollouts)
+            with self.ranks.all_or_none():
+                return sharding.postprocess_data(rollouts)
 
     @dispatch("rank_zero")
     def weights_dtype(self) -> torch.dtype:

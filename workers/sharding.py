@@ -133,11 +133,14 @@ class ShardingManager:
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         neighbours: Neighbours | None = None,
         shares_device: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         """``weights`` gives the actor's (name, full tensor) pairs; asked once for each entry where the engine lacks them.
 
         An engine that has its device to itself (``shares_device=False``) stays awake, and keeps the weights it was sent.
+        ``ranks`` are those whose engines take weights at the same time.
         """
+        self.ranks = ranks or Ranks()
         self.engine = engine
         self.weights = weights
         self.neighbours = neighbours or Neighbours()
@@ -152,14 +155,17 @@ class ShardingManager:
         self.stale = True
 
     def __enter__(self) -> "ShardingManager":
-        kept = self.engine.wake()
-        if self.stale or not kept:
-            try:
-                self.engine.load_weights(self.weights())
-            except BaseException:
-                self._rest()  # what training needs must not stay with an engine that is not used
-                raise
-            self.stale = False
+        """Raises on all ranks what one engine raises as it wakes or takes its weights; see `Ranks.all_or_none`."""
+        try:
+            with self.ranks.all_or_none():
+                kept = self.engine.wake()
+            if self.stale or not kept:
+                with self.ranks.all_or_none():
+                    self._load_weights()
+        except BaseException:
+            self._rest()  # what training needs must not stay with an engine that is not used
+            raise
+        self.stale = False
         self._training_random = random_states()
         if self._rollout_random is None:
             seed_everything(derive_seed("rollout engine", self.neighbours.engine))
@@ -173,6 +179,15 @@ class ShardingManager:
         self._rollout_random = random_states()
         set_random_states(self._training_random)
         self._rest()
+
+    def _load_weights(self) -> None:
+        weights = iter(self.weights())
+        try:
+            self.engine.load_weights(weights)
+        except Exception:
+            for _ in weights:  # the others go on gathering and taking them
+                pass
+            raise
 
     def _rest(self) -> None:
         if self.shares_device:

@@ -1,0 +1,275 @@
+"""What one rank cannot do with its rows is refused by all ranks of a call, before any of them waits for it in a collective.
+
+Each case breaks the rows, or the engine, of rank 1 alone. Rank 1 raises its own error, rank 0 one that names it, both are told to
+have agreed, and the call that follows is made in step. A rank that was left waiting would fail the test by its time limit.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from dataproto import DataProto
+from dataproto.errors import DataProtoError
+from helpers.batches import prompt_batch, with_responses
+from helpers.processes import run_ranks
+from helpers.tiny_models import tiny_config, tiny_model
+from helpers.tiny_prompts import tiny_tokenizer
+from rollout.engine import SamplingParams
+from workers.actor import ActorConfig, ActorWorker
+from workers.critic import CriticConfig, CriticWorker
+from workers.layout import Layout
+from workers.mesh import Ranks, agreed, join
+from workers.model_reward import ModelReward, ModelRewardWorker
+from workers.planning import MINIBATCH
+from workers.rollout import RolloutConfig, RolloutWorker
+
+CPU = torch.device("cpu")
+TYPE = "qwen3_vl"
+Said = tuple[str, str, bool]
+"""Class and message of an error, and whether the rank knows that all others have one too."""
+
+
+def rows() -> DataProto:
+    """An image and none; the second prompt is shorter, so padded on the left, and so is its response on the right."""
+    config = tiny_config(TYPE)
+    return with_responses(config, prompt_batch(config, [[(4, 6)], []], texts=[4, 3]), lengths=[3, 2], width=4)
+
+
+def said(call: Callable[[], Any]) -> Said:
+    with pytest.raises(DataProtoError) as caught:
+        call()
+    return type(caught.value).__name__, str(caught.value), agreed(caught.value)
+
+
+# What is wrong with rows
+
+
+def unattended(data: DataProto) -> None:
+    data["response_mask"][1, 3] = 1
+
+
+def without_a_prompt(data: DataProto) -> None:
+    data["attention_mask"][1, :-4] = 0
+
+
+def without_a_grid(data: DataProto) -> None:
+    data["multi_modal_inputs"][0] = {"pixel_values": data["multi_modal_inputs"][0]["pixel_values"]}
+
+
+def without_pixels(data: DataProto) -> None:
+    data["multi_modal_inputs"][0] = {"image_grid_thw": data["multi_modal_inputs"][0]["image_grid_thw"]}
+
+
+def of_narrow_pixels(data: DataProto) -> None:
+    media = data["multi_modal_inputs"][0]
+    data["multi_modal_inputs"][0] = media | {"pixel_values": media["pixel_values"][:, 1:]}
+
+
+def of_arrays(data: DataProto) -> None:
+    media = data["multi_modal_inputs"][0]
+    data["multi_modal_inputs"][0] = media | {"image_grid_thw": media["image_grid_thw"].numpy()}
+
+
+def of_no_mapping(data: DataProto) -> None:
+    data["multi_modal_inputs"][1] = None
+
+
+def of_three_positions(data: DataProto) -> None:
+    data["position_ids"] = data["position_ids"][:, 1:]
+
+
+def of_no_such_token(data: DataProto) -> None:
+    data["input_ids"][0, -4] = 10**6
+
+
+FAULTS = {
+    unattended: "row 1, response position 3: response_mask is 1 on a token that is not attended to",
+    without_a_prompt: "row 1, response position 0: response_mask is 1 on a token that is not attended to or has no token before",
+    without_a_grid: "row 0: pixel_values without image_grid_thw",
+    without_pixels: "row 0: image_grid_thw without pixel_values",
+    of_narrow_pixels: "row 0: 'pixel_values' is torch.float32 (24, 95), but the model takes floating-point numbers of shape",
+    of_arrays: "row 0: 'image_grid_thw' is a ndarray, not a tensor",
+    of_no_mapping: "'multi_modal_inputs', row 1: expected a dict, found a NoneType",
+    of_three_positions: "column 'position_ids': expected (2, 4, ",
+    of_no_such_token: "'input_ids', row 0, position",
+}
+
+
+def likelihood(outputs: Any, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    return -outputs.scores, {}
+
+
+CALLS: dict[str, Callable[[Any, DataProto], Any]] = {
+    "log_probs": lambda actor, data: actor.log_probs(data),
+    "update": lambda actor, data: actor.update(data, likelihood),
+    "update_and_score": lambda actor, data: actor.update_and_score(data, likelihood),
+    "forward": lambda actor, data: actor.forward(data, likelihood, per_token=True),
+    "forward_backward": lambda actor, data: actor.forward_backward(data, likelihood),
+}
+
+
+# What all ranks run
+
+
+def rows_are_refused(path: str, layout: Layout) -> dict[tuple[str, str], Said]:
+    """Every fault by one call, every call with one fault; ranks that share rows come with the same ones."""
+    ranks = join(layout, CPU)
+    actor = ActorWorker(ActorConfig(path), CPU, ranks)
+    bad = ranks.rank("dp") == layout.dp - 1
+    found = {}
+    cases = [(name, unattended) for name in CALLS] + [("log_probs", fault) for fault in FAULTS]
+    for name, fault in cases:
+        broken = rows()
+        if bad:
+            fault(broken)
+        found[name, fault.__name__] = said(partial(CALLS[name], actor, broken))
+    incomplete = rows()
+    if bad:
+        incomplete.pop(["position_ids"])
+    found["compute_logprobs", "incomplete"] = said(partial(actor.compute_logprobs, incomplete))
+    assert actor.log_probs(rows())["old_log_probs"].shape == (2, 4)  # all are in step
+    return found
+
+
+def arguments_are_refused(path: str) -> list[Said]:
+    ranks = join(Layout(dp=2), CPU)
+    actor = ActorWorker(ActorConfig(path), CPU, ranks)
+    critic = CriticWorker(CriticConfig(path), CPU, ranks)
+    found = [
+        said(lambda: actor.update(rows(), likelihood, epochs=0)),
+        said(lambda: actor.update(rows(), likelihood, aggregation="median")),
+        said(lambda: actor.update(rows(), likelihood, minibatch=1)),
+        said(lambda: critic.update(rows(), likelihood, entropy=True)),
+    ]
+    assert actor.log_probs(rows())["old_log_probs"].shape == critic.values(rows())["values"].shape
+    return found
+
+
+def nothing_is_learnt_of_a_batch_with_an_empty_minibatch(path: str) -> Said:
+    """The second of two has no response token on either rank."""
+    ranks = join(Layout(dp=2), CPU)
+    actor = ActorWorker(ActorConfig(path), CPU, ranks)
+    before = actor.log_probs(rows())["old_log_probs"]
+    data = rows()
+    data[MINIBATCH] = np.array([0, 1])
+    data["response_mask"][1] = 0
+    told = said(lambda: actor.update(data, likelihood))
+    assert torch.equal(actor.log_probs(rows())["old_log_probs"], before)
+    return told
+
+
+def gathered(ranks: Ranks, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Weights of which each takes a collective, as sharded ones do."""
+    for name, weight in weights.items():
+        ranks.gather(name, "dp")
+        yield name, weight.to(dtype)
+
+
+def engines_that_fail(path: str) -> list[Said]:
+    """On rank 1: one that does not wake, and one that takes a weight and no more."""
+    ranks = join(Layout(dp=2), CPU)
+    weights = {name: weight.detach() for name, weight in tiny_model(TYPE, seed=1).named_parameters()}
+    worker = RolloutWorker(RolloutConfig(path), partial(gathered, ranks, weights), ranks)
+    prompts, sampling = prompt_batch(tiny_config(TYPE), [[]], texts=[3]), SamplingParams(max_tokens=2)
+    wake, load = worker.engine.wake, worker.engine.load_weights
+
+    def no_room() -> bool:
+        raise OverflowError("no room")
+
+    def takes_one(pairs: Iterator[tuple[str, Tensor]]) -> None:
+        next(pairs)
+        raise OverflowError("took one")
+
+    found = []
+    for replaced in ({"wake": no_room}, {"load_weights": takes_one}):
+        if distributed.get_rank() == 1:
+            vars(worker.engine).update(replaced)
+        with pytest.raises((DataProtoError, OverflowError)) as caught:
+            worker.generate(prompts, sampling)
+        found.append((type(caught.value).__name__, str(caught.value), agreed(caught.value)))
+        vars(worker.engine).update(wake=wake, load_weights=load)
+    assert worker.sharding.stale
+    assert len(worker.generate(prompts, sampling)) == 1
+    assert not worker.differing_weights()
+    return found
+
+
+def responses_that_cannot_be_read(path: str) -> Said:
+    ranks = join(Layout(dp=2), CPU)
+    worker = ModelRewardWorker(ModelReward(CriticConfig(path)), path, CPU, ranks)
+    data = rows()
+    if distributed.get_rank() == 1:
+        data.pop(["responses"])
+    told = said(lambda: worker.score(data))
+    assert len(worker.score(rows())) == 2
+    return told
+
+
+LAYOUTS = {"dp": Layout(dp=2), "pp": Layout(pp=2), "sp": Layout(sp=2), "tp": Layout(tp=2)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    path: Path = tmp_path_factory.mktemp("model")
+    tiny_model(TYPE).save_pretrained(path)
+    tiny_tokenizer(TYPE).save_pretrained(path)
+    cases: dict[str, Callable[[], Any]] = {
+        name: partial(rows_are_refused, str(path), layout) for name, layout in LAYOUTS.items()
+    }
+    for each in (
+        arguments_are_refused,
+        nothing_is_learnt_of_a_batch_with_an_empty_minibatch,
+        engines_that_fail,
+        responses_that_cannot_be_read,
+    ):
+        cases[each.__name__] = partial(each, str(path))
+    return run_ranks(2, cases, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_one_rank_refuses_are_refused_by_all(outcomes, layout):
+    mine, theirs = outcomes[layout]
+    assert not isinstance(theirs, str), theirs
+    assert not isinstance(mine, str), mine
+    assert theirs.keys() == mine.keys()
+    for case, (kind, message, told) in theirs.items():
+        assert FAULTS.get(globals().get(case[1]), "position_ids") in message, case
+        assert kind != "RankFailure"
+        assert told, case
+        other, other_message, other_told = mine[case]
+        assert other_told, case
+        if layout == "dp":
+            assert (other, other_message) == ("RankFailure", f"rank 1: {kind}: {message}")
+        else:
+            assert (other, other_message) == (kind, message)
+
+
+def test_arguments_that_no_rank_can_take_are_refused_together(outcomes):
+    for refused in outcomes["arguments_are_refused"]:
+        assert not isinstance(refused, str), refused
+        assert all(kind == "InvalidConfig" and told for kind, _, told in refused)
+        for (_, message, _), text in zip(refused, ("epochs=0", "'median'", "minibatch=1", "no entropy"), strict=True):
+            assert text in message
+
+
+def test_a_minibatch_without_response_tokens_is_refused_before_anything_is_learnt(outcomes):
+    told = "InvalidColumn", "mini-batch 1: none of its rows has a response token to learn from", True
+    assert outcomes["nothing_is_learnt_of_a_batch_with_an_empty_minibatch"] == [told, told]
+
+
+def test_an_engine_that_fails_leaves_the_others_in_step(outcomes):
+    mine, theirs = outcomes["engines_that_fail"]
+    assert theirs == [("OverflowError", "no room", True), ("OverflowError", "took one", True)]
+    assert mine == [("RankFailure", f"rank 1: OverflowError: {text}", True) for text in ("no room", "took one")]
+
+
+def test_responses_that_one_rank_cannot_read_are_refused_by_all(outcomes):
+    mine, theirs = outcomes["responses_that_cannot_be_read"]
+    assert (theirs[0], theirs[2]) == ("MissingColumn", True)
+    assert (mine[0], mine[2]) == ("RankFailure", True)
