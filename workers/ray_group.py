@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -31,6 +31,7 @@ from workers.ray_config import RayConfig
 log = logging.getLogger(__name__)
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # that a cluster has to find room
+STORE_SHARE = 0.25  # of the object store, for media that a step's calls have in common
 
 
 @contextlib.contextmanager
@@ -75,7 +76,11 @@ def send_code_of_lone_modules() -> None:
 class RayBlobs:
     """Where parts of a batch keep what they share: Ray's object store."""
 
+    def __init__(self) -> None:
+        self.bytes = 0  # put through this object
+
     def put(self, buffer: Any) -> ray.ObjectRef:
+        self.bytes += buffer.nbytes
         return ray.put(buffer)
 
     def get(self, ref: ray.ObjectRef) -> Buffer:
@@ -91,14 +96,30 @@ class RayBlobs:
 
 
 class StepBlobs:
-    """What the driver has put into the object store in this step, so that the next call of the step need not."""
+    """What the driver has put into the object store in this step, so that the next call of the step need not.
 
-    def __init__(self) -> None:
-        self.shared = SharedBlobs(RayBlobs())
+    A program that trains step by step may go on for long without an end of a step: what is kept is then let go of before a call
+    that finds more of it than ``limit_bytes``, by default `STORE_SHARE` of the store.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.renew()
 
     def renew(self) -> None:
         """A new step: lets go of the old one's media."""
-        self.shared = SharedBlobs(RayBlobs())
+        self._store = RayBlobs()
+        self._shared = SharedBlobs(self._store)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, what is pickled shares its media with what was pickled before in this step; see `shared_blobs`."""
+        if self.limit_bytes is None:
+            self.limit_bytes = int(ray.cluster_resources().get("object_store_memory", 0) * STORE_SHARE)
+        if self._store.bytes > self.limit_bytes:
+            self.renew()
+        with self._shared.open():
+            yield
 
 
 class RayHost(Host):
@@ -329,10 +350,12 @@ class RayGroup:
         calls = list(how.split(Arguments(args, kwargs), 1 if how.rank_zero_only else layout.dp))
         hosts = pool.hosts[:1] if how.rank_zero_only else pool.hosts
         places = [layout.coordinates(rank) for rank in range(len(hosts))]
-        with pool.blobs.shared.open():
+        with pool.blobs.open():
             stored = [ray.put(call) for call in calls]
         refs = [
-            host.call_and_store.remote(self._role, method, stored[place["dp"]], answers(place, layout))
+            host.call_and_store.remote(
+                self._role, method, stored[place["dp"]], how.rank_zero_only or answers(place, layout)
+            )
             for host, place in zip(hosts, places)
         ]
         counts = row_counts(calls) if how.split is split_rows else []

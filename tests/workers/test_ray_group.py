@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,6 +198,22 @@ def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch
     assert sum(size >= 200 * 200 * 3 for size in put) == 8
 
 
+def test_media_of_calls_without_an_end_of_a_step_are_let_go_of(group, monkeypatch):
+    """As of a program that trains step by step: new images with every call, and nobody who says that a step has ended."""
+    blobs, size = StepBlobs(limit_bytes=3 * 200 * 200 * 3), 200 * 200 * 3
+    monkeypatch.setattr(group._pool, "blobs", blobs)
+    kept = []
+    for number in range(12):
+        image = Image.new("RGB", (200, 200), (number, 0, 0))
+        media = np.array([image, None], dtype=object)[:1]
+        kept.append(weakref.ref(image))
+        del image
+        assert group.sizes(DataProto.from_dict(non_tensors={"media": media}))["pixel"][0][0] == number
+    del media
+    assert blobs._store.bytes <= 4 * size
+    assert sum(each() is not None for each in kept) <= 4
+
+
 @pytest.mark.parametrize(("layout", "answering"), [(Layout(tp=2), 0), (Layout(pp=2), 1)])
 def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering):
     """The first of those that share them answers, in the last stage of a pipeline."""
@@ -204,6 +221,7 @@ def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering
     found = group.add(numbers(3), 0)
     assert found["sum"].tolist() == [0, 1, 2]
     assert found["rank"].tolist() == [answering] * 3
+    assert group.first() == 0
     group._pool.close()
 
 
