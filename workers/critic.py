@@ -16,7 +16,9 @@ from workers.group import dispatch
 from workers.mesh import Ranks
 from workers.optimizer import OptimizerConfig
 from workers.packed import PackedVLM
+from workers.policy import ModelWorker
 from workers.precision import HalfWeights
+from workers.training_state import load_weights
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,21 @@ class PackedCritic(PackedVLM):
             return states.float() @ self.value_head.weight[0].float(), None
 
 
-class CriticWorker(TrainedWorker):
-    """Values of responses, and the update by a loss function that the recipe hands in.
+class ValueWorker(ModelWorker):
+    """Values of responses.
 
     The value at response token t is that of the state before it is sampled: of the hidden state that predicts it. So it stands
     in the column of the token's own log-prob, reward and advantage, as in verl.
-
-    `update` is that of `TrainedWorker`; its loss function sees `Values`.
     """
-
-    role = "critic"
 
     def __init__(self, config: CriticConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
         super().__init__(config, device, ranks)
         self.half_weights = HalfWeights(self.module.model)  # the value head stays in float32
 
     def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedCritic:
-        return PackedCritic(model, family)
+        critic = PackedCritic(model, family)
+        critic.value_head.requires_grad_(self.trains)
+        return critic
 
     @dispatch("dp")
     def values(self, data: DataProto, into: str = "values") -> DataProto:
@@ -92,6 +92,30 @@ class CriticWorker(TrainedWorker):
             RankFailure: another rank's rows were refused.
         """
         return self.scores(data, into)
+
+
+class FrozenCriticWorker(ValueWorker):
+    """A critic that is not trained any more: its weights, without gradients and optimizer."""
+
+    trains = False
+
+    def load(self, directory: Path) -> None:
+        """Reads the weights that `CriticWorker.save` wrote, in this layout or another. Every rank calls it.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, or of another model.
+            RankFailure: another rank cannot read it.
+        """
+        load_weights(directory, self.module, self.ranks)
+
+
+class CriticWorker(TrainedWorker, ValueWorker):
+    """Values of responses, and the update by a loss function that the recipe hands in.
+
+    `update` is that of `TrainedWorker`; its loss function sees `Values`.
+    """
+
+    role = "critic"
 
     @dispatch("all")
     def save(self, directory: Path, behind: bool = False) -> None:

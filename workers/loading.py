@@ -79,11 +79,11 @@ def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ra
 
 
 def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trains: bool) -> None:
-    """Leaves gradients to what is trained, and adds the adapters if it is they."""
+    """Leaves gradients to what is trained, and adds the adapters if it is they, also where nothing is trained any more."""
+    if config.lora_rank:
+        add_adapters(model, family, config)
     if not trains:
         model.requires_grad_(False)
-    elif config.lora_rank:
-        add_adapters(model, family, config)
     if config.freeze_vision:
         for path in (family.vision_tower, *family.mergers):
             model.get_submodule(path).requires_grad_(False)

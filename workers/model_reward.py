@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dataproto import DataProto
-from workers.critic import CriticConfig, CriticWorker
+from workers.critic import CriticConfig, FrozenCriticWorker
 from workers.mesh import Ranks
 from workers.reward import RewardWorker
 
@@ -31,7 +31,7 @@ class ModelRewardWorker(RewardWorker):
     ) -> None:
         """``model_path`` is where the tokenizer of the responses lives."""
         super().__init__(lambda rows: [], model_path, ranks)
-        self.critic = CriticWorker(config.critic, device, ranks)
+        self.critic = FrozenCriticWorker(config.critic, device, ranks)
         if config.directory is not None:
             self.critic.load(config.directory)
 

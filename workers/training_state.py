@@ -11,7 +11,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from dataproto.errors import CheckpointError
 from workers.failures import raise_together
+from workers.lora import base_name
 from workers.mesh import Ranks
 from workers.optimizer import Moments, Optimizer, new_moments
 from workers.packed import PackedVLM
@@ -97,3 +99,37 @@ def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -
 
 # What is frozen comes from the model's own checkpoint.
 TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def load_weights(directory: Path, module: PackedVLM, ranks: Ranks) -> None:
+    """Reads the weights of what `Saving` wrote, and nothing of the optimizer. Every rank calls it.
+
+    Weights that were frozen as it was written are not in it: they stay as they are, the model's own checkpoint's.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or of another model.
+        RankFailure: another rank cannot read it.
+    """
+    training = directory / "training"
+    with ranks.all_or_none():
+        stored = stored_names(training)
+    mine = get_model_state_dict(module)
+    known = {f"model.{name}" for names in ranks.gather(list(mine), "pp") for name in names}
+    with ranks.all_or_none():
+        _check_fits(training, {name for name in stored if name.startswith("model.")}, known)
+    state = {"model": {name: value for name, value in mine.items() if f"model.{name}" in stored}}
+    read_into(state, training)
+    set_model_state_dict(module, state["model"], options=StateDictOptions(strict=False))
+
+
+def _check_fits(training: Path, stored: set[str], known: set[str]) -> None:
+    """Whether the weights that were written, all or those that were trained, can be those of the model whose names are known."""
+    of_the_model = "model.model."  # what a checkpoint of the Hugging Face model holds as well
+    added = {name for name in known if not name.startswith(of_the_model) or base_name(name) is None}
+    unknown, missing = sorted(stored - known), sorted(added - stored)
+    if unknown or missing:
+        example = [*missing, *unknown][0].removeprefix("model.")
+        raise CheckpointError(
+            f"{training} is of another model: {len(unknown)} of its weights are not this model's, and {len(missing)} of this "
+            f"model's are not in it, such as {example!r}"
+        )
