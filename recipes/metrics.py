@@ -92,13 +92,13 @@ def rollout_metrics(
     return metrics | {"response/aborted_ratio": _mean(~answered)}
 
 
-def speed_metrics(data: "DataProto", timings: Mapping[str, float], devices: int = 1) -> dict[str, float]:
+def speed_metrics(data: "DataProto", timings: Mapping[str, float], devices: int) -> dict[str, float]:
     """Time per token, and tokens per second, of a step.
 
     Args:
         data: with ``attention_mask`` (B, P + R) and ``response_mask`` (B, R).
         timings: holds ``timing_s/<stage>`` for some stages, as `timed` writes them; ``timing_s/step`` is the whole step.
-        devices: how many the throughput is divided by.
+        devices: how many the throughput is divided by: all that the run has, those of the rollout too.
 
     Returns:
         ``timing_per_token_ms/<stage>`` (per response token for ``gen``, per token for the stages of `PER_TOKEN`),
@@ -117,6 +117,18 @@ def speed_metrics(data: "DataProto", timings: Mapping[str, float], devices: int 
     if step := timings.get("timing_s/step"):
         metrics |= {"perf/time_per_step": step, "perf/throughput": total / (step * devices)}
     return metrics
+
+
+def add_update(metrics: MutableMapping[str, float], found: Mapping[str, float]) -> None:
+    """Adds the metrics of an update; of the peaks of a device's memory that several roles have seen, the highest stays.
+
+    >>> metrics = {"perf/max_memory_allocated_gb": 40.0}
+    >>> add_update(metrics, {"perf/max_memory_allocated_gb": 30.0, "actor/loss": 0.5})
+    >>> metrics
+    {'perf/max_memory_allocated_gb': 40.0, 'actor/loss': 0.5}
+    """
+    for name, value in found.items():
+        metrics[name] = max(value, metrics.get(name, value)) if name.startswith("perf/max_memory") else value
 
 
 def validation_metrics(

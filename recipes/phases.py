@@ -17,7 +17,7 @@ from recipes.algorithms.kl import KLController, penalised_rewards
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns, policy_loss
 from recipes.algorithms.sampling import overlong_penalty
 from recipes.dynamic_sampling import More, sample_informative_groups
-from recipes.metrics import timed
+from recipes.metrics import add_update, timed
 from rollout.engine import SamplingParams
 from workers.launch import Roles
 from workers.reward import place_on_last_token
@@ -168,7 +168,7 @@ def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics
                 aggregation=config.settings.aggregation,
                 entropy=True,
             )
-        metrics.update(updated.metrics)
+        add_update(metrics, updated.metrics)
         if not config.compares_engine:  # else the whole batch has been compared
             metrics.update(engine_differences(data, updated.scores, config.minibatch))
     roles.sync_weights()

@@ -10,7 +10,7 @@ from recipes.algorithms.advantages import gae, whiten
 from recipes.algorithms.losses import value_loss
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.dynamic_sampling import More
-from recipes.metrics import timed
+from recipes.metrics import add_update, timed
 from recipes.phases import Metrics, Progression, add_log_probs, roll_out, rows_to_learn, shape_rewards, update_actor
 from rollout.engine import SamplingParams
 from workers.critic import Values
@@ -101,12 +101,11 @@ def update_critic(roles: Roles, data: DataProto, config: PPOConfig, metrics: Met
     if not len(data):
         return
     with timed(metrics, "update_critic"):
-        metrics.update(
-            roles.critic.update(
-                data,
-                critic_loss(config),
-                minibatch=config.minibatch,
-                epochs=config.critic_epochs,
-                aggregation="token-mean",
-            )
+        found = roles.critic.update(
+            data,
+            critic_loss(config),
+            minibatch=config.minibatch,
+            epochs=config.critic_epochs,
+            aggregation="token-mean",
         )
+    add_update(metrics, found)

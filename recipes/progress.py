@@ -15,7 +15,7 @@ THROUGHPUT = "perf/throughput"
 
 
 class Progress:
-    """Step, reward, tokens per second and time left.
+    """Step, reward, tokens per second and device, and time left.
 
     On a terminal this is one bar that is redrawn. Elsewhere (a log file, a CI job) it is a plain line at the first step, at
     the last one, and between them at most every ``interval`` seconds.
@@ -25,7 +25,7 @@ class Progress:
     ...     progress.note("held-out accuracy 0.25")
     ...     progress.update(2, {"critic/score/mean": 0.5, "perf/throughput": 12345.6})
     held-out accuracy 0.25
-    step 2/2 · reward 0.500 · 12,346 tokens/s
+    step 2/2 · reward 0.500 · 12,346 tokens/s per device
     """
 
     def __init__(
@@ -114,4 +114,4 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
     reward, loss, throughput = (metrics.get(name, math.nan) for name in (REWARD, LOSS, THROUGHPUT))
     parts = [f"reward {reward:.3f}"] if math.isfinite(reward) else []
     parts += [f"loss {loss:.3f}"] if math.isfinite(loss) else []
-    return parts + ([f"{throughput:,.0f} tokens/s"] if math.isfinite(throughput) else [])
+    return parts + ([f"{throughput:,.0f} tokens/s per device"] if math.isfinite(throughput) else [])

@@ -156,7 +156,9 @@ def _tiles(rows: Rows) -> str:
             _tile("Time in steps", f"{format_seconds(total)} <small>{total / len(seconds):.2f} s each</small>")
         )
     if speed := _finite(rows, "perf/throughput"):
-        tiles.append(_tile("Tokens per second", f"{math.fsum(value for _, value in speed) / len(speed):,.0f}"))
+        tiles.append(
+            _tile("Tokens per second and device", f"{math.fsum(value for _, value in speed) / len(speed):,.0f}")
+        )
     return f'<div class="grid tiles">{"".join(tiles)}</div>' if tiles else ""
 
 

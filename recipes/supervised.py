@@ -160,7 +160,7 @@ def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str
     return -outputs.log_probs, {}
 
 
-def measure_rows(rows: DataProto, metrics: Mapping[str, float]) -> dict[str, float]:
+def measure_rows(rows: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
     """Lengths, tokens learnt, images, and speed of a step."""
     lengths, learnt = rows["attention_mask"].sum(1), rows["response_mask"].sum(1)
     sizes = {f"row_length/{name}": float(getattr(lengths.double(), name)()) for name in ("mean", "max", "min")}
@@ -169,7 +169,7 @@ def measure_rows(rows: DataProto, metrics: Mapping[str, float]) -> dict[str, flo
         **sizes,
         "data/learnt_tokens": int(learnt.sum()),
         "data/rows_with_media": shown,
-        **speed_metrics(rows, metrics),
+        **speed_metrics(rows, metrics, devices),
     }
 
 

@@ -25,13 +25,14 @@ STATE_FILE = "trainer.pt"
 # prompts, and what gives more of them -> scored rollouts, metrics
 StepFunction = Callable[[DataProto, More], tuple[DataProto, dict[str, float]]]
 Evaluate = Callable[[int], dict[str, float]]  # step -> metrics
-Measure = Callable[[DataProto, Mapping[str, float]], dict[str, float]]  # what a step returned -> further metrics
+Measure = Callable[[DataProto, Mapping[str, float], int], dict[str, float]]
+"""What a step returned, and how many devices the run has -> further metrics."""
 
 
-def measure_rollouts(data: DataProto, metrics: Mapping[str, float]) -> dict[str, float]:
+def measure_rollouts(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
     """Statistics of a scored rollout batch, and speed."""
     longest = data.meta_info.get(MAX_TOKENS)
-    return rollout_metrics(data, max_response_length=longest) | speed_metrics(data, metrics)
+    return rollout_metrics(data, max_response_length=longest) | speed_metrics(data, metrics, devices)
 
 
 class Stateful(Protocol):
@@ -109,7 +110,7 @@ def train(
             progress.note("evaluating before the first step")
             log.write(0, evaluate(0))
         for step in range(first, run.steps + 1):
-            metrics = train_step(loader, step_function, progress, measure)
+            metrics = train_step(loader, step_function, progress, measure, roles.devices)
             if is_due(step, run.eval_every, run.steps):
                 metrics |= evaluate(step)
             log.write(step, metrics)
@@ -138,7 +139,9 @@ def with_restarts(attempt: Callable[[RunConfig], None], run: RunConfig, loader: 
             run = replace(run, resume=True, overwrite=False)
 
 
-def train_step(loader: Loader, step_function: StepFunction, progress: Progress, measure: Measure) -> dict[str, float]:
+def train_step(
+    loader: Loader, step_function: StepFunction, progress: Progress, measure: Measure, devices: int
+) -> dict[str, float]:
     metrics: dict[str, float] = {}
 
     def more(reason: str) -> DataProto:
@@ -150,7 +153,7 @@ def train_step(loader: Loader, step_function: StepFunction, progress: Progress, 
             prompts = next(loader)
         data, step_metrics = step_function(prompts, more)
     metrics |= step_metrics | {"data/skipped_rows": len(loader.skipped)}
-    return metrics | measure(data, metrics)
+    return metrics | measure(data, metrics, devices)
 
 
 def is_due(step: int, every: int, last: int) -> bool:

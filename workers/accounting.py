@@ -2,18 +2,19 @@
 
 The operations counted are those the step requires: each distinct image once, a prompt that rows share once, logits of response
 tokens alone, and nothing that is computed again (activation checkpointing, chunks of logits). MFU is their number over the time
-of the whole step and the device's peak.
+of the whole step and the devices' peak.
 """
 
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dataproto import DataProto
+from workers.mesh import AXES, Ranks
 from workers.packed import PackedVLM
 from workers.step import media_of, sharing
 
@@ -105,30 +106,100 @@ def _passes(module: PackedVLM, path: str, frozen: int) -> int:
     return 3 if any(weight.requires_grad for name, weight in parameters if "lora_" not in name) else frozen
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What one rank did in an update."""
+
+    work: Work  # of its rows; nothing where another rank with the same rows counts them
+    seconds: float  # from begin to end
+    phases: Mapping[str, float]  # seconds
+    peak: float | None  # operations per second of its device, if known
+    memory: Mapping[str, float]  # metric to bytes
+
+
+def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
+    """Metrics of an update from what all its ranks did.
+
+    - ``timing_s/update_<role>/<phase>``: of the slowest rank.
+    - ``perf/throughput/<role>``: packed tokens of all ranks per second, of the slowest, and device.
+    - ``perf/mfu/<role>``: operations of all ranks over the time of the slowest and the peak of all devices together, and
+      ``perf/mfu/<role>/language`` of the language model alone; absent where a device's peak is not known.
+    - ``perf/max_memory_allocated_gb`` and ``perf/max_memory_reserved_gb``: of the fullest device, in GiB.
+
+    >>> ranks = [Figures(Work(1e12, 3e12, 100), 2.0, {"forward": 1.0}, 4e12, {}), Figures(Work(), 1.0, {}, 4e12, {})]
+    >>> for name, value in joined_metrics(ranks, "actor").items():
+    ...     print(name, value)
+    timing_s/update_actor/forward 1.0
+    perf/throughput/actor 25.0
+    perf/mfu/actor 0.25
+    perf/mfu/actor/language 0.1875
+    """
+    work, seconds = sum((each.work for each in figures), Work()), max(each.seconds for each in figures)
+    found: dict[str, float] = {}
+    for each in figures:
+        for phase, taken in each.phases.items():
+            name = f"timing_s/update_{role}/{phase}"
+            found[name] = max(found.get(name, 0.0), taken)
+    found[f"perf/throughput/{role}"] = work.tokens / seconds / len(figures)
+    peaks = [each.peak for each in figures if each.peak is not None]
+    if len(peaks) == len(figures):
+        found[f"perf/mfu/{role}"] = work.total / (seconds * sum(peaks))
+        found[f"perf/mfu/{role}/language"] = work.language / (seconds * sum(peaks))
+    for name in figures[0].memory:
+        found[name] = max(each.memory[name] for each in figures) / 2**30
+    return found
+
+
+def real_peak(peak: int, reserved: int, used: int) -> int:
+    """The most bytes that a process held on its device, from what torch believes it held.
+
+    vLLM allocates through torch, and when it sleeps it gives its memory back to the device behind torch's back: torch counts it
+    all the while (its peak read 166 GiB on a device of 140). What torch held ``reserved`` beyond the ``used`` bytes of the whole
+    device, at one moment before the peak, is such memory. ``used`` includes what else the device holds, such as CUDA's own
+    context, by which the result may be too large, but never more than the device held.
+
+    >>> real_peak(peak=150, reserved=80, used=30), real_peak(peak=60, reserved=20, used=30)
+    (100, 60)
+    """
+    return peak - max(reserved - used, 0)
+
+
 class Accounting:
-    """Counts and times what a worker does between `start` and `metrics`.
+    """Counts and times what a worker does while it is `recording`.
 
     >>> accounting = Accounting(torch.device("cpu"))
-    >>> with accounting.phase("forward"):
-    ...     accounting.add(Work(vision=1e9, language=3e9, tokens=100))
-    >>> sorted(accounting.metrics("actor"))
+    >>> with accounting.recording():
+    ...     with accounting.phase("forward"):
+    ...         accounting.add(Work(vision=1e9, language=3e9, tokens=100))
+    ...     sorted(accounting.metrics("actor"))
     ['perf/throughput/actor', 'timing_s/update_actor/forward']
     """
 
-    def __init__(self, device: torch.device, devices: int = 1) -> None:
-        """``devices`` share the work that is added (sp x tp x pp)."""
-        self.device, self.devices = device, devices
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        """``ranks`` work on the same updates."""
+        self.device, self.ranks = device, ranks or Ranks()
         self.peak = peak_flops(device)
-        self.start()
+        self._forget()
 
-    def start(self) -> None:
-        """Forgets what was before."""
+    def _forget(self) -> None:
+        self.active = False
         self.work = Work()
         self.seconds: dict[str, float] = defaultdict(float)
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """From here on until the end of the block; outside nothing is timed and nothing kept."""
+        self._forget()
+        self.active, self.started = True, time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.held = torch.cuda.memory_reserved(self.device), total - free
+        try:
+            yield
+        finally:
+            self._forget()
 
     def add(self, work: Work) -> None:
         """More work is going to be done."""
@@ -137,7 +208,9 @@ class Accounting:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a block; on CUDA by the device's own clock, so that nothing waits."""
-        if self.device.type == "cuda":
+        if not self.active:
+            yield
+        elif self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
@@ -149,23 +222,15 @@ class Accounting:
             self.seconds[name] += time.perf_counter() - begin_at
 
     def metrics(self, role: str) -> dict[str, float]:
-        """The figures since `start`.
-
-        ``perf/mfu/<role>`` counts the whole model and ``perf/mfu/<role>/language`` the language model alone, both over the
-        time of everything; they are absent where the device's peak is not known.
-        """
+        """The figures since `recording` began, of all ranks, each of which calls it; see `joined_metrics`."""
+        memory: dict[str, float] = {}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        total = time.perf_counter() - self.started
+            memory["perf/max_memory_allocated_gb"] = real_peak(torch.cuda.max_memory_allocated(self.device), *self.held)
+            memory["perf/max_memory_reserved_gb"] = real_peak(torch.cuda.max_memory_reserved(self.device), *self.held)
+        seconds = time.perf_counter() - self.started
         for name, begin, end in self.events:
             self.seconds[name] += begin.elapsed_time(end) / 1e3
-        found = {f"timing_s/update_{role}/{name}": seconds for name, seconds in self.seconds.items()}
-        found[f"perf/throughput/{role}"] = self.work.tokens / total / self.devices
-        if self.peak is not None:
-            possible = total * self.peak * self.devices
-            found[f"perf/mfu/{role}"] = self.work.total / possible
-            found[f"perf/mfu/{role}/language"] = self.work.language / possible
-        if self.device.type == "cuda":
-            found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(self.device) / 2**30
-        return found
+        counts = all(self.ranks.rank(axis) == 0 for axis in ("pp", "sp", "tp"))  # others have the same rows
+        mine = Figures(self.work if counts else Work(), seconds, dict(self.seconds), self.peak, memory)
+        return joined_metrics(self.ranks.gather(mine, *AXES), role)

@@ -89,7 +89,7 @@ class TrainedWorker(ModelWorker):
         self.optimizer = Optimizer(self.module.parameters(), config.optimizer, *self._other_stages())
         self.skipped: list[SkippedStep] = []
         self.saving = Saving()
-        self.accounting = Accounting(self.device, self.ranks.size("pp", "sp", "tp"))
+        self.accounting = Accounting(self.device, self.ranks)
 
     def _other_stages(self) -> tuple[ProcessGroup | None, Sequence[nn.Parameter]]:
         """The pipeline's group, and weights that count on another stage."""
@@ -148,15 +148,16 @@ class TrainedWorker(ModelWorker):
             parts = minibatches(data, minibatch, self.ranks)
         with self.ranks.all_or_none():
             parts = with_response_tokens(parts, data["response_mask"], self.ranks)
-        self.accounting.start()
         shape, first, steps = data["response_mask"].shape, [], []
-        for epoch in range(epochs):
-            for part in parts:
-                chosen = data if part is None else data[part]
-                scores = torch.zeros(len(chosen), shape[1], device=self.device) if epoch == 0 else None
-                steps.append(self._step(chosen, loss_fn, aggregation, entropy, scores))
-                if scores is not None:
-                    first.append(scores)
+        with self.accounting.recording():
+            for epoch in range(epochs):
+                for part in parts:
+                    chosen = data if part is None else data[part]
+                    scores = torch.zeros(len(chosen), shape[1], device=self.device) if epoch == 0 else None
+                    steps.append(self._step(chosen, loss_fn, aggregation, entropy, scores))
+                    if scores is not None:
+                        first.append(scores)
+            measured = self.accounting.metrics(self.role)
         found = torch.zeros(shape)
         for part, scores in zip(parts, first, strict=True):
             found[slice(None) if part is None else torch.from_numpy(part)] = scores.cpu()
@@ -165,7 +166,7 @@ class TrainedWorker(ModelWorker):
             return Updated({}, found, rows)
         averages = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         averages |= {name: max(step[name] for step in steps) for name in steps[0] if name.endswith(LARGEST)}
-        return Updated(averages | self.accounting.metrics(self.role), found, rows)
+        return Updated(averages | measured, found, rows)
 
     def _step(
         self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool, scores: Tensor | None

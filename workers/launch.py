@@ -32,6 +32,7 @@ class Roles:
     optional: dict[str, Any]
     close: Callable[[], None] = lambda: None
     after_sync: Callable[[], None] = lambda: None  # what the place does at the end of a step
+    devices: int = 1  # GPUs, or processes where there are none, that hold models: those of a rollout apart too
 
     @property
     def reference(self) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from math import ceil
 from typing import Any
 
 from dataproto.errors import InvalidConfig
@@ -13,7 +14,7 @@ from workers.layout import Layout
 from workers.model_reward import ModelReward, ModelRewardWorker
 from workers.policy import ReferenceWorker
 from workers.ray_config import RayConfig
-from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray, send_code_of_lone_modules
+from workers.ray_group import RayGroup, RayPool, StepBlobs, gpus_of, running_ray, send_code_of_lone_modules
 from workers.reward import RewardFunction, RewardWorker
 from workers.rollout import RolloutWorker
 
@@ -54,7 +55,17 @@ def launch_ray(plan: Plan, **options: Any) -> Roles:
             blobs.renew()
             hand_over()
 
-        return Roles(actor, rollout, optional, stack.pop_all().close, after_sync)
+        devices = devices_of(plan.layout.world_size + config.rollout_processes, gpus_of(config))
+        return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, devices)
+
+
+def devices_of(processes: int, gpus: float) -> int:
+    """GPUs of processes that hold ``gpus`` each, of which several may share one; the processes where they hold none.
+
+    >>> devices_of(4, 1.0), devices_of(4, 0.5), devices_of(4, 0.0)
+    (4, 2, 4)
+    """
+    return ceil(processes * gpus) if 0 < gpus < 1 else processes
 
 
 def build_rollout(

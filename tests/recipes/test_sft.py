@@ -161,7 +161,7 @@ def test_rows_fill_as_few_micro_batches_as_first_fit_decreasing_needs(checkpoint
     assert sorted(row for part in parts for row in part.index.tolist()) == list(range(18))
     assert len(parts) <= len(first_fit_decreasing(lengths, budget))
     assert all(int(lengths[part.index].sum()) <= budget for part in parts)
-    assert measure_rows(batch, {})["data/learnt_tokens"] == int(batch["response_mask"].sum())
+    assert measure_rows(batch, {}, devices=1)["data/learnt_tokens"] == int(batch["response_mask"].sum())
 
 
 def test_workers_prepare_the_same_batches(checkpoints, data_path):

@@ -72,7 +72,7 @@ def test_a_real_batch_gives_the_same_numbers():
     accuracy = np.array(columns.pop("acc"), dtype=object)
     data = DataProto.from_dict(columns, non_tensors={"acc": accuracy})
     assert rollout_metrics(data) == rollout_metrics(batch())
-    assert speed_metrics(data, {"timing_s/gen": 1.0}) == speed_metrics(batch(), {"timing_s/gen": 1.0})
+    assert speed_metrics(data, {"timing_s/gen": 1.0}, 1) == speed_metrics(batch(), {"timing_s/gen": 1.0}, 1)
 
 
 def test_rows_without_a_verdict_are_no_wrong_answers():
@@ -83,7 +83,7 @@ def test_an_empty_batch_has_no_statistics():
     empty = {name: value[:0] for name, value in batch().items()}
     metrics = rollout_metrics(empty)
     assert all(math.isnan(value) for value in metrics.values())
-    assert speed_metrics(empty, {"timing_s/gen": 1.0})["timing_per_token_ms/gen"] == 0.0
+    assert speed_metrics(empty, {"timing_s/gen": 1.0}, 1)["timing_per_token_ms/gen"] == 0.0
 
 
 def test_speed_metrics_by_hand():

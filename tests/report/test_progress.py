@@ -30,8 +30,8 @@ def test_plain_lines_come_at_most_every_few_seconds_and_at_the_end():
             progress.update(step, METRICS)
     lines = file.getvalue().splitlines()
     assert [line.split(" · ")[0] for line in lines] == ["step 1/10", "step 4/10", "step 7/10", "step 10/10"]
-    assert lines[0] == "step 1/10 · reward 0.250 · 1,234 tokens/s · 0:09 left"
-    assert lines[-1] == "step 10/10 · reward 0.250 · 1,234 tokens/s"
+    assert lines[0] == "step 1/10 · reward 0.250 · 1,234 tokens/s per device · 0:09 left"
+    assert lines[-1] == "step 10/10 · reward 0.250 · 1,234 tokens/s per device"
 
 
 def test_a_slow_first_step_is_left_out_of_the_pace():
@@ -75,5 +75,5 @@ def test_a_terminal_gets_one_bar():
     shown = file.getvalue()
     assert "before" in shown
     assert "step 3/3" in shown
-    assert "reward 0.250 · 1,234 tokens/s" in shown
+    assert "reward 0.250 · 1,234 tokens/s per device" in shown
     assert "\x1b[" in shown
