@@ -346,12 +346,16 @@ def with_response_tokens(parts: Sequence[np.ndarray | None], mask: Tensor, ranks
     Raises:
         InvalidColumn: a mini-batch has no response token on any rank; names it.
     """
-    mine = [bool(mask.any() if part is None else mask[torch.from_numpy(part)].any()) for part in parts]
+    masks = (mask if part is None else mask[torch.from_numpy(part)] for part in parts)
+    mine = [(len(each), int((each != 0).sum())) for each in masks]
     everybody = ranks.gather(mine, "dp")
-    for number in range(max(map(len, everybody))):
-        if not any(learns[number] for learns in everybody if number < len(learns)):
-            raise InvalidColumn(f"mini-batch {number}: none of its rows has a response token to learn from")
-    missing = max(map(len, everybody)) - len(parts)
+    count = max(map(len, everybody))
+    for number in range(count):
+        held = [found[number] for found in everybody if number < len(found)]
+        if not any(tokens for _, tokens in held):
+            rows = sum(rows for rows, _ in held)
+            raise InvalidColumn(f"none of the {rows} rows of mini-batch {number} has a response token to learn from")
+    missing = count - len(parts)
     return [*parts, *[np.zeros(0, dtype=np.int64)] * missing]
 
 

@@ -259,7 +259,7 @@ def test_arguments_that_no_rank_can_take_are_refused_together(outcomes):
 
 
 def test_a_minibatch_without_response_tokens_is_refused_before_anything_is_learnt(outcomes):
-    told = "InvalidColumn", "mini-batch 1: none of its rows has a response token to learn from", True
+    told = "InvalidColumn", "none of the 2 rows of mini-batch 1 has a response token to learn from", True
     assert outcomes["nothing_is_learnt_of_a_batch_with_an_empty_minibatch"] == [told, told]
 
 
