@@ -109,21 +109,21 @@ class ModelWorker:
             phase: times the parts, see `Accounting.phase`.
         """
         parts = self.micro_batches(data)
-        if self.ranks.size("pp") > 1:
-            with phase("pipeline"):
-                import_module("workers.parallel.schedules").run_pipeline(
-                    self.module,
-                    parts,
-                    self.ranks,
-                    self.device,
-                    conclude,
-                    schedule=self.config.pipeline_schedule,
-                    dtype=self.stream_dtype,
-                    entropy=entropy,
-                    backward=backward,
-                )
-            return
         with self.gathered():
+            if self.ranks.size("pp") > 1:
+                with phase("pipeline"):
+                    import_module("workers.parallel.schedules").run_pipeline(
+                        self.module,
+                        parts,
+                        self.ranks,
+                        self.device,
+                        conclude,
+                        schedule=self.config.pipeline_schedule,
+                        dtype=self.stream_dtype,
+                        entropy=entropy,
+                        backward=backward,
+                    )
+                return
             for part in parts:
                 outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
                 with phase("forward"):

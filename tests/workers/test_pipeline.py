@@ -3,10 +3,12 @@ training steps with losses within 1e-3. All cases of a number of processes run i
 """
 
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from dataproto.batching import fill_up
 from dataproto.errors import InvalidConfig
@@ -23,6 +25,7 @@ from workers.mesh import Ranks
 from workers.optimizer import OptimizerConfig
 from workers.packed import PackedVLM
 from workers.parallel import parallelize
+from workers.parallel.fsdp import sharded_parts
 from workers.parallel.pipeline import stage_layers
 from workers.planning import share_out
 from workers.step import pack, sharing
@@ -96,6 +99,24 @@ def a_pass_without_step(path, data, layout=None):
 
 def token_loss(outputs, rows):
     return -outputs.log_probs, {}
+
+
+def gathers_of_an_update(path, data, schedule):
+    """How many times each rank gathers a group of weights in one update, how many groups it has, and of how many micro-batches."""
+    config = ActorConfig(path, token_budget=60, reshard_after_forward=False, pipeline_schedule=schedule)
+    ranks = joined(Layout(dp=2, pp=2))
+    actor, gathers = ActorWorker(config, CPU, ranks), []
+    share, plain = share_out(data, 2)[ranks.rank("dp")], _fsdp_param_group.foreach_all_gather
+
+    def count(*args, **options):
+        gathers.append(args)
+        return plain(*args, **options)
+
+    with patch.object(_fsdp_param_group, "foreach_all_gather", count):
+        actor.update(share, pg_loss, entropy=True)
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in sharded_parts(actor.module)]
+    groups = [group for group in groups if group is not None]  # of parts that have weights on this rank
+    return len(gathers), len(groups), len(actor.micro_batches(share)), sum(group.is_unsharded for group in groups)
 
 
 def what_a_rank_holds(config):
@@ -187,7 +208,11 @@ def outcomes(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes_of_four(checkpoints, tmp_path_factory):
-    return run_ranks(4, cases_of(FOUR, checkpoints), tmp_path_factory.mktemp("four"))
+    more = {
+        f"gathers, {schedule}": partial(gathers_of_an_update, *checkpoints[model], schedule)
+        for schedule, model in {"1f1b": "qwen3_vl", "gpipe": "qwen3_vl", "interleaved": "deep"}.items()
+    }
+    return run_ranks(4, cases_of(FOUR, checkpoints) | more, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +267,16 @@ def test_four_ranks_learn_what_one_learns(outcomes_of_four, alone, case):
     model, _, options = FOUR[case]
     tolerance = 5e-3 if "dtype" in options else 1e-4
     check(outcomes_of_four[case], alone(model, **options), tolerance)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_weights_are_gathered_once_for_all_micro_batches(outcomes_of_four, schedule):
+    for outcome in outcomes_of_four[f"gathers, {schedule}"]:
+        assert not isinstance(outcome, str), outcome
+        gathers, groups, micro_batches, left = outcome
+        assert micro_batches > 1
+        assert gathers == groups
+        assert left == 0  # and freed after the last one
 
 
 def test_a_critic_learns_the_same(outcomes, checkpoints):
