@@ -1,10 +1,11 @@
-"""FlashAttention 4 (PyPI's ``flash-attn-4``), for Hopper and Blackwell: twice as fast as torch's own kernel on long segments.
+"""FlashAttention 4 (PyPI's ``flash-attn-4``), for Hopper and data-center Blackwell: twice as fast as torch's own kernel on long
+segments.
 
 One operator with its gradient, so that compiled layers need not know what is inside and activation checkpointing can keep what it
 gave.
 """
 
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,15 +20,32 @@ HEAD_MULTIPLE = 32
 """Heads of other sizes are padded: 4.0.0b36 gives wrong gradients of queries for 72 and 80."""
 
 
+CAPABILITIES = {9: "Hopper", 10: "Blackwell", 11: "Blackwell"}
+"""Compute capabilities, by their first number, that have kernels for both passes. FlashAttention 4 lets 8.x (Ampere) run forward
+alone, and takes 12.x (Blackwell of GeForce, RTX PRO and DGX Spark), whose backward pass does not run yet.
+"""
+
+
 def check_usable() -> None:
-    """Raises `InvalidConfig` where the package or, among GPUs, one for it is missing."""
-    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+    """Checks that the package is there and, where there are GPUs, that this process's one has the kernels.
+
+    Raises:
+        InvalidConfig: the package is missing, or the GPU has another compute capability than those of `CAPABILITIES`.
+    """
+    try:
+        version("flash-attn-4")  # FlashAttention 2 has a module of the same name, too old for this
+    except PackageNotFoundError:
         raise InvalidConfig(
             "flash_attention='fa4' needs the package flash-attn-4: pip install 'dataproto-vlm[fa4]', or leave it 'torch'"
-        )
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
-        name = torch.cuda.get_device_name()
-        raise InvalidConfig(f"flash_attention='fa4' needs a Hopper or Blackwell GPU and this is {name}: use 'torch'")
+        ) from None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if major not in CAPABILITIES:
+            raise InvalidConfig(
+                f"flash_attention='fa4' has no kernels for {torch.cuda.get_device_name()}, of compute capability "
+                f"{major}.{minor}: it needs {', '.join(f'{number}.x ({name})' for number, name in CAPABILITIES.items())}; "
+                "leave it 'torch'"
+            )
 
 
 def attend(

@@ -1,5 +1,7 @@
 """FlashAttention 4 is chosen by name. Its numbers are compared on a GPU: ``python benchmarks/attention.py``."""
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
 from torch.autograd import grad
@@ -12,14 +14,51 @@ from workers.actor import ActorConfig, ActorWorker
 from workers.attention import FLASH, use_packed_attention
 
 
+@pytest.fixture
+def _installed(monkeypatch):
+    monkeypatch.setattr(flash4, "version", lambda name: "4.0.0b36")
+
+
+def not_installed(name):
+    raise PackageNotFoundError(name)
+
+
 def test_it_is_refused_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(flash4, "find_spec", lambda name: None)
+    monkeypatch.setattr(flash4, "version", not_installed)
     with pytest.raises(InvalidConfig, match="needs the package flash-attn-4: pip install"):
         ActorWorker(ActorConfig(str(tiny_checkpoint(0)), flash_attention="fa4"))
 
 
-def test_models_of_one_process_choose_for_themselves(monkeypatch):
-    monkeypatch.setattr(flash4, "find_spec", lambda name: name)
+@pytest.mark.parametrize(
+    ("name", "capability", "accepted"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), False),
+        ("NVIDIA L40S", (8, 9), False),
+        ("NVIDIA H200", (9, 0), True),
+        ("NVIDIA B200", (10, 0), True),
+        ("NVIDIA B300", (10, 3), True),
+        ("NVIDIA Thor", (11, 0), True),
+        ("NVIDIA GeForce RTX 5090", (12, 0), False),
+        ("NVIDIA GB10", (12, 1), False),
+        ("a GPU of the future", (13, 0), False),
+    ],
+)
+@pytest.mark.usefixtures("_installed")
+def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, name, capability, accepted):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    if accepted:
+        return flash4.check_usable()
+    number = ".".join(map(str, capability))
+    with pytest.raises(
+        InvalidConfig, match=f"no kernels for {name}, of compute capability {number}: .*leave it 'torch'"
+    ):
+        flash4.check_usable()
+
+
+@pytest.mark.usefixtures("_installed")
+def test_models_of_one_process_choose_for_themselves():
     first, second = tiny_model("qwen2_5_vl"), tiny_model("qwen2_5_vl")
     use_packed_attention(first)
     use_packed_attention(second, "fa4")

@@ -102,7 +102,7 @@ def token_loss(outputs, rows):
 
 
 def gathers_of_an_update(path, data, schedule):
-    """How many times each rank gathers a group of weights in one update, how many groups it has, and of how many micro-batches."""
+    """In one update on each rank: gathers of groups of weights, such groups, micro-batches, and groups that stay gathered."""
     config = ActorConfig(path, token_budget=60, reshard_after_forward=False, pipeline_schedule=schedule)
     ranks = joined(Layout(dp=2, pp=2))
     actor, gathers = ActorWorker(config, CPU, ranks), []
