@@ -32,9 +32,9 @@ class Monitor:
 class Host:
     """One rank's workers by role, in a process of its own."""
 
-    def __init__(self, rank: int, report: Callable[[str], None] = lambda phase: None) -> None:
+    def __init__(self, report: Callable[[str], None] = lambda phase: None) -> None:
         """``report`` is told what this rank does next."""
-        self.rank = rank
+        self.rank = 0  # until `meet`
         self.roles: dict[str, Any] = {}
         self.ranks = Ranks()
         self.channel: WeightChannel | None = None
@@ -70,8 +70,9 @@ class Host:
             self._listener.close()
             self._listener = None
 
-    def meet(self, layout: Layout, address: str, timeout_s: float) -> None:
-        """Takes this rank's place among all ranks of ``layout``, which meet at ``address``."""
+    def meet(self, layout: Layout, rank: int, address: str, timeout_s: float) -> None:
+        """Takes the place of ``rank`` among all ranks of ``layout``, which meet at ``address``."""
+        self.rank = rank
         self.report("meeting the other ranks")
         host, port = address.rsplit(":", 1)
         world = {

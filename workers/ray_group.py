@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from workers.dispatch import Arguments, dispatch_of, join_rows, misfit, row_coun
 from workers.failures import GRACE_S, first_line, patience, place_of, tells_of_another
 from workers.host import Host, Monitor
 from workers.layout import Layout
+from workers.placement import Place, rank_order, thread_shares
 from workers.ray_config import RayConfig
 
 log = logging.getLogger(__name__)
@@ -125,12 +127,24 @@ class StepBlobs:
 class RayHost(Host):
     """A `Host` that hands back results through the object store."""
 
-    def __init__(self, rank: int, monitor: Any) -> None:
-        super().__init__(rank, lambda phase: monitor.report.remote(rank, phase))
+    def __init__(self, monitor: Any) -> None:
+        super().__init__(lambda phase: monitor.report.remote(self.rank, phase))
 
-    def place(self) -> tuple[str, str]:
-        """``ip:port`` for other ranks to meet at, and where this process is, for people."""
-        return self.address(ray.util.get_node_ip_address()), f"{socket.gethostname()} (process {os.getpid()})"
+    def place(self) -> Place:
+        """Where this process runs, and can be met."""
+        context, ip = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        return Place(
+            ip,
+            context.get_node_id(),
+            tuple(map(str, ray.get_gpu_ids())),
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            self.address(ip),
+            f"{socket.gethostname()} (process {os.getpid()})",
+        )
+
+    def use_threads(self, count: int) -> None:
+        """Ray gives a process as many threads as CPUs are reserved for it, by default one."""
+        torch.set_num_threads(count)
 
     def call_and_store(self, role: str, method: str, call: Arguments, answers: bool) -> ray.ObjectRef | None:
         """The result in the object store; nothing from a rank whose result is not wanted."""
@@ -160,15 +174,18 @@ class RayPool:
             .options(
                 num_cpus=config.cpus,
                 num_gpus=gpus_of(config),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, bundle),
             )
-            .remote(rank, self.monitor)
-            for rank in range(layout.world_size)
+            .remote(self.monitor)
+            for bundle in range(layout.world_size)
         ]
-        self.places = ["not started yet"] * layout.world_size
+        self.places = [Place("", "", (), 1)] * layout.world_size
         found = self.wait([host.place.remote() for host in self.hosts], "start")
-        self.places = [place for _, place in found]
-        self.wait([host.meet.remote(layout, found[0][0], config.timeout_s) for host in self.hosts], "start")
+        order = rank_order(found)  # bundles lie on nodes in any order
+        self.hosts, self.places = [self.hosts[each] for each in order], [found[each] for each in order]
+        address, timeout = self.places[0].address, config.timeout_s
+        meetings = [host.meet.remote(layout, rank, address, timeout) for rank, host in enumerate(self.hosts)]
+        self.wait(meetings, "start")
         log.info("%d processes have met after %.1f s", layout.world_size, time.perf_counter() - started)
 
     def build(self, role: str, make: Callable[[Host], Any]) -> "RayGroup":
@@ -181,7 +198,7 @@ class RayPool:
     def open_channel(self, receivers: "RayPool") -> None:
         """Lets weights go from the first process of this pool to all of another."""
         size, timeout = 1 + len(receivers.hosts), self.config.timeout_s
-        address = self.wait([self.hosts[0].place.remote()], "meet")[0][0]
+        address = self.wait([self.hosts[0].place.remote()], "meet")[0].address
         ends = [self.hosts[0].open_channel.remote(address, 0, size, timeout)]
         for number, host in enumerate(receivers.hosts, start=1):
             ends.append(host.open_channel.remote(address, number, size, timeout))
@@ -280,7 +297,7 @@ class RayPool:
 
     def _name(self, rank: int, rows: Sequence[str]) -> str:
         share = f", {rows[rank]}" if rows else ""
-        return f"rank {rank} on {self.places[rank]}{share}"
+        return f"rank {rank} on {self.places[rank].name}{share}"
 
     def last_phases(self) -> dict[int, str]:
         """What each rank said last that it does."""
@@ -378,6 +395,21 @@ class RayGroup:
             raise AttributeError(name)
         dispatch_of(self._class, name)
         return lambda *args, **kwargs: self.submit(name, *args, **kwargs).result()
+
+
+def share_cores(groups: Sequence[RayGroup]) -> None:
+    """Gives the processes of all ``groups`` equal shares of their nodes' cores as threads.
+
+    Nothing changes where ``OMP_NUM_THREADS`` says how many they use.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    pools = list(dict.fromkeys(group._pool for group in groups))
+    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}  # that containers are held to
+    places = [replace(place, cores=min(place.cores, cpus[place.node])) for pool in pools for place in pool.places]
+    shares = iter(thread_shares(places))
+    for pool in pools:
+        pool.wait([host.use_threads.remote(next(shares)) for host in pool.hosts], "start")
 
 
 def settle(refs: Sequence[ray.ObjectRef], timeout_s: float) -> tuple[dict[int, Exception], list[int]]:

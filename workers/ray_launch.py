@@ -14,7 +14,15 @@ from workers.layout import Layout
 from workers.model_reward import ModelReward, ModelRewardWorker
 from workers.policy import ReferenceWorker
 from workers.ray_config import RayConfig
-from workers.ray_group import RayGroup, RayPool, StepBlobs, gpus_of, running_ray, send_code_of_lone_modules
+from workers.ray_group import (
+    RayGroup,
+    RayPool,
+    StepBlobs,
+    gpus_of,
+    running_ray,
+    send_code_of_lone_modules,
+    share_cores,
+)
 from workers.reward import RewardFunction, RewardWorker
 from workers.rollout import RolloutWorker
 
@@ -50,6 +58,7 @@ def launch_ray(plan: Plan, **options: Any) -> Roles:
         if plan.reward is not None:
             optional["reward"] = build_reward(plan.reward, plan.actor.model_path, pool, stack)
         rollout, hand_over = build_rollout(plan, pool, config, blobs, stack)
+        share_cores([group for group in (actor, rollout, optional["reward"]) if group is not None])
 
         def after_sync() -> None:
             blobs.renew()

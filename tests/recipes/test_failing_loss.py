@@ -107,9 +107,9 @@ def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
         with pytest.raises(WorkerFailed) as caught:
             update.result()
         head, _, trace = str(caught.value).partition("\n")
-        assert head.startswith(f"actor.update failed: rank 1 on {places[1]} failed in 'actor.update'")
+        assert head.startswith(f"actor.update failed: rank 1 on {places[1].name} failed in 'actor.update'")
         assert "OverflowError: too much; rank 0 on " in head
-        assert f"rank 0 on {places[0]} has not ended 'actor.update'" in head
+        assert f"rank 0 on {places[0].name} has not ended 'actor.update'" in head
         assert ", in loss_fn\n    raise error" in trace
         for call in (behind.result, lambda: roles.actor.log_probs(data)):
             with pytest.raises(WorkerFailed, match=r"log_probs: no worker is left: actor.update failed: rank 1 on "):

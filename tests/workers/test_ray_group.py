@@ -21,7 +21,7 @@ from workers.dispatch import dispatch
 from workers.host import Host
 from workers.layout import Layout
 from workers.ray_config import RayConfig
-from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray
+from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray, share_cores
 
 
 class Worker:
@@ -41,6 +41,14 @@ class Worker:
         if distributed.is_initialized():
             distributed.all_reduce(total)
         return int(total)
+
+    @dispatch("all")
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    @dispatch(split=lambda call, parts: [call] * parts, join=list)
+    def process(self) -> tuple[int, int]:
+        return self.host.rank, os.getpid()
 
     @dispatch("rank_zero")
     def first(self) -> int:
@@ -223,6 +231,36 @@ def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering
     assert found["rank"].tolist() == [answering] * 3
     assert group.first() == 0
     group._pool.close()
+
+
+def test_processes_take_the_ranks_of_their_places(monkeypatch):
+    """Here in the opposite order of Ray's bundles."""
+    started = []
+    monkeypatch.setattr("workers.ray_group.rank_order", lambda places: started.extend(places) or [1, 0])
+    group = start()
+    ranks, processes = zip(*group.process())
+    assert ranks == (0, 1)
+    for name, process in zip([place.name for place in group._pool.places], processes, strict=True):
+        assert name.endswith(f"(process {process})")
+    assert group._pool.places == started[::-1]
+    assert group.ranks() == 3
+    group._pool.close()
+
+
+def test_processes_share_the_cores_of_their_node(monkeypatch):
+    """Ray gives each one thread, which AdamW under ``offload`` would be left with."""
+    one, two = start(Layout(), cpus=0.5), start(cpus=0.5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    share_cores([one])
+    assert one.threads() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    share_cores([one])
+    assert one.threads() == cores
+    share_cores([one, two, two])
+    assert one.threads() == two.threads() == max(1, cores // 3)
+    for group in (one, two):
+        group._pool.close()
 
 
 def test_a_rank_that_raises_while_others_wait_ends_the_group():
