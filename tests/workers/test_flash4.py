@@ -8,7 +8,7 @@ from torch.autograd import grad
 
 from dataproto.errors import InvalidConfig
 from helpers.tiny_models import tiny_model
-from recipes.tiny import tiny_checkpoint
+from recipes.tiny import make_tiny_model
 from workers import flash4
 from workers.actor import ActorConfig, ActorWorker
 from workers.attention import FLASH, use_packed_attention
@@ -23,10 +23,10 @@ def not_installed(name):
     raise PackageNotFoundError(name)
 
 
-def test_it_is_refused_where_it_is_not_installed(monkeypatch):
+def test_it_is_refused_where_it_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(flash4, "version", not_installed)
     with pytest.raises(InvalidConfig, match="needs the package flash-attn-4: pip install"):
-        ActorWorker(ActorConfig(str(tiny_checkpoint(0)), flash_attention="fa4"))
+        ActorWorker(ActorConfig(str(make_tiny_model(tmp_path / "model")), flash_attention="fa4"))
 
 
 @pytest.mark.parametrize(

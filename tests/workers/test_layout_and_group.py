@@ -3,7 +3,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.tiny import tiny_checkpoint
+from recipes.tiny import make_tiny_model
 from workers.actor import ActorConfig, ActorWorker
 from workers.dispatch import join_rows
 from workers.group import LocalGroup, dispatch
@@ -46,9 +46,9 @@ def test_impossible_layouts_are_refused(degrees):
         ({"pipeline_layers": (1, 1)}, r"pipeline_layers=\(1, 1\) .* pp > 1"),
     ],
 )
-def test_options_without_anything_to_work_on_are_refused(options, message):
+def test_options_without_anything_to_work_on_are_refused(options, message, tmp_path):
     with pytest.raises(InvalidConfig, match=message):
-        ActorWorker(ActorConfig(str(tiny_checkpoint(0)), **options))
+        ActorWorker(ActorConfig(str(make_tiny_model(tmp_path / "model")), **options))
 
 
 def test_a_group_calls_dispatched_methods_only():
