@@ -338,6 +338,20 @@ def cut_minibatches(groups: Groups, prompts: int) -> list[np.ndarray]:
     return [np.flatnonzero(numbers == part) for part in range(int(numbers.max(initial=-1)) + 1)]
 
 
+def places_in_groups(groups: Sequence[object]) -> np.ndarray:
+    """``(B,)`` how many rows of the same group come before each row.
+
+    >>> places_in_groups(["a", "b", "a", "a"]).tolist()
+    [0, 0, 1, 2]
+    """
+    seen: dict[object, int] = {}
+    places = []
+    for group in groups:
+        places.append(seen.get(group, 0))
+        seen[group] = places[-1] + 1
+    return np.array(places, dtype=np.int64)
+
+
 def _numbers(groups: Groups) -> np.ndarray:
     """Groups numbered in order of appearance ``(B,)``."""
     order: dict[object, int] = {}

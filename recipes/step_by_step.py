@@ -8,12 +8,14 @@ with start(config, model_path) as roles:
     client.sample(prompt, num_samples=4, sampling_params=tinker.SamplingParams(max_tokens=64))
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from dataproto.chunks import Datum, read_model_input
@@ -27,6 +29,7 @@ from workers.primitives import LOSS_SUM
 from workers.step import LossFn
 
 DEFAULT_MAX_TOKENS = 1024
+CLIENT_FILE = "client.json"
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,9 @@ class TrainingClient:
         """
         sampling = self._sampling(sampling_params, num_samples)
         self._samplings += 1
-        data = self.roles.sample(self.renderer.prompts([prompt]), sampling)
+        prompts = self.renderer.prompts([prompt])
+        prompts["uid"] = np.array(["prompt"], dtype=object)  # what is sampled depends on the seed alone
+        data = self.roles.sample(prompts, sampling)
         answers = []
         for row, (length, cut) in enumerate(zip(data["response_mask"].sum(1).tolist(), data["truncated"].tolist())):
             tokens, log_probs = (data[name][row, :length].tolist() for name in ("responses", "rollout_log_probs"))
@@ -167,13 +172,18 @@ class TrainingClient:
         return tuple(tokens)
 
     def save_state(self, path: str | Path) -> None:
-        """Writes weights and optimizer to a directory."""
+        """Writes weights, optimizer and how often was sampled to a directory."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.roles.actor.save_state(Path(path).absolute())
+        (Path(path) / CLIENT_FILE).write_text(json.dumps({"samplings": self._samplings}))
 
     def load_state(self, path: str | Path) -> None:
-        """Reads what `save_state` wrote. Samples still come from the weights last given to the sampler."""
+        """Reads what `save_state` wrote. Samples still come from the weights last given to the sampler; those without a seed of
+        their own go on with the random streams that follow.
+        """
         self.roles.actor.load_state(Path(path).absolute())
+        if (Path(path) / CLIENT_FILE).exists():
+            self._samplings = int(json.loads((Path(path) / CLIENT_FILE).read_text())["samplings"])
 
     def save_weights_for_sampler(self) -> None:
         """Gives the weights as they are now to the engine that samples."""

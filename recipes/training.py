@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from dataproto import DataProto
+from dataproto.columns import require
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.widths import MAX_TOKENS
 from recipes.dynamic_sampling import More
@@ -44,7 +45,7 @@ class Stateful(Protocol):
 
 
 class Loader(Stateful, Protocol):
-    """An endless source of prompt batches."""
+    """An endless source of prompt batches, each row with a ``uid`` of its own, the same after a resume."""
 
     @property
     def skipped(self) -> dict[int, str]:
@@ -144,13 +145,20 @@ def train_step(
 ) -> dict[str, float]:
     metrics: dict[str, float] = {}
 
+    def draw() -> DataProto:
+        prompts = next(loader)
+        require(
+            prompts, "uid"
+        )  # streams of rows without one are counted from the start of a process, so no resume is exact
+        return prompts
+
     def more(reason: str) -> DataProto:
         progress.doing(reason)
-        return next(loader)
+        return draw()
 
     with timed(metrics, "step"):
         with timed(metrics, "data"):
-            prompts = next(loader)
+            prompts = draw()
         data, step_metrics = step_function(prompts, more)
     metrics |= step_metrics | {"data/skipped_rows": len(loader.skipped)}
     return metrics | measure(data, metrics, devices)

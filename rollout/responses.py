@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.batching import pad_rows, ragged_rows
+from dataproto.batching import pad_rows, places_in_groups, ragged_rows
 from dataproto.columns import require
 from dataproto.errors import InvalidRow, RequestFailed, RowCountMismatch
 from dataproto.vlm import VLMFamily
@@ -15,28 +15,54 @@ from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams
 from rollout.randomness import derive_seed
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+OCCURRENCE = "_occurrence"
+"""The column that says how many rows of the same ``uid`` come before a row in the whole batch."""
 
 
-def build_requests(prompts: DataProto, sampling: SamplingParams) -> list[Request]:
+def number_occurrences(prompts: DataProto, earlier: Sequence[str] = ()) -> DataProto:
+    """The rows with the column `OCCURRENCE`, in a batch of its own. Without uids, a row's number is that in the batch.
+
+    Args:
+        earlier: `prompt_names` of the rows of the whole batch that come before these.
+
+    >>> rows = DataProto.from_dict(non_tensors={"uid": ["a", "b", "a"]})
+    >>> number_occurrences(rows)[OCCURRENCE].tolist(), number_occurrences(rows, earlier=["a"])[OCCURRENCE].tolist()
+    ([0, 0, 1], [1, 0, 2])
+    """
+    numbered = prompts[:]
+    numbered[OCCURRENCE] = places_in_groups([*earlier, *prompt_names(prompts)])[len(earlier) :]
+    return numbered
+
+
+def prompt_names(prompts: DataProto) -> list[str]:
+    """What tells the prompts of a batch apart: their uids, or nothing."""
+    return [str(uid) for uid in prompts["uid"]] if "uid" in prompts else [""] * len(prompts)
+
+
+def build_requests(prompts: DataProto, sampling: SamplingParams, call: int = 0) -> list[Request]:
     """``n`` requests for each prompt row, next to each other; samples of a prompt share its tensors.
 
-    Each sample's random stream derives from (sampling.seed, the row's ``uid`` or number, the sample's number).
+    Each sample's random stream derives from (sampling.seed, the row's ``uid``, the sample's number). Rows of one uid are
+    numbered on, so that ``prompts.repeat(n)`` with one sample each draws what ``prompts`` draws with ``n``. Rows without uids
+    are told apart by their number in the batch and that of the ``call``.
     """
     require(prompts, *PROMPT_COLUMNS)
+    occurrences = (prompts if OCCURRENCE in prompts else number_occurrences(prompts))[OCCURRENCE]
+    source: tuple[int | str, ...] = (sampling.seed,) if "uid" in prompts else (sampling.seed, "call", call)
     attended = prompts["attention_mask"].bool()
     types = prompts["mm_token_type_ids"] if "mm_token_type_ids" in prompts else torch.zeros_like(prompts["input_ids"])
-    uids = prompts["uid"] if "uid" in prompts else range(len(prompts))
+    names = prompt_names(prompts)
     empty: Sequence[dict] = [{}] * len(prompts)
     raw = prompts["raw_prompt_ids"] if "raw_prompt_ids" in prompts else [()] * len(prompts)
     data = prompts["multi_modal_data"] if "multi_modal_data" in prompts else empty
     inputs = prompts["multi_modal_inputs"] if "multi_modal_inputs" in prompts else empty
     requests = []
     for row in range(len(prompts)):
-        mask, uid = attended[row], str(uids[row])
+        mask, first = attended[row], int(occurrences[row]) * sampling.n
         tensors = (prompts["input_ids"][row, mask], types[row, mask], prompts["position_ids"][row][..., mask])
         requests += [
-            Request(raw[row], *tensors, data[row], inputs[row], derive_seed(sampling.seed, uid, sample), uid)
-            for sample in range(sampling.n)
+            Request(raw[row], *tensors, data[row], inputs[row], derive_seed(*source, names[row], sample), names[row])
+            for sample in range(first, first + sampling.n)
         ]
     return requests
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataproto import DataProto
-from dataproto.batching import balance, cut_minibatches
+from dataproto.batching import balance, cut_minibatches, places_in_groups
 from workers.dispatch import Arguments
 
 TOLERANCE = 1.1
@@ -95,17 +95,3 @@ def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: i
         if busiest <= TOLERANCE * costs.sum() / parts or size == 1:
             return best
         pieces *= 2
-
-
-def places_in_groups(groups: Sequence[object]) -> np.ndarray:
-    """``(B,)`` how many rows of the same group come before each row.
-
-    >>> places_in_groups(["a", "b", "a", "a"]).tolist()
-    [0, 0, 1, 2]
-    """
-    seen: dict[object, int] = {}
-    places = []
-    for group in groups:
-        places.append(seen.get(group, 0))
-        seen[group] = places[-1] + 1
-    return np.array(places, dtype=np.int64)

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from dataproto import DataProto
 from rollout.engine import SamplingParams, create_engine
-from rollout.responses import attach_responses, build_requests
-from workers.group import dispatch
+from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
+from workers.dispatch import Arguments, dispatch, join_rows, split_rows
 from workers.loading import checkpoint_family
 from workers.mesh import Ranks
 from workers.sharding import ShardingManager, neighbours
@@ -25,6 +25,16 @@ class RolloutConfig:
     model_path: str
     engine: str = "hf"
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def split_prompts(call: Arguments, parts: int) -> list[Arguments]:
+    """As `split_rows`; rows of one uid are numbered before they are parted."""
+    args = tuple(number_occurrences(value) if isinstance(value, DataProto) else value for value in call.args)
+    kwargs = {
+        name: number_occurrences(value) if isinstance(value, DataProto) else value
+        for name, value in call.kwargs.items()
+    }
+    return split_rows(Arguments(args, kwargs), parts)
 
 
 class RolloutWorker:
@@ -48,21 +58,37 @@ class RolloutWorker:
         self.engine = create_engine(config.engine, config.model_path, **config.options)
         self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self.family = checkpoint_family(config.model_path)
+        self._calls = 0
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
 
-    @dispatch("dp")
+    @dispatch(split=split_prompts, join=join_rows)
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """``sampling.n`` rows for each prompt row, next to each other, with prompt and response columns."""
+        """``sampling.n`` rows for each prompt row, next to each other, with prompt and response columns.
+
+        A sample's random stream derives from ``sampling.seed``, the row's ``uid`` and the number among the samples of that uid:
+        ``prompts.repeat(4)`` with ``n=1`` gives what ``prompts`` gives with ``n=4``, and the same prompts with the same seed
+        give the same samples again. Rows without uids draw other streams in every call, counted from the worker's start.
+        """
+        self._calls += 1
         with self.sharding as sharding:
             with self.ranks.all_or_none():  # a row refused by one engine would leave the others waiting
-                shared = sharding.preprocess_data(prompts)
-                completions = list(self.engine.generate(build_requests(shared, sampling), sampling))
+                shared = sharding.preprocess_data(self._numbered(prompts))
+                completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
             with self.ranks.all_or_none():
-                return sharding.postprocess_data(rollouts)
+                own = sharding.postprocess_data(rollouts)
+                own.pop(non_tensor_batch_keys=[OCCURRENCE])
+                return own
+
+    def _numbered(self, prompts: DataProto) -> DataProto:
+        """With the column `OCCURRENCE`, over all data-parallel ranks where each brings rows of its own."""
+        if OCCURRENCE in prompts:
+            return prompts
+        everybody = self.ranks.gather(prompt_names(prompts), "dp")
+        return number_occurrences(prompts, [name for names in everybody[: self.ranks.rank("dp")] for name in names])
 
     @dispatch("rank_zero")
     def weights_dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
@@ -81,8 +82,11 @@ class PromptBuilder:
 
     A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (where the messages have
     markers for them), and optionally ``media_root`` (where relative paths start); everything else in it becomes an
-    object column. Each distinct image is processed once, however many rows of the batch show it. A row's ``uid`` should be
-    new each time the row is shown (`PromptLoader` sees to it): what is sampled for it derives from it.
+    object column. Each distinct image is processed once, however many rows of the batch show it.
+
+    A row's ``uid`` names this occurrence of the prompt: samples of one uid are one group, and their random streams derive from
+    it. A row without one gets a uid that is new each time the row is shown, and the same in every run that shows the
+    builder the same rows in the same order. A run that resumes sets ``occurrences`` to what it was.
     """
 
     def __init__(
@@ -110,6 +114,8 @@ class PromptBuilder:
         media_tokens = tokenizer.convert_ids_to_tokens(list(self.family.banned_ids(config)))
         self._media_strings = tuple(str(token) for token in [*media_tokens, *around] if token)
         self._tokens_around = sum(len(self.encode_text(text)) for text in around)
+        self.occurrences = 0
+        """How many prompts have been given a uid so far."""
         self._processed: WeakValueDictionary[bytes, ProcessedImage] = WeakValueDictionary()
 
     @classmethod
@@ -285,6 +291,7 @@ class PromptBuilder:
                 for prompt, media in zip(prompts, data)
             ],
             **row_columns(prompts),
+            "uid": self.uids(prompts),
         }
         tensors = {
             "input_ids": input_ids,
@@ -295,6 +302,19 @@ class PromptBuilder:
         return DataProto.from_dict(
             tensors, non_tensors={name: object_array(values) for name, values in objects.items()}
         )
+
+    def uids(self, prompts: Sequence[Prompt]) -> list[Any]:
+        """Each row's own ``uid``, or one that no other occurrence of any prompt has: ``"<occurrence>-<digest of the row>"``.
+
+        The occurrence tells apart what this builder shows, the digest what another one does. Two builders give the same uid
+        only to equal rows that each of them shows in the same place.
+        """
+        uids = [prompt.columns.get("uid") for prompt in prompts]
+        for place, prompt in enumerate(prompts):
+            if uids[place] is None:
+                uids[place] = f"{self.occurrences}-{_digest(prompt)}"
+                self.occurrences += 1
+        return uids
 
 
 def row_number(row: Mapping[str, Any], place: int) -> int:
@@ -351,11 +371,21 @@ def row_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
     columns.setdefault("index", list(range(len(prompts))))
-    columns.setdefault("uid", [str(index) for index in columns["index"]])
     columns.setdefault("data_source", [""] * len(prompts))
     for name in ("reward_model", "extra_info"):
         columns.setdefault(name, [{} for _ in prompts])
     return columns
+
+
+def _digest(prompt: Prompt) -> str:
+    """Of a prompt's tokens, media and plain values; in a worker of a `DataLoader` also of its seed, new in each epoch."""
+    worker = get_worker_info()
+    values = sorted(
+        (name, str(value)) for name, value in prompt.columns.items() if isinstance(value, str | int | float)
+    )
+    media = [image.key for image in prompt.images] + [video.key for video in prompt.videos]
+    told = (worker.seed if worker else None, prompt.input_ids.tobytes(), media, values)
+    return blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 
 def _pad_left(rows: Sequence[np.ndarray], width: int, value: int, dtype: Any) -> Tensor:

@@ -125,7 +125,7 @@ class ChunkRenderer:
             self.builder,
             rows,
             RaggedTensor(torch.from_numpy(behind), lengths + 1),
-            {"uid": [str(number) for number in range(len(rows))]},
+            {"uid": self.builder.uids(rows)},
         )
         columns = {COLUMN_OF[name]: flat[name] for name in COLUMN_OF if name in names}
         if np.any(np.concatenate([row.input_ids[1:] for row in rows]) != flat["target_tokens"]):

@@ -75,7 +75,7 @@ class SupervisedBuilder(PromptBuilder):
                     place, f"it is a {type(row).__name__}, not a TrainingRow: make it by SupervisedBuilder.prepare"
                 )
             rows.append(row)
-        return collate_rows(self, rows, [row.loss_mask for row in rows], row_columns(rows))
+        return collate_rows(self, rows, [row.loss_mask for row in rows], row_columns(rows) | {"uid": self.uids(rows)})
 
     def _pieces(self, conversation: Conversation) -> list[tuple[list[int], bool]]:
         """Token ids, one placeholder a medium, of the conversation's pieces, and whether a piece is to be learnt."""

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
+from torch.utils.data import DataLoader
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
 from helpers.tiny_models import MROPE_TYPES, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
@@ -102,8 +104,43 @@ def test_dtypes_and_columns():
     assert batch["multi_modal_inputs"][0]["pixel_values"].dtype == torch.float32
     assert len(batch["multi_modal_data"][2]["image"]) == 2
     assert batch["raw_prompt"][0][0]["content"][0]["image"] is batch["multi_modal_data"][0]["image"][0]
-    assert batch["uid"].tolist() == ["0", "1", "2"]
     assert all(column.dtype == object for column in batch.non_tensor_batch.values())
+
+
+def test_a_row_without_uid_gets_one_for_each_time_it_is_shown():
+    rows = [{"prompt": "a"}, {"prompt": "a", "index": 3}, {"prompt": "a"}, {"prompt": "b", "uid": "mine"}]
+    builder = tiny_builder()
+    first, second = builder(rows)["uid"].tolist(), builder(rows)["uid"].tolist()
+    assert first[3] == second[3] == "mine"
+    assert len({*first, *second}) == 7
+    assert [tiny_builder()(rows)["uid"].tolist() for _ in range(2)] == [first] * 2  # as in another run
+    resumed = tiny_builder()
+    resumed.occurrences = 3
+    assert resumed(rows)["uid"].tolist() == second
+
+
+def test_two_data_sets_share_no_default_uid():
+    sets = [
+        [{"prompt": "<image>Which?", "images": [picture(seed=seed)], "data_source": source, "index": 0}]
+        for seed, source in ((0, "x"), (1, "x"), (0, "y"))
+    ]
+    both = tiny_builder()
+    joined = DataProto.concat([both(rows) for rows in sets])
+    assert len(set(joined["uid"])) == 3
+    assert len({tiny_builder()(rows)["uid"][0] for rows in sets}) == 3  # each by a builder of its own
+
+
+def test_workers_of_a_data_loader_share_no_default_uid():
+    rows = [{"prompt": "a"}] * 4
+
+    def epoch(builder):
+        torch.manual_seed(0 if builder is None else 1)
+        made = DataLoader(rows, batch_size=1, collate_fn=builder or tiny_builder(), num_workers=2)
+        return [uid for batch in made for uid in batch["uid"]]
+
+    one, other = epoch(None), epoch(tiny_builder())
+    assert len({*one, *other}) == 8
+    assert epoch(None) == one
 
 
 def test_the_rows_other_values_become_columns():

@@ -136,6 +136,17 @@ def test_samples_come_from_the_weights_last_given_even_the_first_ones(client, pa
     assert after.logprobs != before.logprobs
 
 
+def test_sampling_goes_on_where_it_was_saved(client, path, tmp_path):
+    asked, params = prompt(client, "what"), tinker.SamplingParams(max_tokens=4, temperature=1.0)
+    first = client.sample(asked, 1, params)
+    client.save_state(tmp_path)
+    second = client.sample(asked, 1, params)
+    assert first[0].tokens != second[0].tokens
+    with client_of(path) as resumed:
+        resumed.load_state(tmp_path)
+        assert resumed.sample(asked, 1, params)[0].tokens == second[0].tokens
+
+
 def test_any_end_token_stops_an_answer_even_as_its_last_token(client, path, tmp_path):
     asked, greedy = prompt(client, "which?"), tinker.SamplingParams(max_tokens=3, temperature=0)
     cut = client.sample(asked, sampling_params=greedy)[0]

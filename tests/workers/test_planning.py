@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto import DataProto
+from dataproto.batching import places_in_groups
 from workers.dispatch import Arguments
-from workers.planning import MINIBATCH, ROW, places_in_groups, row_work, share_out, split_update, spread
+from workers.planning import MINIBATCH, ROW, row_work, share_out, split_update, spread
 
 
 def rows(prompts, responses, uids, images=None):

@@ -149,6 +149,18 @@ def refuses(path):
     return *errors, [str(uid) for uid in back["uid"]]
 
 
+def repeats(path):
+    """What each of four ranks generates that brings two rows of two prompts repeated four times: uids first, then without."""
+    ranks = join(Layout(dp=4), CPU)
+    worker = RolloutWorker(RolloutConfig(path, "hf"), lambda dtype: [], ranks)
+    worker.sharding.stale = False
+    repeated, sampling = prompts(worker.engine.model.config)[:2].repeat(4), SamplingParams(max_tokens=4, seed=3)
+    mine = repeated[2 * ranks.rank("dp") :][:2]
+    named = worker.generate(mine, sampling)["responses"].tolist()
+    mine.pop(non_tensor_batch_keys=["uid"])
+    return named, worker.generate(mine, sampling)["responses"].tolist()
+
+
 def prompts(config):
     return prompt_batch(config, [[(4, 6), (8, 4)], [(6, 6)], [], [(4, 4)]], texts=[4, 7, 3, 5])
 
@@ -159,6 +171,7 @@ def work(rank, store, path, results):
     jobs = {case: lambda case=case: exchanges_rows(*case) for case in CASES}
     jobs |= {("generates", *case): lambda case=case: generates(*case, path) for case in GENERATED}
     jobs["refuses"] = lambda: refuses(path)
+    jobs["repeats"] = lambda: repeats(path)
     jobs["mismatch"] = differs_from_its_other_stage
     for name, job in jobs.items():
         try:
@@ -190,7 +203,7 @@ def outcomes(tmp_path_factory, checkpoint):
     for process in processes:
         process.start()
     found = {}
-    for _ in range(SIZE * (len(CASES) + len(GENERATED) + 2)):
+    for _ in range(SIZE * (len(CASES) + len(GENERATED) + 3)):
         name, rank, outcome = results.get(timeout=120)
         found.setdefault(name, [None] * SIZE)[rank] = outcome
     for process in processes:
@@ -260,6 +273,18 @@ def test_a_row_that_one_engine_refuses_ends_the_call_on_all_and_no_more(outcomes
     assert all("rank 0: MediaMismatch" in said for (_, said), _, _ in told[1:])
     assert [name for _, (name, _), _ in told] == ["RowCountMismatch", "RankFailure"] * 2
     assert [uids for _, _, uids in told] == 2 * [[f"prompt-{row}" for row in (0, 0, 1, 1, 2, 2)], ["prompt-3"] * 2]
+
+
+def test_repeated_prompts_on_several_ranks_are_samples_of_one(outcomes, checkpoint):
+    told = outcomes["repeats"]
+    assert not any(isinstance(one, str) for one in told), "\n".join(map(str, told))
+    named, unnamed = ([answer for part in answers for answer in part] for answers in zip(*told))
+    worker = RolloutWorker(RolloutConfig(checkpoint, "hf"), lambda dtype: [])
+    worker.sharding.stale = False
+    data, sampling = prompts(worker.engine.model.config)[:2], SamplingParams(n=4, max_tokens=4, seed=3)
+    assert named == worker.generate(data, sampling)["responses"].tolist()
+    assert len({tuple(answer) for answer in unnamed}) == 8
+    assert not {tuple(answer) for answer in unnamed} & {tuple(answer) for answer in named}
 
 
 def test_stages_that_come_with_different_rows_are_told(outcomes):
