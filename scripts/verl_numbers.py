@@ -1,6 +1,7 @@
 """Writes tests/algorithms/verl_numbers.json: what verl 0.9.1 computes on a small ragged batch with holes.
 
-    pip install --target /tmp/verl verl==0.9.1 --no-deps
+    pip install --no-deps --target /tmp/verl verl==0.9.1 omegaconf hydra-core antlr4-python3-runtime==4.9.3 \\
+        codetiming dill torchdata
     PYTHONPATH=/tmp/verl python scripts/verl_numbers.py
 
 Inputs and results are in the file, so that the tests that compare with it need no verl.
