@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
@@ -114,10 +114,10 @@ def test_highest_covariances_equal_a_plain_loop(batch, share):
     log_probs, advantages, mask = make(batch)
     found = naive_covariances(log_probs, advantages, mask)
     count = max(int(share * len(found)), 1) if found else 0
-    expected = sorted(found, key=found.get, reverse=True)[:count]
     chosen = highest_covariance(log_probs, advantages, mask, share)
     assert chosen.dtype == torch.bool
-    assert {tuple(cell) for cell in chosen.nonzero().tolist()} == set(expected)
+    values = [found[tuple(cell)] for cell in chosen.nonzero().tolist()]  # of two tokens both are equal but for rounding
+    assert sorted(values, reverse=True) == pytest.approx(sorted(found.values(), reverse=True)[:count], abs=1e-9)
 
 
 @given(batches, st.floats(0.01, 1.0), st.integers(0, 5))
@@ -125,6 +125,7 @@ def test_drawn_covariances_lie_within_the_bounds_and_follow_the_seed(batch, shar
     log_probs, advantages, mask = make(batch)
     found = naive_covariances(log_probs, advantages, mask)
     within = {cell for cell, value in found.items() if 0.1 < value < 1.0}
+    assume(all(abs(value - bound) > 1e-9 for value in found.values() for bound in (0.1, 1.0)))
     chosen = random_high_covariance(log_probs, advantages, mask, share, (0.1, 1.0), (seed, 1))
     cells = {tuple(cell) for cell in chosen.nonzero().tolist()}
     assert cells <= within
