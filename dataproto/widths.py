@@ -6,6 +6,7 @@ Letters: B rows, P prompt tokens, R response tokens, L = P + R.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.columns import COLUMNS
@@ -44,7 +45,10 @@ def widen(data: DataProto, prompt: int, response: int) -> DataProto:
         return data
     added = {"P": (left, 0), "R": (0, right), "L": (left, right)}
     wider = data[:]
-    for name, column in {} if data.batch is None else dict(data.batch.items()).items():
+    for name in data.names():
+        column = data[name]
+        if not isinstance(column, Tensor) or column.is_nested:
+            continue
         letter = COLUMNS[name].shape[-1] if name in COLUMNS else "R" if column.shape[1:2] == (now,) else "B"
         if name == "position_ids":
             following = column[..., -1:] + torch.arange(1, right + 1, device=column.device)

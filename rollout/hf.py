@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
-from rollout.engine import Completion, Request, SamplingParams, cpu_or_cuda, end_ids, row_name
+from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, end_ids, row_name
 from rollout.policy import check_sampled, project, sample
 from rollout.randomness import uniforms
 
@@ -114,7 +114,7 @@ class HFEngine:
                         row_name(start + number, requests[number], sampling),
                     )
                 if stopped[row] or last:
-                    reason = "stop" if stopped[row] else "length"
+                    reason: FinishReason = "stop" if stopped[row] else "length"
                     done.append(Completion(start + number, tokens[number], log_probs[number], reason))
             running &= ~stopped
             if last or not running.any():
