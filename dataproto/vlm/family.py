@@ -325,10 +325,6 @@ class VLMFamily:
 
     # Engine and cost
 
-    def rollout_weight_name(self, name: str) -> str:
-        """The name under which an engine loads a parameter."""
-        return self.rollout_weight(name, torch.empty(0, 0, 0))[0]
-
     def flops(
         self,
         config: Any,

@@ -174,9 +174,10 @@ def test_concat_wants_the_same_kind() -> None:
 
 
 def test_inert_rows_are_empty() -> None:
-    inert = pad_inert(batch(), 2)
+    data = batch()
+    inert = pad_inert(data, 2)
     assert [row.tolist() for row in inert["r"]] == [*ROWS, [], []]
-    assert inert["r"].storage is not None
+    assert inert["r"].storage is data["r"].storage
     assert [row.tolist() for row in pad_inert(batch()[:0], 1)["r"]] == [[]]
 
 

@@ -278,9 +278,12 @@ def test_every_published_loss_makes_its_step(client, name):
     asked = prompt(client, "x", SIZES[0])
     answer = client.renderer.builder.encode_text("abc")
     data = [datum(asked, answer, logprobs=[-3.0] * len(answer), advantages=[1.0] * len(answer))]
-    first = client.forward_backward(data, name)
-    assert client.optim_step(RATE)["grad_norm"] >= 0
+    first = client.forward_backward(data, name, per_token=True)
+    assert client.optim_step(RATE)["grad_norm"] > 0
     assert math.isfinite(first.loss)
+    then = client.forward(data, name, per_token=True)
+    before, after = (float(passed.loss_fn_outputs[0]["logprobs"].sum()) for passed in (first, then))
+    assert after > before  # an answer that is better than expected becomes likelier
     assert client.forward(data, name, per_token=True).loss == pytest.approx(client.forward(data, name).loss, rel=1e-5)
 
 

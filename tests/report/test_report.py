@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -10,8 +11,7 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import FileFormatError
-from recipes.metrics import MetricsLog, read_metrics
-from recipes.pictures import plot_curves, rollout_picture
+from recipes.metrics import MetricsLog
 from recipes.report import environment, held_out_accuracy, main, write_report
 from recipes.samples import RolloutSample, save_rollouts
 
@@ -217,16 +217,14 @@ def test_environment_names_versions_only():
     assert not any(os.sep in value for value in found.values())
 
 
-def test_pictures_for_a_readme(tmp_path):
-    rows = read_metrics(make_run(tmp_path) / "metrics.jsonl")
-    plot_curves(rows, tmp_path / "curves.png")
-    plot_curves([], tmp_path / "none.png")
-    before = [sample(key, 0, False, prompt="cost $5 and $x^{$ \\boxed{", response="") for key in "abc"]
-    rollout_picture(before, [sample("b", 9, True)], tmp_path / "rollouts.png")
-    rollout_picture([], [], tmp_path / "no_rollouts.png")
-    for name in ("curves", "none", "rollouts", "no_rollouts"):
-        with Image.open(tmp_path / f"{name}.png") as image:
-            assert image.format == "PNG"
+def test_pictures_for_the_readme(tmp_path):
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "readme_pictures.py"))
+    run = make_run(tmp_path)
+    save_rollouts(run, 0, [sample(key, 0, False, prompt="cost $5 and $x^{$ \\boxed{", response="") for key in "abc"])
+    save_rollouts(run, 2, [sample("b", 9, True)])
+    script["main"](str(run), str(tmp_path))
     with Image.open(tmp_path / "curves.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(image.width * image.height)}
     assert {(0x2F, 0x6F, 0xDE), (0xE0, 0x76, 0x2F)} <= colours  # both lines are there
+    with Image.open(tmp_path / "rollouts.png") as image:
+        assert len(image.convert("RGB").getcolors(image.width * image.height)) > 2  # not a white page

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import RewardError
-from recipes.algorithms import rewards
 from recipes.algorithms.checking import AnswerChecker
 from recipes.algorithms.rewards import RewardRow, compute_score, format_score, geo3k_reward, load_reward
 
@@ -94,7 +93,3 @@ def test_a_row_without_truth_is_named():
 def test_geo3k_is_a_name():
     assert load_reward("geo3k") is geo3k_reward
     assert geo3k_reward([]) == []
-
-
-def test_exports():
-    assert all(hasattr(rewards, name) for name in rewards.__all__)

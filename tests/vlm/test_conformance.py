@@ -259,7 +259,6 @@ def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
     model.save_pretrained(tmp_path)
     converted = dict(family.rollout_weight(name, weight) for name, weight in model.state_dict().items())
     assert converted.keys() == load_file(tmp_path / "model.safetensors").keys()
-    assert [family.rollout_weight_name(name) for name in model.state_dict()] == list(converted)
     save_file({name: w.contiguous() for name, w in converted.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     assert_equal_parameters(load(tmp_path), model)
 

@@ -1,6 +1,7 @@
-"""Pictures of a run for a README: its reward curve, and a few rollouts."""
+"""Pictures of a run for the README, its reward curve and a few rollouts: ``python scripts/readme_pictures.py RUN [FOLDER]``."""
 
 import math
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from recipes.charts import smooth
-from recipes.samples import RolloutSample
+from recipes.metrics import read_metrics
+from recipes.samples import RolloutSample, load_rollouts, rollout_steps
 
 REWARD, ACCURACY = "#e0762f", "#2f6fde"
 GOOD, BAD, SOFT = "#11783c", "#b3261e", "#5d6672"
@@ -94,3 +96,13 @@ def _wrapped(text: str, width: int, lines: int) -> str:
 
 def _points(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def main(run: str, folder: str = "docs/images") -> None:
+    steps = rollout_steps(run)
+    plot_curves(read_metrics(Path(run) / "metrics.jsonl"), Path(folder) / "curves.png")
+    rollout_picture(load_rollouts(run, steps[0]), load_rollouts(run, steps[-1]), Path(folder) / "rollouts.png")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
