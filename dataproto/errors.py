@@ -43,6 +43,10 @@ class FileFormatError(DataProtoError, ValueError):
     """A file is damaged, hostile, or of a format that may not be read."""
 
 
+class MissingPackage(DataProtoError, ModuleNotFoundError):
+    """A package that is not installed is needed for what was asked."""
+
+
 # Prompts, media and models
 
 

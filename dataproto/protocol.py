@@ -5,7 +5,7 @@ The fields and their law are in ``table``, the rules for single columns in ``row
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
-from dataproto import disk
+from dataproto import conversion, disk
 from dataproto import rows as columnwise
 from dataproto.collectives import all_gather_data_proto
 from dataproto.errors import (
@@ -43,11 +43,15 @@ from dataproto.serialize import (
 )
 from dataproto.table import DataProtoItem, Table, name_list
 from dataproto.tensordict_utils import get_tensordict, stack_objects
+from dataproto.verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
 
 __all__ = [
+    "BatchData",
     "DataProto",
     "DataProtoConfig",
+    "DataProtoFuture",
     "DataProtoItem",
+    "_padding_size_key",
     "all_gather_data_proto",
     "collate_fn",
     "deserialize_single_tensor",
@@ -165,6 +169,35 @@ class DataProto(Table):
             columns[name] = array.to_nested() if isinstance(array, RaggedTensor) else stack_objects(array)
         return get_tensordict(columns, self.meta_info)
 
+    @classmethod
+    def from_verl(cls, data: Any) -> Self:
+        """A batch of verl's class as one of this class: the same tensors, arrays and objects, nothing is copied.
+
+        Nested tensors whose rows vary in their first dimension become ragged columns over the same values.
+
+        Raises:
+            InvalidColumn: ``data`` does not have verl's three fields.
+        """
+        return cls(*conversion.fields_of(data))
+
+    def to_verl(self, verl_class: Callable[..., Any] | None = None) -> Any:
+        """The same tensors, arrays and objects as a batch of verl's class; nothing is copied.
+
+        Ragged columns become arrays of objects, one numpy array a row over the same memory (a tensor where numpy lacks the dtype
+        or the device): all of verl's verbs know these, while some fail on nested tensors.
+
+        Args:
+            verl_class: what to make instead of ``verl.protocol.DataProto``, which needs verl to be installed.
+
+        Raises:
+            MissingPackage: verl is not installed.
+        """
+        return (verl_class or conversion.verl_class())(
+            batch=None if self.batch is None else self.batch.copy(),
+            non_tensor_batch=conversion.arrays_of(self.non_tensor_batch),
+            meta_info=dict(self.meta_info),
+        )
+
     # Other rows
 
     def reorder(self, indices: Index) -> None:
@@ -235,7 +268,7 @@ class DataProto(Table):
     def concat(data: Sequence["DataProto"]) -> "DataProto":
         """The rows of all parts. ``metrics`` in ``meta_info`` are collected, other facts must agree (see ``merging``).
 
-        A part without any column adds no rows.
+        A part without any column adds no rows. A list that was put into ``non_tensor_batch`` is read as an array, as in verl.
 
         Raises:
             MissingColumn: a column is absent from some part.
@@ -246,7 +279,7 @@ class DataProto(Table):
         for part in data:
             if not isinstance(part, DataProto):
                 raise InvalidColumn(f"only DataProto can be concatenated, not {type(part).__name__}")
-            part.check_consistency()
+        data = [part._with_arrays() for part in data]
         meta_info = concat_meta_info([part.meta_info for part in data])
         parts = [part for part in data if part._rows() is not None]
         if not parts:
@@ -263,6 +296,14 @@ class DataProto(Table):
             device = batches[0].device if len({each.device for each in batches}) == 1 else None
             batch = TensorDict(columns, batch_size=[sum(map(len, parts))], device=device)
         return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    def _with_arrays(self) -> Self:
+        """This batch checked, or, where lists stand among its arrays, one in which they are arrays."""
+        lists = {name: np.asarray(rows) for name, rows in self.non_tensor_batch.items() if isinstance(rows, list)}
+        if lists:
+            return type(self)(self.batch, {**self.non_tensor_batch, **lists}, self.meta_info)
+        self.check_consistency()
+        return self
 
     def union(self, other: "DataProto") -> Self:
         """Adds the columns and facts of ``other``, in place; on an error nothing is added. What both hold must be equal.
@@ -306,9 +347,9 @@ class DataProto(Table):
     ) -> Iterator[Self]:
         """Mini-batches of ``mini_batch_size`` rows, ``epochs`` times over.
 
-        Without shuffling they are views of this batch. A ``seed`` shuffles, in another order each epoch, unless
-        ``dataloader_kwargs`` (those of torch's ``DataLoader``) say ``shuffle=False`` or bring a sampler; ``shuffle=True``
-        without a seed draws from torch's global generator.
+        In the order of the rows they are views of this batch. ``dataloader_kwargs={"shuffle": True}`` (arguments of torch's
+        ``DataLoader``) shuffles, in another order each epoch, which follows from ``seed``, or else from torch's global
+        generator. As in verl, a seed alone does not shuffle.
 
         Raises:
             IndivisibleBatch: the rows do not divide.
@@ -318,11 +359,9 @@ class DataProto(Table):
             raise IndivisibleBatch(f"{rows} rows do not divide into mini-batches of {mini_batch_size}")
         if rows == 0:
             return iter(())
-        options = dict(dataloader_kwargs or {})
-        if seed is not None and not options.keys() & {"sampler", "batch_sampler"}:
-            options.setdefault("shuffle", True)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers: Any = range(rows)
+        options = dataloader_kwargs or {}
         loader = DataLoader(numbers, mini_batch_size, collate_fn=list, generator=generator, **options)
         return (self._rows_of(chosen) for _ in range(epochs) for chosen in loader)
 

@@ -88,7 +88,7 @@ def take(column: Column, positions: np.ndarray) -> Column:
         return column[positions]
     if isinstance(column, torch.Tensor) and column.is_nested:
         parts = column.unbind()
-        return nested_tensor_from_tensor_list([parts[row] for row in positions.tolist()])
+        return nested_tensor_from_tensor_list([parts[row] for row in positions.tolist()], _ragged_idx(column))
     index = torch.from_numpy(positions.copy()).to(column.device or "cpu")
     return rows_at(column, index) if isinstance(column, torch.Tensor) else column[index]
 
@@ -123,7 +123,7 @@ def join(parts: Sequence[Column], name: str = "column") -> Column:
     if any(nested):
         if not all(nested):
             raise ColumnConflict(f"column {name!r} is nested in one part and dense in another")
-        return nested_tensor_from_tensor_list([row for part in parts for row in part.unbind()])
+        return nested_tensor_from_tensor_list([row for part in parts for row in part.unbind()], _ragged_idx(parts[0]))
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         if not all(isinstance(part, np.ndarray) and part.dtype == object for part in parts):
@@ -135,6 +135,11 @@ def join(parts: Sequence[Column], name: str = "column") -> Column:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis=0)
     return torch.cat(list(parts), dim=0)
+
+
+def _ragged_idx(nested: torch.Tensor) -> int | None:
+    """The dimension in which the rows of a jagged tensor vary, which rows of one length do not show."""
+    return getattr(nested, "_ragged_idx", None)
 
 
 def repeat(column: Column, times: int, interleave: bool) -> Column:

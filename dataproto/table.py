@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import accumulate
 from typing import Any, Self, overload
 
@@ -17,6 +18,7 @@ from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCo
 from dataproto.indexing import Index, as_positions, as_row, as_slice
 from dataproto.ragged import RaggedTensor
 from dataproto.rows import Column
+from dataproto.serialize import EncodedTensorDict, deserialize_tensordict, serialize_tensordict
 from dataproto.validation import validate
 from dataproto.wire import copied, plain_batch, reduce_batch
 
@@ -343,6 +345,24 @@ class Table:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return reduce_batch(self, protocol)
+
+    def __getstate__(self) -> tuple[EncodedTensorDict | None, dict[str, Any], dict[str, Any]]:
+        """Encoded tensors (see ``serialize``), arrays, facts: for those who call it as verl's. Pickle does not: see ``wire``."""
+        encoded = None if self.batch is None else serialize_tensordict(self.batch)
+        return encoded, self.non_tensor_batch, self.meta_info
+
+    def __setstate__(self, state: tuple[Any, dict[str, Any], dict[str, Any]]) -> None:
+        """Takes the value of :meth:`__getstate__`, or that of verl's class, whose pickles are read where this class replaces it.
+
+        In a state of verl's the tensors may be bytes of ``torch.save``, which is unpickled like everything around it.
+        """
+        encoded, self.non_tensor_batch, self.meta_info = state
+        if isinstance(encoded, bytes):
+            here = torch.accelerator.is_available()
+            self.batch = torch.load(BytesIO(encoded), map_location=None if here else "cpu", weights_only=False)
+        else:
+            self.batch = None if encoded is None else deserialize_tensordict(encoded)
+        self.__post_init__()
 
 
 def _pick(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:

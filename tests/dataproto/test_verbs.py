@@ -204,14 +204,17 @@ def test_mini_batches_are_views_in_order() -> None:
     assert data.meta_info == {"step": 1}
 
 
-def test_a_seed_shuffles() -> None:
-    orders = [[rows_of(each) for each in batch(12).make_iterator(4, epochs=2, seed=seed)] for seed in (3, 3, 4)]
+def test_shuffled_orders_follow_from_the_seed() -> None:
+    shuffle = {"shuffle": True}
+    orders = [[rows_of(each) for each in batch(12).make_iterator(4, 2, seed, shuffle)] for seed in (3, 3, 4)]
     assert orders[0] == orders[1] != orders[2]
     first, second = ([row for rows in half for row in rows] for half in (orders[0][:3], orders[0][3:]))
     assert sorted(first) == sorted(second) == list(range(12))
     assert list(range(12)) != first != second
-    asked = batch(12).make_iterator(4, epochs=2, seed=3, dataloader_kwargs={"shuffle": True})
-    assert [rows_of(each) for each in asked] == orders[0]
+
+
+def test_a_seed_alone_does_not_shuffle() -> None:
+    assert [rows_of(each) for each in batch(6).make_iterator(3, epochs=2, seed=3)] == [[0, 1, 2], [3, 4, 5]] * 2
 
 
 def test_shuffling_follows_the_order_of_verl() -> None:
