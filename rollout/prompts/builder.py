@@ -3,13 +3,13 @@
 Letters: B rows, P tokens of the longest prompt.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any, Self
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -22,10 +22,14 @@ from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, Invali
 from dataproto.vlm import family_of, media_grids
 from rollout.media import image_size, load_image, media_list
 from rollout.messages import Conversation, read_conversation
+from rollout.prompts.cache import ImageCache
 from rollout.video import ProcessedVideo, process_video
 
 IMAGE_BACKEND = "pil"
 """The image processor's backend, for the actor and every engine: PIL's and torchvision's pixels differ."""
+
+IMAGE_CACHE_BYTES = 2 << 30
+"""What a `PromptBuilder` keeps of processed images, unless it is told otherwise."""
 
 _CONSUMED = ("prompt", "images", "videos", "media_root")
 
@@ -82,7 +86,8 @@ class PromptBuilder:
 
     A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (where the messages have
     markers for them), and optionally ``media_root`` (where relative paths start); everything else in it becomes an
-    object column. Each distinct image is processed once, however many rows of the batch show it.
+    object column. Each distinct image is processed once, however many rows show it, as long as the cache has room: an epoch
+    finds there what the one before has processed.
 
     A row's ``uid`` names this occurrence of the prompt: samples of one uid are one group, and their random streams derive from
     it. A row without one gets a uid that is new each time the row is shown, and the same in every run that shows the
@@ -97,12 +102,16 @@ class PromptBuilder:
         max_prompt_length: int,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        image_cache_bytes: int = IMAGE_CACHE_BYTES,
     ) -> None:
         """``config`` is the model's; images are resized to between ``min_pixels`` and ``max_pixels`` (default: as the
-        image processor says).
+        image processor says). Of processed images the last ones are kept, in at most ``image_cache_bytes`` of memory; with 0,
+        each is processed whenever it is shown.
         """
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
+        if image_cache_bytes < 0:
+            raise InvalidConfig(f"image_cache_bytes={image_cache_bytes}: must be at least 0")
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.config = config
@@ -116,7 +125,7 @@ class PromptBuilder:
         self._tokens_around = sum(len(self.encode_text(text)) for text in around)
         self.occurrences = 0
         """How many prompts have been given a uid so far."""
-        self._processed: WeakValueDictionary[bytes, ProcessedImage] = WeakValueDictionary()
+        self._processed = ImageCache(image_cache_bytes)
 
     @classmethod
     def from_pretrained(
@@ -125,6 +134,7 @@ class PromptBuilder:
         max_prompt_length: int,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        image_cache_bytes: int = IMAGE_CACHE_BYTES,
     ) -> Self:
         """Everything from one checkpoint directory."""
         from transformers import AutoConfig, AutoTokenizer
@@ -134,7 +144,7 @@ class PromptBuilder:
             processor = load_image_processor(path)
         except (OSError, ValueError) as error:
             raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
-        return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels)
+        return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels, image_cache_bytes)
 
     @property
     def pad_token_id(self) -> int:
@@ -248,17 +258,25 @@ class PromptBuilder:
         return images, tuple(self._process_video(source, root) for source in conversation.videos)
 
     def process_image(self, image: Image.Image) -> ProcessedImage:
-        """An RGB image made ready; one with the same content is the same object as long as anybody holds it."""
-        key = blake2b(image.tobytes(), digest_size=16, key=repr(image.size).encode()).digest()
-        processed = self._processed.get(key)
-        if processed is None:
+        """An RGB image made ready; one with the content of an earlier one is taken from the cache."""
+        key = self._image_key(image)
+        inputs = self._processed.get(key)
+        if inputs is None:
             try:
                 made = self.image_processor(images=[image], return_tensors="pt", **self.image_options)
             except ValueError as error:
                 raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
-            processed = ProcessedImage(key, image, {name: made[name] for name in self.family.pictures.names("image")})
-            self._processed[key] = processed
-        return processed
+            inputs = {name: made[name] for name in self.family.pictures.names("image")}
+            self._processed.put(key, inputs)
+        return ProcessedImage(key, image, inputs)
+
+    def _image_key(self, image: Image.Image) -> bytes:
+        """Tells all that an image's inputs depend on: its pixels, and the processor with its settings as they are now."""
+        processor = self.image_processor
+        settings = [type(processor).__qualname__, processor.to_dict(), self.image_options, image.mode, image.size]
+        digest = blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
+        digest.update(image.tobytes())
+        return digest.digest()
 
     def other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """What a row holds besides its messages and media."""

@@ -13,6 +13,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
 from helpers.tiny_models import MROPE_TYPES, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
+from recipes.loader import PromptLoader
 from rollout.prompts import PromptBuilder, load_image_processor
 
 
@@ -41,8 +42,8 @@ class Counting:
         return getattr(self.inner, name)
 
 
-def counting_builder(max_prompt_length=512):
-    return PromptBuilder(tiny_tokenizer(), Counting(), tiny_prompt_config(), max_prompt_length)
+def counting_builder(max_prompt_length=512, **options):
+    return PromptBuilder(tiny_tokenizer(), Counting(), tiny_prompt_config(), max_prompt_length, **options)
 
 
 MIXED = [
@@ -182,6 +183,70 @@ def test_each_distinct_image_is_processed_once_and_shared():
     assert data[4]["image"][1] is data[3]["image"][0]
     assert inputs[3]["pixel_values"] is not inputs[0]["pixel_values"]
     assert torch.equal(inputs[4]["pixel_values"], torch.cat([inputs[0]["pixel_values"], inputs[3]["pixel_values"]]))
+
+
+# Images that were processed before
+
+
+def shown(builder, image):
+    """The image's inputs in a batch of its own."""
+    return builder([{"prompt": "<image>x", "images": [image]}])["multi_modal_inputs"][0]["pixel_values"]
+
+
+def test_a_second_epoch_processes_no_image_again():
+    builder = counting_builder()
+    rows = [{"prompt": "<image>x", "images": [encoded(picture(seed=seed))]} for seed in range(6)]
+    loader = PromptLoader(rows, builder, batch_size=3)
+    first = [next(loader) for _ in range(2)]
+    assert builder.image_processor.images == 6
+    second = [next(loader) for _ in range(2)]
+    assert builder.image_processor.images == 6
+    pixels = [
+        {
+            index: row["pixel_values"]
+            for batch in epoch
+            for index, row in zip(batch["index"], batch["multi_modal_inputs"])
+        }
+        for epoch in (first, second)
+    ]
+    assert all(torch.equal(pixels[0][index], pixels[1][index]) for index in range(6))
+
+
+def test_the_cache_never_serves_a_wrong_image():
+    builder, image = counting_builder(), picture()
+    expected = shown(builder, image).clone()
+    for _ in range(2):
+        shown(builder, image).numpy()[:] = 7  # what a batch's owner writes is his
+    assert torch.equal(shown(builder, image), expected)
+    batch = builder([{"prompt": "<image>x", "images": [image]}])
+    batch["multi_modal_data"][0]["image"][0].putpixel((0, 0), (1, 2, 3))
+    again = builder([{"prompt": "<image>x", "images": [image]}])
+    assert again["multi_modal_data"][0]["image"][0] == image
+    assert builder.image_processor.images == 1
+    image.putpixel((0, 0), (1, 2, 3))
+    assert torch.equal(shown(builder, image), shown(counting_builder(), image))
+    assert builder.image_processor.images == 2
+    builder.image_processor.inner.image_mean = [0.1, 0.2, 0.3]
+    other = shown(builder, image)
+    assert builder.image_processor.images == 3
+    builder.image_processor.inner.image_mean = [0.3, 0.2, 0.1]
+    assert not torch.equal(shown(builder, image), other)
+
+
+def test_the_cache_holds_so_many_bytes_of_what_was_shown_last():
+    images = [picture(seed=seed) for seed in range(3)]
+    inputs = counting_builder()([{"prompt": "<image>x", "images": images[:1]}])["multi_modal_inputs"][0]
+    size = sum(tensor.nbytes for tensor in inputs.values())
+    builder = counting_builder(image_cache_bytes=2 * size)
+    for place, processed in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
+        shown(builder, images[place])
+        assert builder.image_processor.images == processed
+    for builder in (counting_builder(image_cache_bytes=0), counting_builder(image_cache_bytes=size - 1)):
+        for times in (1, 2):
+            shown(builder, images[0])
+            assert builder.image_processor.images == times
+    with pytest.raises(InvalidConfig, match="image_cache_bytes=-1"):
+        counting_builder(image_cache_bytes=-1)
 
 
 def test_images_of_equal_bytes_and_other_shape_are_distinct():
