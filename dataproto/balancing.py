@@ -335,7 +335,8 @@ def cut_minibatches(groups: Groups, prompts: int) -> list[np.ndarray]:
     numbers = _numbers(groups)
     count = int(numbers.max(initial=-1)) + 1
     numbers = numbers * -(-count // prompts) // max(count, 1)
-    return [np.flatnonzero(numbers == part) for part in range(int(numbers.max(initial=-1)) + 1)]
+    ends = np.cumsum(np.bincount(numbers))
+    return np.split(np.argsort(numbers, kind="stable"), ends[:-1]) if len(ends) else []
 
 
 def places_in_groups(groups: Sequence[object]) -> np.ndarray:

@@ -227,6 +227,19 @@ def test_minibatches_are_as_few_and_as_equal_as_can_be(count, prompts):
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 5))
+def test_minibatches_are_those_of_a_search_for_each(groups, prompts):
+    order = list(dict.fromkeys(groups))
+    count = -(-len(order) // prompts)
+    wanted = [
+        {group for place, group in enumerate(order) if place * count // len(order) == part} for part in range(count)
+    ]
+    expected = [[row for row, group in enumerate(groups) if group in inside] for inside in wanted]
+    found = cut_minibatches(groups, prompts)
+    assert [part.tolist() for part in found] == expected
+    assert all(part.dtype == np.int64 for part in found)
+
+
 def test_numbers_in_tensors_are_groups_by_value():
     assert [part.tolist() for part in cut_minibatches(torch.tensor([7, 7, 8]), 1)] == [[0, 1], [2]]
 
