@@ -40,13 +40,30 @@ def bytes_of(bits: np.ndarray) -> bytes:
         return bits.tobytes()
     made = bytes(bits.nbytes)  # zeros that take no memory yet
     fresh = memory_of(made)
-    start = -(-fresh.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    _madvise(start, (fresh.ctypes.data + fresh.size - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    ask_for_large_pages(fresh.ctypes.data, fresh.size)
     fresh[:] = bits
     return made
 
 
+def ask_for_large_pages(address: int, size: int) -> None:
+    """Lets fresh memory come in large pages, where it is large and the system has them."""
+    if sys.platform == "linux" and size >= _LARGE:
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        _madvise(start, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+
+
+def same_bytes(left: np.ndarray, right: Any) -> bool:
+    """Whether bytes ``(n,)`` uint8 and a buffer are equal, at the speed of memory."""
+    other = np.frombuffer(right, dtype=np.uint8)
+    if left.size != other.size:
+        return False
+    addresses = [each.__array_interface__["data"][0] for each in (left, other)]
+    return addresses[0] == addresses[1] or not _memcmp(*addresses, left.size)
+
+
 _LARGE = 4 << 20  # from here on numpy asks for large pages, too
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 if sys.platform == "linux":
     _madvise = ctypes.CDLL(None).madvise  # only advice: what it answers does not matter
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -43,13 +43,13 @@ def palette_of(image: Any) -> Palette:
     return mode, bytes(image.getpalette(mode))
 
 
-def image_of(pixels: np.ndarray, mode: str, size: tuple[int, int], palette: Palette, borrowed: bool) -> Any:
-    """The image of pixels that :func:`pixels_of` gave, over their memory where PIL can; it copies ``borrowed`` ones to write."""
+def image_of(pixels: np.ndarray, mode: str, size: tuple[int, int], palette: Palette) -> Any:
+    """The image of pixels that :func:`pixels_of` gave, over their memory where PIL can."""
     from PIL import Image
 
     if mode in SHARED and pixels.size:
         image = Image.Image()._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))
-        image.readonly = int(borrowed)
+        image.readonly = 0  # PIL copies what it believes to be others' when it is written
     else:
         image = Image.frombytes(mode, size, pixels)
     if palette is not None and palette[1]:

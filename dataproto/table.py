@@ -337,8 +337,8 @@ class Table:
     def writable(self) -> Self:
         """The same batch in memory of its own: what is written into it reaches nobody else.
 
-        For batches that came over the wire, whose memory may be everybody's (see ``wire``). Tensors, arrays and images are
-        copied, also inside of objects, each distinct one once, so that rows share what they shared; other objects are not copied.
+        Tensors, arrays and images are copied, also inside of objects, each distinct one once, so that rows share what they
+        shared; other objects are not copied. A batch that was received may be written without that (see ``wire``).
         """
         batch, arrays, facts = copied((plain_batch(self.batch), self.non_tensor_batch, self.meta_info))
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)

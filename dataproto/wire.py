@@ -7,8 +7,9 @@ as the memory they are in: with protocol 5 and a ``buffer_callback`` nothing is 
   or array is written alone, not with the storage it looks into; two that show the same memory are written once.
 - Tensors and arrays arrive contiguous, on the device they were on where the reader has it, or else on the CPU. Images arrive
   as plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
-- What is read out of band is *borrowed*: it is the sender's, or everybody's, memory. No verb writes into it;
-  ``DataProto.writable`` makes a copy that may be written.
+- What is received may be written, and nobody else sees it. In band it is memory of its own. Out of band, buffers that may only be
+  read (Ray's, ``bytes``) are made private without a copy where the system can (see ``own_memory``); buffers that may be written
+  are used as they are, as everywhere with pickle 5: who hands them over keeps them to himself, or passes ``.toreadonly()``.
 """
 
 import contextvars
@@ -24,7 +25,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from dataproto.memory import bytes_of, memory_of
+from dataproto.equality import same_value
+from dataproto.memory import bytes_of, memory_of, same_bytes
+from dataproto.own_memory import OwnMemory
 from dataproto.pixels import Palette, image_of, is_image, palette_of, pixels_of
 from dataproto.skeleton import is_array, leaf_key, put_together, take_apart
 
@@ -39,7 +42,7 @@ class BlobStore(Protocol):
     """Where :func:`shared_blobs` keeps buffers. It is pickled along with the batches, so it must be cheap to pickle."""
 
     def put(self, buffer: np.ndarray) -> Any:
-        """Stores the bytes ``(n,)`` uint8; returns what finds them again, which can be pickled."""
+        """Stores the bytes ``(n,)`` uint8; returns what finds them again, which can be pickled and hashed."""
 
     def get(self, ref: Any) -> Buffer:
         """The bytes that :meth:`put` stored: any object with the buffer protocol, and best without a copy."""
@@ -52,6 +55,7 @@ class _Blobs:
     store: BlobStore
     forms: dict[Hashable, Form] = field(default_factory=dict)
     leaves: list[Any] = field(default_factory=list)
+    compared: dict[Hashable, Form] = field(default_factory=dict)  # forms that are still what their leaves hold
 
 
 _sharing: contextvars.ContextVar[_Blobs | None] = contextvars.ContextVar("dataproto_blobs", default=None)
@@ -64,7 +68,7 @@ def shared_blobs(store: BlobStore) -> Iterator[None]:
     So parts of one batch that are sent one by one send what they share once. Dense columns belong to one part each and travel
     with it. What is put once is not looked at again: it must not be written while this is open. Reading needs nothing but the
     pickled batch, which holds the store and the references. What was read from a store and is sent on into an equal one
-    (``==``) is not put again: the reference travels back.
+    (``==``) is compared with what is there, and put again only if it was written since: otherwise the reference travels back.
 
     ::
 
@@ -76,7 +80,8 @@ def shared_blobs(store: BlobStore) -> Iterator[None]:
 
 
 class SharedBlobs:
-    """`shared_blobs` that opens more than once, and remembers from one time to the next what has been put.
+    """`shared_blobs` that opens more than once, and remembers from one time to the next what has been put. What was written in
+    between is put again.
 
     ::
 
@@ -93,6 +98,7 @@ class SharedBlobs:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, pickling shares; see `shared_blobs`."""
+        self._blobs.compared = {}
         token = _sharing.set(self._blobs)
         try:
             yield
@@ -139,7 +145,8 @@ def reduce_value(
 
 
 def _restore(make: Any, skeleton: Buffer, forms: list[Form], store: BlobStore | None) -> Any:
-    value = put_together(skeleton, [_decode(form, store) for form in forms])
+    reading = _Reading(store)
+    value = put_together(skeleton, [reading.leaf(form) for form in forms])
     return value if make is None else make(value)
 
 
@@ -160,17 +167,41 @@ def _copy(leaf: Any) -> Any:
 
 def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form:
     """Columns are handed over; what stands inside of objects is written in place where small, else put into the store if any."""
-    if blobs is not None and not dense and (known := blobs.forms.get(leaf_key(leaf)) or _origin(leaf, blobs.store)):
-        return known
+    blobs = None if dense else blobs
+    if blobs is not None and (compared := _compared(leaf, blobs)):
+        return compared
     *described, bits = _described(leaf)
     if described == ["object"]:
         return "object", leaf
     if bits.nbytes == 0 or (bits.nbytes < _SMALL and not dense):
         return *described, bits.tobytes()
-    if blobs is None or dense:
+    if blobs is None:
         return *described, pickle.PickleBuffer(bits) if protocol >= 5 else _Own(bytes_of(bits))
-    blobs.leaves.append(leaf)
-    return blobs.forms.setdefault(leaf_key(leaf), (*described, _Stored(blobs.store.put(bits))))
+    return _stored(leaf, described, bits, blobs)
+
+
+def _compared(leaf: Any, blobs: _Blobs) -> Form | None:
+    """The form of a leaf that was put, or compared with what was put, since the store was opened."""
+    key = leaf_key(leaf)
+    form = blobs.compared.get(key)
+    return form if form is blobs.forms.get(key) or form is _origin(key, blobs.store) else None
+
+
+def _stored(leaf: Any, described: list[Any], bits: np.ndarray, blobs: _Blobs) -> Form:
+    """The form of a leaf in the store, which is put there unless it is there already, and as it is now."""
+    key = leaf_key(leaf)
+    for form in (blobs.forms.get(key), _origin(key, blobs.store)):
+        if form is not None and _holds(form, described, bits, blobs.store):
+            break
+    else:
+        blobs.leaves.append(leaf)
+        form = blobs.forms[key] = (*described, _Stored(blobs.store.put(bits)))
+    return blobs.compared.setdefault(key, form)
+
+
+def _holds(form: Form, described: list[Any], bits: np.ndarray, store: BlobStore) -> bool:
+    """Whether what is in the store is what a leaf holds now."""
+    return same_value(list(form[:-1]), described) and same_bytes(bits, store.get(form[-1].ref))
 
 
 @dataclass(frozen=True)
@@ -182,7 +213,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Own:
-    """Bytes that were read along with the batch, so that nobody else has them: before protocol 5, all of them."""
+    """Bytes that are read along with the batch, so that nobody else has them: before protocol 5, all of them."""
 
     data: bytes
 
@@ -217,13 +248,33 @@ def _described_image(image: Any) -> Form:
 # Leaves in
 
 
-def _decode(form: Form, store: BlobStore | None) -> Any:
-    kind, *described, buffer = form
-    if not isinstance(buffer, _Stored) or store is None:
-        return _MAKERS[kind](*described, buffer)
-    leaf = _MAKERS[kind](*described, store.get(buffer.ref))
-    _remember(leaf, form, store)
-    return leaf
+class _Reading:
+    """What the leaves of one message are made with; those that are one in the store become one."""
+
+    def __init__(self, store: BlobStore | None) -> None:
+        self._store, self._memory = store, OwnMemory()
+        self._stored: dict[Any, Any] = {}
+
+    def leaf(self, form: Form) -> Any:
+        *described, buffer = form
+        if not isinstance(buffer, _Stored) or self._store is None:
+            return self._made(described, buffer)
+        if buffer.ref not in self._stored:
+            leaf = self._stored[buffer.ref] = self._made(described, self._store.get(buffer.ref))
+            _remember(leaf, form, self._store)
+        return self._stored[buffer.ref]
+
+    def _made(self, described: list[Any], buffer: Buffer) -> Any:
+        kind, *described = described
+        if kind == "object":
+            return buffer
+        if isinstance(buffer, _Own):  # short ones Python may share among all that are equal
+            alone = len(buffer.data) >= _SMALL
+            return _MAKERS[kind](*described, memory_of(buffer.data) if alone else self._memory.bits(buffer.data))
+        leaf = _MAKERS[kind](*described, self._memory.bits(buffer))
+        if kind == "image" and not isinstance(buffer, bytearray) and not memoryview(buffer).readonly:
+            leaf.readonly = 1  # others may have what was handed over: PIL copies it when it is written
+        return leaf
 
 
 # Leaves that were read from a store, by key, as long as they live: how they are written when they are sent on.
@@ -240,20 +291,15 @@ def _remember(leaf: Any, form: Form, store: BlobStore) -> None:
     _origins[key] = weakref.ref(leaf, forget), form, store
 
 
-def _origin(leaf: Any, store: BlobStore) -> Form | None:
-    """The form of a leaf that came out of an equal store and is still what it was then."""
-    _, form, its_store = _origins.get(leaf_key(leaf), (None, None, None))
-    if form is None or its_store != store:
-        return None
-    if is_image(leaf) and not (leaf.readonly and form[1:-1] == (leaf.mode, leaf.size, palette_of(leaf), leaf.info)):
-        return None  # PIL copies a borrowed image when it is written
-    return form
+def _origin(key: Hashable, store: BlobStore) -> Form | None:
+    """How a leaf was written that came out of an equal store. It may have been written since."""
+    _, form, its_store = _origins.get(key, (None, None, None))
+    return form if form is not None and its_store == store else None
 
 
 def _tensor(
-    dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str | None, buffer: Buffer
+    dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str | None, bits: np.ndarray
 ) -> torch.Tensor:
-    bits = _bits(buffer)
     kind: torch.dtype = getattr(torch, dtype)
     tensor = (torch.from_numpy(bits).view(kind) if bits.size else torch.empty(0, dtype=kind)).view(shape)
     if device is not None and _is_here(torch.device(device)):
@@ -266,35 +312,15 @@ def _is_here(device: torch.device) -> bool:
     return here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count()
 
 
-def _array(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool, buffer: Buffer) -> np.ndarray:
-    bits = _bits(buffer)
+def _array(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool, bits: np.ndarray) -> np.ndarray:
     flat = bits.view(dtype) if bits.size else np.empty(0, dtype=dtype)
-    if bits.size and not _is_own(buffer):
-        flat.flags.writeable = not memoryview(buffer).readonly
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
 
-def _image(mode: str, size: tuple[int, int], palette: Palette, info: dict[Any, Any], buffer: Buffer) -> Any:
-    image = image_of(_bits(buffer), mode, size, palette, borrowed=not _is_own(buffer))
-    image.info = info
+def _image(mode: str, size: tuple[int, int], palette: Palette, info: dict[Any, Any], bits: np.ndarray) -> Any:
+    image = image_of(bits, mode, size, palette)
+    image.info = dict(info)
     return image
 
 
-_MAKERS: dict[str, Callable[..., Any]] = {
-    "tensor": _tensor,
-    "array": _array,
-    "image": _image,
-    "object": lambda leaf: leaf,
-}
-
-
-def _is_own(buffer: Buffer) -> bool:
-    """Whether bytes came along with the batch, so that nobody else has them; others are borrowed."""
-    return isinstance(buffer, _Own) or (isinstance(buffer, bytes) and len(buffer) < _SMALL)
-
-
-def _bits(buffer: Buffer) -> np.ndarray:
-    """The bytes ``(n,)`` uint8 of a buffer, without a copy unless they were written among the containers."""
-    if isinstance(buffer, bytes) and _is_own(buffer):
-        return np.frombuffer(bytearray(buffer), dtype=np.uint8)
-    return memory_of(buffer.data if isinstance(buffer, _Own) else buffer)
+_MAKERS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array, "image": _image}

@@ -1,12 +1,15 @@
-"""Batches as bytes: everything comes back, once, without copies, and what is borrowed stays as it was."""
+"""Batches as bytes: everything comes back, once, without copies, and what is written stays with its writer."""
 
 import copy
 import dataclasses
+import mmap
 import pickle
+import sys
 import tracemalloc
 import zlib
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 
-from dataproto import DataProto, RaggedTensor
+from dataproto import DataProto, RaggedTensor, own_memory
 from dataproto.equality import same_value
 from dataproto.skeleton import put_together, take_apart
 
@@ -184,15 +187,18 @@ def test_arrays_of_every_kind(send: Callable[[Any], Any], kind: str) -> None:
         assert column.tolist() == array.tolist()
 
 
-def test_arrays_that_were_copied_may_be_written() -> None:
-    large, small = np.zeros(1000), np.zeros(3)
-    for protocol in (4, 5):
-        back = plain(protocol)(objects(large, small))["o"]
+@pytest.mark.parametrize("read_only", [False, True])
+def test_arrays_may_be_written(read_only: bool) -> None:
+    data = objects(np.zeros(1000), np.zeros(3))
+    for array in data["o"]:
+        array.flags.writeable = not read_only
+    for send in CHANNELS.values():
+        back = send(data)["o"]
         back[0][0] = back[1][0] = 1
-    text, _ = sent(data := objects(large, small))
-    borrowed = pickle.loads(text, buffers=[bytes(8000)])["o"]
-    assert not borrowed[0].flags.writeable
-    assert data["o"][0][0] == 0
+    text, buffers = sent(data)
+    if read_only:
+        pickle.loads(text, buffers=buffers)["o"][0][0] = 1
+    assert not any(array.any() for array in data["o"])
 
 
 # Images
@@ -285,10 +291,10 @@ def test_image_memory_is_shared_where_pil_can() -> None:
     exported = int(PIL.__version__.split(".")[0]) >= 13  # others crash when they export memory that they borrowed
     assert back.getpixel((0, 0)) == ((1, 2, 3) if exported else before)
     received = bytearray(buffers[0])
-    back = pickle.loads(text, buffers=[received])["o"][0]
+    back = pickle.loads(text, buffers=[memoryview(received)])["o"][0]
     received[:3] = bytes((4, 5, 6))
     assert back.getpixel((0, 0)) == (4, 5, 6)
-    back.putpixel((0, 0), (9, 9, 9))  # PIL copies what is borrowed before it writes
+    back.putpixel((0, 0), (9, 9, 9))  # PIL copies what others may have before it writes
     assert received[:3] == bytes((4, 5, 6))
 
 
@@ -475,12 +481,13 @@ def test_the_whole_batch(send: Callable[[Any], Any]) -> None:
     assert whole[0] is whole[1]
 
 
-# Borrowed memory
+# Writing
 
 
 def rich() -> DataProto:
-    tensors = {"x": torch.arange(4000).view(4, 1000), "y": torch.randn(4, 300)}
-    image, patches = drawn("RGB"), torch.randn(500)
+    draw = torch.Generator().manual_seed(0)
+    tensors = {"x": torch.arange(4000).view(4, 1000), "y": torch.randn(4, 300, generator=draw)}
+    image, patches = drawn("RGB"), torch.randn(500, generator=draw)
     data = DataProto.from_dict(
         tensors, {"o": [{"image": image, "patches": patches} for _ in range(4)], "u": list("abcd")}
     )
@@ -489,13 +496,13 @@ def rich() -> DataProto:
     return data
 
 
-def test_verbs_do_not_write_into_borrowed_memory() -> None:
+def test_verbs_do_not_write_into_memory_that_was_handed_over() -> None:
     from test_ragged_columns import VERBS
 
     text, handed_over = sent(rich())
     buffers = [bytearray(buffer) for buffer in handed_over]
     before = [zlib.crc32(buffer) for buffer in buffers]
-    received = pickle.loads(text, buffers=[memoryview(buffer).toreadonly() for buffer in buffers])
+    received = pickle.loads(text, buffers=buffers)
     received["n"], received["uid"] = torch.arange(4), list("abcd")
     for name, (change, _) in VERBS.items():
         if name not in ("union", "concat", "or part"):
@@ -506,26 +513,85 @@ def test_verbs_do_not_write_into_borrowed_memory() -> None:
     assert [zlib.crc32(buffer) for buffer in buffers] == before
 
 
-def test_a_writable_batch_reaches_nobody_else() -> None:
+def write_everywhere(data: DataProto) -> None:
+    """All ways in which a user writes into a batch like `rich`."""
+    data.batch["x"][data.batch["x"] > 1] = 7
+    data["x"][1].mul_(2)
+    data["y"].numpy()[...] = 7
+    data["a"][:] = 7
+    data["r"][2].fill_(7)
+    torch.add(data["r"].storage, 1, out=data["r"].storage)
+    data["o"][0]["patches"][:100] = 7
+    data["o"][0]["image"].load()[0, 0] = (7, 7, 7)
+    data["o"][0]["image"].paste((8, 8, 8), (1, 1, 3, 3))
+
+
+@pytest.mark.parametrize("send", [*CHANNELS.values(), DataProto.writable], ids=[*CHANNELS, "writable"])
+def test_what_is_received_may_be_written(send: Callable[[Any], Any]) -> None:
+    data, mine = rich(), rich()
+    received = send(data)
+    write_everywhere(received)
+    write_everywhere(mine)
+    for name in data.names():
+        assert same_value(received[name], mine[name])
+        assert same_value(data[name], rich()[name])
+    assert received["o"][3]["patches"] is received["o"][0]["patches"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "mapped", "without a right to its file"])
+def test_readers_of_one_buffer_do_not_see_what_others_write(
+    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, handed_over = sent(rich())
-    buffers = [bytearray(buffer) for buffer in handed_over]
+    content = b"".join(handed_over)
+    if kind == "bytes":
+        memory: Any = memoryview(content)
+    else:
+        with open(tmp_path / "shared", "w+b") as file:
+            file.write(content)
+            file.flush()
+            memory = memoryview(mmap.mmap(file.fileno(), 0)).toreadonly()
+        (tmp_path / "shared").unlink()  # as in Ray's object store
+        monkeypatch.setattr(own_memory, "_LARGE", 1)
+        if kind != "mapped":
+            monkeypatch.setattr(own_memory, "_descriptors", lambda: iter(()))
+            monkeypatch.setattr(own_memory, "_places", {})
+            monkeypatch.setattr(own_memory, "_open_if", lambda place, file: None)
+    ends = np.cumsum([buffer.nbytes for buffer in handed_over]).tolist()
+    buffers = [memory[end - buffer.nbytes : end] for end, buffer in zip(ends, handed_over)]
     one, other = (pickle.loads(text, buffers=buffers) for _ in range(2))
-    one["x"][0, 0] = 77
-    assert other["x"][0, 0] == 77  # borrowed: everybody sees it
-    one["x"][0, 0] = 0
-    mine = one.writable()
-    mine["x"].fill_(7)
-    mine["a"][:] = 7
-    mine["r"][2].fill_(7)
-    mine["o"][0]["patches"].fill_(7)
-    mine["o"][0]["image"].load()[0, 0] = (7, 7, 7)
-    expected = rich()
-    for name in ("x", "a", "r"):
-        assert same_value(other[name], expected[name])
-    assert other["o"][0]["image"].getpixel((0, 0)) == expected["o"][0]["image"].getpixel((0, 0))
-    assert not (other["o"][0]["patches"] == 7).any()
-    assert mine["o"][3]["patches"] is mine["o"][0]["patches"]
-    assert mine["o"][3]["image"].getpixel((0, 0)) == (7, 7, 7)
+    write_everywhere(one)
+    written = rich()
+    write_everywhere(written)
+    for reader, expected in ((one, written), (other, rich()), (pickle.loads(text, buffers=buffers), rich())):
+        for name in expected.names():
+            assert same_value(reader[name], expected[name])
+    assert bytes(memory) == content
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere read-only memory is copied")
+@pytest.mark.parametrize("direct", [True, False], ids=["by its mapping", "by its descriptor"])
+def test_shared_pages_are_copied_when_they_are_written(
+    direct: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 1 << 20
+    with open(tmp_path / "shared", "w+b") as file:
+        file.write(b"a" * size)
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0)
+        (tmp_path / "shared").unlink()
+        if not direct:  # what only those with the right to do so can open
+            allowed = own_memory._open_if
+            refuse = lambda place, file: None if "map_files" in place else allowed(place, file)  # noqa: E731
+            monkeypatch.setattr(own_memory, "_open_if", refuse)
+        bits = own_memory.OwnMemory().bits(memoryview(mapped).toreadonly()[100:-100])
+    mapped[size // 2 : size // 2 + 1] = b"b"
+    assert bits[size // 2 - 100] == ord("b")  # the same memory
+    bits[:] = ord("c")
+    assert mapped[:] == b"a" * (size // 2) + b"b" + b"a" * (size // 2 - 1)
+    before = Path("/proc/self/maps").read_text().count(" (deleted)")
+    del bits
+    assert Path("/proc/self/maps").read_text().count(" (deleted)") == before - 1
 
 
 def test_a_writable_copy_of_a_batch_that_was_never_sent() -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -159,16 +160,60 @@ def test_what_came_from_a_store_is_not_put_there_again() -> None:
     assert same_value(again["inputs"], data["inputs"][::-1])
 
 
-def test_an_image_that_was_drawn_on_is_put_again() -> None:
+EDITS: dict[str, Callable[[DataProto], Any]] = {
+    "in place": lambda data: data["inputs"][0]["pixels"].mul_(2),
+    "by a mask": lambda data: data["inputs"][0]["pixels"].__setitem__(data["inputs"][0]["pixels"] > 0, 9.0),
+    "through numpy": lambda data: data["inputs"][0]["pixels"].numpy().__setitem__(slice(3, 5), 9.0),
+    "through a view": lambda data: data["inputs"][0]["pixels"][10:].view(torch.uint8).fill_(1),
+    "an array": lambda data: data["inputs"][0]["array"].fill(9),
+    "an image": lambda data: data["media"][0]["image"][0].putpixel((0, 0), (1, 2, 3)),
+    "an image's pixels": lambda data: data["media"][0]["image"][0].load().__setitem__((1, 1), (1, 2, 3)),
+    "a ragged row": lambda data: data["r"][0].fill_(9),
+    "a column": lambda data: data["x"].zero_(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_what_was_received_and_written_is_sent_on(edit: Callable[[DataProto], Any]) -> None:
     data = batch()
     with shared_blobs(Shelf()):
-        back = pickle.loads(pickle.dumps(data))
-    image = back["media"][0]["image"][0]
-    image.putpixel((0, 0), (1, 2, 3))
+        first = pickle.dumps(data)
+    stored = dict(SHELF)
+    back = pickle.loads(first)
+    edit(back)
     with shared_blobs(Shelf()):
         again = pickle.loads(pickle.dumps(back))
-    assert again["media"][0]["image"][0].getpixel((0, 0)) == (1, 2, 3)
-    assert again["media"][1]["image"][0].tobytes() == data["media"][1]["image"][0].tobytes()
+    with shared_blobs(Shelf()):
+        once_more = pickle.loads(pickle.dumps(again))
+    edit(expected := pickle.loads(pickle.dumps(data)))
+    for name in data.names():
+        assert same_value(again[name], expected[name])
+        assert same_value(once_more[name], expected[name])
+        assert same_value(pickle.loads(first)[name], data[name])
+    assert stored == {number: SHELF[number] for number in stored}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_what_is_written_between_two_openings_is_put_again(edit: Callable[[DataProto], Any]) -> None:
+    data, blobs = batch(), SharedBlobs(Shelf())
+    with blobs.open():
+        pickle.dumps(data)
+    edit(data)
+    for _ in range(2):
+        with blobs.open():
+            back = pickle.loads(pickle.dumps(data))
+        for name in data.names():
+            assert same_value(back[name], data[name])
+
+
+def test_what_is_one_in_the_store_becomes_one() -> None:
+    data = batch().select(batch_keys=[], non_tensor_batch_keys=["media", "inputs"])
+    with shared_blobs(Shelf()):
+        parts = [pickle.loads(pickle.dumps(part)) for part in data.chunk(8)]
+        back = pickle.loads(pickle.dumps(DataProto.concat(parts)))
+    assert len(SHELF) == 12
+    assert back["inputs"][0]["pixels"] is back["inputs"][4]["pixels"]
+    assert back["media"][0]["image"][0] is back["media"][28]["image"][0]
 
 
 def test_another_store_gets_its_own() -> None:

@@ -1,0 +1,140 @@
+"""Buffers of others as memory of this process's own, which may be written and which nobody else sees.
+
+What can be written already was handed over and is used as it is. What may only be read is made private: where it lies in a
+file that this process has mapped together with others (Ray's object store, shared memory), the same pages are mapped once more,
+privately, and the kernel copies each page when it is first written. So nothing is copied where nobody writes. Everything else
+(small buffers, ``bytes``, systems without ``/proc``) is copied at once.
+"""
+
+import bisect
+import ctypes
+import mmap
+import os
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dataproto.memory import Memory
+
+_LARGE = 128 << 10  # bytes from which on a mapping is cheaper than a copy
+
+
+class OwnMemory:
+    """Makes the buffers of one message this process's own; looks once, when it first has to, at what is mapped where."""
+
+    def __init__(self) -> None:
+        self._regions: list[_Region] | None = None
+
+    def bits(self, buffer: Any) -> np.ndarray:
+        """The bytes ``(n,)`` uint8 of any buffer, as memory that may be written."""
+        read = np.frombuffer(buffer, dtype=np.uint8)
+        if read.flags.writeable:
+            return read
+        own = self._mapped(read) if read.size >= _LARGE and sys.platform == "linux" else None
+        return read.copy() if own is None else own
+
+    def _mapped(self, read: np.ndarray) -> np.ndarray | None:
+        """The pages of ``read`` mapped privately; ``None`` where that is not possible."""
+        if self._regions is None:
+            self._regions = _shared_regions()
+        address = read.__array_interface__["data"][0]
+        number = bisect.bisect(self._regions, address, key=lambda region: region.start) - 1
+        if number < 0 or address + read.size > self._regions[number].end:
+            return None
+        return _private(self._regions[number], read, address)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Part of a file that this process has mapped and shares with others."""
+
+    start: int
+    end: int
+    offset: int  # of the start, in the file
+    file: tuple[int, int]  # device and inode
+    path: str
+
+
+_MAPPING = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*) *(.*)$", re.MULTILINE)
+
+
+def _shared_regions() -> list[_Region]:
+    """All shared mappings of files, by address."""
+    regions = []
+    with open("/proc/self/maps", "rb") as maps:
+        for *numbers, inode, path in _MAPPING.findall(maps.read()):
+            start, end, offset, major, minor = (int(number, 16) for number in numbers)
+            regions.append(_Region(start, end, offset, (os.makedev(major, minor), int(inode)), os.fsdecode(path)))
+    return regions
+
+
+def _private(region: _Region, read: np.ndarray, address: int) -> np.ndarray | None:
+    descriptor = _opened(region)
+    if descriptor is None:
+        return None
+    try:
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        size = address + read.size - start
+        base = _mmap(None, size, _RIGHTS, _FLAGS, descriptor, region.offset + start - region.start)
+    finally:
+        os.close(descriptor)
+    if base in (None, ctypes.c_void_p(-1).value):
+        return None
+    memory = Memory(read, base + address - start, read.size)  # what is not written yet is still the other's
+    weakref.finalize(memory, _munmap, base, size).atexit = False
+    return memory.bits()
+
+
+# The file behind a mapping
+
+_places: dict[tuple[int, int], str | None] = {}  # where files were found that have no name of their own any more
+
+
+def _opened(region: _Region) -> int | None:
+    """A descriptor of a region's file, for reading; ``None`` where this process cannot have one."""
+    direct = f"/proc/self/map_files/{region.start:x}-{region.end:x}"  # with the right to do so
+    for place in (direct, region.path):
+        if (descriptor := _open_if(place, region.file)) is not None:
+            return descriptor
+    if region.file not in _places:
+        _places[region.file] = next((place for place in _descriptors() if _is(place, region.file)), None)
+    found = _places[region.file]
+    return None if found is None else _open_if(found, region.file)
+
+
+def _open_if(place: str, file: tuple[int, int]) -> int | None:
+    try:
+        return os.open(place, os.O_RDONLY | os.O_CLOEXEC) if _is(place, file) else None
+    except OSError:
+        return None
+
+
+def _is(place: str, file: tuple[int, int]) -> bool:
+    try:
+        found = os.stat(place)
+    except (OSError, ValueError):
+        return False
+    return (found.st_dev, found.st_ino) == file
+
+
+def _descriptors() -> Iterator[str]:
+    """What this user's processes have open, nearest first: a file without a name stays open where it was made."""
+    near = [os.getpid(), os.getppid()]
+    for process in [*near, *(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in near)]:
+        try:
+            yield from (f"/proc/{process}/fd/{name}" for name in os.listdir(f"/proc/{process}/fd"))
+        except OSError:  # another user's, or gone
+            continue
+
+
+if sys.platform == "linux":
+    _RIGHTS = mmap.PROT_READ | mmap.PROT_WRITE
+    _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named from Python 3.13 on
+    _mmap, _munmap = ctypes.CDLL(None).mmap, ctypes.CDLL(None).munmap
+    _mmap.restype, _munmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
+    _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
