@@ -8,6 +8,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
+from dataproto.memory import ask_for_large_pages
 
 
 def get_tensordict(
@@ -155,5 +156,9 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 def rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``tensor[index]`` along the first dimension, of every dtype (torch lacks it for wide unsigned numbers)."""
     if tensor.dtype in _SIGNED:
-        return tensor.view(_SIGNED[tensor.dtype]).index_select(0, index).view(tensor.dtype)
-    return tensor.index_select(0, index)
+        return rows_at(tensor.view(_SIGNED[tensor.dtype]), index).view(tensor.dtype)
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
+        return tensor.index_select(0, index)
+    chosen = tensor.new_empty((len(index), *tensor.shape[1:]))
+    ask_for_large_pages(chosen.data_ptr(), chosen.nbytes)
+    return torch.index_select(tensor, 0, index, out=chosen)
