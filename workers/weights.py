@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from dataproto.exchange import all_gather_equal
-from workers.lora import base_name, merged_weight
+from workers.lora import base_name, is_adapted, merged_weight
 from workers.mesh import Ranks
 
 BUCKET_BYTES = 1 << 29  # of gathered tensors: they are gathered together up to this size
@@ -31,7 +31,8 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
         base = base_name(name)
         if base is None:
             continue
-        if base == name and _split_by_rows(parameter):
+        adapted = is_adapted(model, name)
+        if not adapted and _split_by_rows(parameter):
             size = parameter.numel() * (dtype or parameter.dtype).itemsize
             if bucket and (filled + size > BUCKET_BYTES or not _alike(parameter, bucket[0][1])):
                 yield from _gathered(bucket, dtype)
@@ -41,7 +42,7 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
             continue
         yield from _gathered(bucket, dtype)
         bucket, filled = [], 0
-        yield base, merged_weight(model, name, full_tensor) if base != name else full_tensor(parameter, dtype)
+        yield base, merged_weight(model, name, full_tensor) if adapted else full_tensor(parameter, dtype)
     yield from _gathered(bucket, dtype)
 
 

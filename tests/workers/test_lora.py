@@ -1,16 +1,27 @@
 """Adapters: they are all that is trained, weights that leave the worker have them merged, and training goes on from them."""
 
+from functools import partial
+
+import peft
 import pytest
 import torch
 
 from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.processes import run_ranks
 from helpers.tiny_models import CLASSES, MODEL_TYPES, tiny_config, tiny_model
 from workers.actor import ActorConfig, ActorWorker
+from workers.engine_config import EngineConfig
+from workers.layout import Layout
+from workers.lora import add_adapters
+from workers.mesh import Ranks, join
 from workers.optimizer import OptimizerConfig
+from workers.planning import share_out
 from workers.policy import ReferenceWorker
 
 CPU = torch.device("cpu")
+MOE = "qwen3_vl_moe"
 
 
 def rows(model_type):
@@ -55,6 +66,10 @@ def test_weights_handed_over_are_those_of_the_base_model_with_adapters_merged(ad
     assert any("vision" in name or "visual" in name for name in changed)
     assert any(name.endswith("layers.1.self_attn.q_proj.weight") for name in changed)
     assert not any("embed_tokens" in name or "lm_head" in name or "norm" in name for name in changed)
+    experts = {name for name in weights if ".experts." in name}
+    assert len(experts) == (4 if model_type == "qwen3_vl_moe" else 0)  # two weights in each of two layers
+    assert experts <= changed
+    assert not any(name.endswith("mlp.gate.weight") for name in changed)  # routers
     model.load_state_dict(weights, strict=False)
     with torch.no_grad():
         torch.testing.assert_close(padded_log_probs(model, data), expected, atol=1e-5, rtol=0)
@@ -89,6 +104,93 @@ def test_only_adapters_are_trained(tmp_path):
     trained = [name for name, parameter in actor.module.model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 2 * 7  # two matrices for each of two layers' seven linear ones
     assert all("language_model" in name and (".lora_A." in name or ".lora_B." in name) for name in trained)
+
+
+def test_experts_adapters_are_pefts_target_parameters():
+    """Outputs and gradients of the matrices are those of peft's own, which hold the same numbers in another order."""
+    config = tiny_config(MOE)
+    model, theirs = tiny_model(MOE), tiny_model(MOE)
+    add_adapters(model, family_of(config), EngineConfig(lora_rank=3, lora_alpha=8.0))
+    names = [f"model.language_model.layers.{layer}.mlp.experts" for layer in range(2)]
+    weights = ["gate_up_proj", "down_proj"]
+    targets = [f"{name}.{weight}" for name in names for weight in weights]
+    settings = peft.LoraConfig(r=3, lora_alpha=8.0, target_modules=[], target_parameters=targets)
+    theirs.requires_grad_(False)
+    peft.inject_adapter_in_model(settings, theirs)
+    generator = torch.Generator().manual_seed(7)
+    for name in names:
+        experts, wrapper = model.get_submodule(name), theirs.get_submodule(name)
+        pairs = []
+        while hasattr(wrapper, "base_layer"):
+            weight = wrapper.parameter_name
+            ours = [getattr(experts, f"lora_{letter}_{weight}") for letter in "AB"]
+            for matrix in ours:
+                matrix.data.normal_(generator=generator)
+            pairs.append((wrapper.lora_A["default"].weight, ours[0], lambda a: a.flatten(0, 1)))
+            pairs.append((wrapper.lora_B["default"].weight, ours[1], lambda b: b.permute(1, 2, 0).flatten(1)))
+            wrapper = wrapper.base_layer
+        with torch.no_grad():
+            for matrix, ours, laid_out in pairs:
+                matrix.copy_(laid_out(ours))
+        states = torch.randn(11, 64, generator=generator)
+        choice = torch.rand(11, 4, generator=generator).topk(2).indices
+        shares = torch.rand(11, 2, generator=generator)
+        outputs = [each.get_submodule(name)(states, choice, shares) for each in (model, theirs)]
+        torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
+        for output in outputs:
+            output.square().sum().backward()
+        for matrix, ours, laid_out in pairs:
+            torch.testing.assert_close(laid_out(ours.grad), matrix.grad, atol=1e-3, rtol=1e-4)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "experts" in name}
+    assert len(trained) == 2 * 2 * 2
+
+
+def learn(path, layout, folder=None, resume=None, **options):
+    """Losses and gradient norms of three updates, then log-probs and weights."""
+    ranks = Ranks() if layout is None else join(layout, CPU)
+    config = ActorConfig(path, lora_alpha=8.0, optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.5), **options)
+    actor, data = ActorWorker(config, CPU, ranks), rows(MOE)
+    if resume is not None:
+        actor.load(resume)
+    here = share_out(data, ranks.size("dp"))[ranks.rank("dp")]
+    metrics = [actor.update(here, pg_loss) for _ in range(3)]
+    curve = [(step["actor/loss"], step["actor/grad_norm"]) for step in metrics]
+    if folder is not None:
+        actor.save(folder)
+    return curve, actor.log_probs(data)["old_log_probs"], {name: w.clone() for name, w in actor.named_weights()}
+
+
+TWO = {
+    "dp": (Layout(dp=2), {}),
+    "dp, ep": (Layout(dp=2, ep=2), {"activation_checkpointing": "full"}),
+    "sp, ep": (Layout(sp=2, ep=2), {"activation_checkpointing": "selective"}),
+    "pp": (Layout(pp=2), {}),
+}
+RANK = 3  # no two ranks can share its dimension evenly
+
+
+def test_adapted_experts_learn_the_same_in_every_layout(tmp_path):
+    """Also where two ranks hold the same three experts, whose matrices they share by another dimension."""
+    config = tiny_config(MOE)
+    config.text_config.num_experts = 6
+    tiny_model(MOE, config=config).save_pretrained(tmp_path / "model")
+    run = partial(learn, str(tmp_path / "model"), lora_rank=RANK)
+    curve, scores, weights = run(None)
+    cases = {name: partial(run, layout, tmp_path / name, **options) for name, (layout, options) in TWO.items()}
+    for name in ("two", "four"):
+        (tmp_path / name).mkdir()
+    outcomes = run_ranks(2, cases, tmp_path / "two")
+    outcomes |= run_ranks(4, {"shared": partial(run, Layout(dp=2, sp=2, ep=2))}, tmp_path / "four")
+    for case, found in outcomes.items():
+        for outcome in found:
+            assert not isinstance(outcome, str), outcome
+            torch.testing.assert_close(torch.tensor(outcome[0]), torch.tensor(curve), atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(outcome[1], scores, atol=1e-3, rtol=0)
+            assert outcome[2].keys() == weights.keys()
+            for name, weight in outcome[2].items():
+                torch.testing.assert_close(weight, weights[name], atol=1e-3, rtol=0, msg=f"{case}: {name}")
+    gone_on = run(None, resume=tmp_path / "dp, ep")  # what was saved dealt out is read whole
+    assert gone_on[0][0][0] < curve[-1][0]
 
 
 def test_adapters_that_cannot_be_are_refused():

@@ -9,7 +9,6 @@ different tokens.
 """
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.func import functional_call
 
 from dataproto.errors import InvalidConfig
 from workers.engine_config import EngineConfig
+from workers.lora import expert_layers
 from workers.mesh import Ranks
 from workers.packed import PackedVLM
 from workers.parallel.collectives import Peers, all_to_all, exchange_tokens
@@ -33,8 +33,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     if ranks.experts is None:
         return
     model, degree = module.model, ranks.size("ep")
-    pattern = module.family.experts
-    names = [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
+    names = expert_layers(model, module.family)
     experts = getattr(model.config.text_config, "num_experts", 0)
     if not names:
         raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to deal out; use ep=1")
@@ -54,8 +53,9 @@ class SplitExperts(nn.Module):
     """This rank's experts in the place of all: parameters of the same names, split along the first dimension over ``mesh``."""
 
     def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
-        """``experts`` holds fused weights ``(experts, ...)`` alone; it computes with parts of them from now on."""
+        """``experts`` holds weights ``(experts, ...)`` alone, of adapters too; it computes with parts of them from now on."""
         super().__init__()
+        self.scaling = getattr(experts, "scaling", None)  # of adapters
         self.peers = Peers.of(mesh.get_group())
         self.experts = int(experts.num_experts)  # type: ignore[arg-type]
         for name, weight in list(experts.named_parameters()):

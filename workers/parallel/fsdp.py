@@ -49,12 +49,11 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     ]
     for experts in split_experts(module):  # over the ranks that hold the same ones, be it one alone
         holders: DeviceMesh = ranks.experts["edp"]  # type: ignore[index]
-        dim = 0 if experts.here % holders.size() == 0 else 1  # shards of parts of dimension 0 have to be of one size
         shard(
             experts,
             mesh=holders,
             reshard_after_forward=options.reshard_after_forward,
-            shard_placement_fn=lambda weight, dim=dim: Shard(dim),
+            shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
         )
     for block in (*blocks, model.get_submodule(family.vision_tower)):
         shard(block, reshard_after_forward=options.reshard_after_forward)
@@ -62,6 +61,14 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     for part in sharded_parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+
+
+def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
+    """The first dimension of dealt-out experts' ``weight``, of which ``here`` stand on this rank, that holders can share evenly:
+    shards of parts have to be of one size.
+    """
+    sizes = (here, *weight.shape[1:])
+    return Shard(next((dim for dim, size in enumerate(sizes) if size % holders == 0), 1))
 
 
 def reshard(module: nn.Module) -> None:
