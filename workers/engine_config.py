@@ -22,7 +22,9 @@ class EngineConfig:
     )
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
-    lora_rank: int = 0  # train adapters of this rank (arXiv:2106.09685) in the decoder's linear layers and experts instead of the weights
+    lora_rank: int = (
+        0  # train adapters of this rank (arXiv:2106.09685) in the decoder's linear layers and experts, not weights
+    )
     lora_alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
     lora_vision: bool = False  # adapt the vision tower too; without, adapters leave it frozen
     pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = (

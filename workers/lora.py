@@ -68,9 +68,9 @@ class AdaptedExperts(nn.Module):
     """Fused experts in whose place each weight W ``(experts, out, in)`` is used as W + alpha / r * B A, for every expert.
 
     The weights keep their names; beside each are ``lora_A_<name>`` ``(experts, r, in)`` and ``lora_B_<name>``
-    ``(experts, out, r)``, both with the experts first, so that experts are dealt out with all that is theirs. A forward pass computes the sums of all
-    experts of a layer, which takes as much memory as their weights; the backward pass needs them again, so they are kept unless
-    ``activation_checkpointing="full"`` computes them again.
+    ``(experts, out, r)``, both with the experts first, so that experts are dealt out with all that is theirs. A forward pass
+    computes the sums of all experts of a layer, which takes as much memory as their weights; the backward pass needs them, so
+    they are kept unless ``activation_checkpointing="full"`` computes them again.
     """
 
     def __init__(self, experts: nn.Module, rank: int, alpha: float) -> None:

@@ -2,6 +2,7 @@
 and its expansion of chunks."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
 from helpers.engines import GREEDY, RESTRICTED, ROWS, SAMPLED, generate, start
 from rollout.prompts import ChunkRenderer
+from workers.actor import ActorWorker
 
 pytestmark = pytest.mark.vllm
 
@@ -50,6 +52,21 @@ def test_log_probs_are_the_actors_before_and_after_updates(family):
         family.vllm.load_weights(family.actor.named_weights())
         assert family.vllm.differing_weights(family.actor.named_weights()) == []
         data = assert_same_as_actor(family, SAMPLED)  # the same images: nothing old may come out of a cache
+    family.vllm.load_weights(family.hf.model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_adapted_experts_reach_the_engine_merged(family):
+    data = generate(family, family.vllm, SAMPLED)
+    data["advantages"] = torch.randn(data["responses"].shape, generator=torch.Generator().manual_seed(0))
+    actor = ActorWorker(replace(family.actor.config, lora_rank=2, lora_alpha=8.0), torch.device("cpu"))
+    for _ in range(2):
+        actor.update(data, lambda outputs, rows: (-outputs.log_probs * rows["advantages"], {}))
+    assert any(".experts." in name for name in family.vllm.differing_weights(actor.named_weights()))
+    family.vllm.load_weights(actor.named_weights())
+    data = generate(family, family.vllm, SAMPLED)
+    scored, mask = actor.log_probs(data)["old_log_probs"], data["response_mask"].bool()
+    torch.testing.assert_close(data["rollout_log_probs"][mask], scored[mask], atol=1e-4, rtol=0)
     family.vllm.load_weights(family.hf.model.named_parameters())
 
 
