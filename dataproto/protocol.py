@@ -44,6 +44,7 @@ from dataproto.serialize import (
 from dataproto.table import DataProtoItem, Table, name_list
 from dataproto.tensordict_utils import get_tensordict, stack_objects
 from dataproto.verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
+from dataproto.widths import MAX_TOKENS, equally_wide
 
 __all__ = [
     "BatchData",
@@ -269,6 +270,7 @@ class DataProto(Table):
         """The rows of all parts. ``metrics`` in ``meta_info`` are collected, other facts must agree (see ``merging``).
 
         A part without any column adds no rows. A list that was put into ``non_tensor_batch`` is read as an array, as in verl.
+        Rollouts, which ``max_tokens`` in ``meta_info`` tells, are padded to the widest of them (see ``widths``).
 
         Raises:
             MissingColumn: a column is absent from some part.
@@ -284,6 +286,8 @@ class DataProto(Table):
         parts = [part for part in data if part._rows() is not None]
         if not parts:
             return type(data[0])(meta_info=meta_info)
+        if all(MAX_TOKENS in part.meta_info for part in parts):
+            parts = equally_wide(parts)
         names = parts[0].names()
         for part in parts:
             if different := sorted(set(part.names()) ^ set(names)):

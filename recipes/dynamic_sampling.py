@@ -8,7 +8,7 @@ import numpy as np
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn
-from dataproto.widths import concat_rollouts
+from dataproto.widths import equally_wide
 from recipes.algorithms.sampling import informative_rows
 
 More = Callable[[str], DataProto]  # why more prompts are wanted, for whoever watches -> the next ones
@@ -51,7 +51,7 @@ def sample_informative_groups(
         prompts = more(
             f"{found} of {wanted} groups teach something: generation {generation + 1} of at most {generations}"
         )
-    rows = concat_rollouts([part for part in (*kept, *dropped) if len(part)])
+    rows = DataProto.concat(equally_wide([part for part in (*kept, *dropped) if len(part)]))
     chosen = set(list(dict.fromkeys(rows["uid"]))[:wanted])
     return rows[np.array([uid in chosen for uid in rows["uid"]], dtype=bool)], {
         "train/num_gen_batches": generation,

@@ -9,7 +9,7 @@ import numpy as np
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from dataproto.widths import concat_rollouts
+from dataproto.widths import equally_wide
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -117,7 +117,7 @@ def join_rows(results: Sequence[Any]) -> Any:
     """
     if not isinstance(results[0], DataProto):
         return results[0]
-    return concat_rollouts([result for result in results if len(result)] or list(results[:1]))
+    return DataProto.concat(equally_wide([result for result in results if len(result)] or list(results[:1])))
 
 
 def misfit(results: Sequence[Any], rows: Sequence[int]) -> tuple[int, str] | None:

@@ -10,7 +10,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig, MissingColumn
 from recipes.algorithms.kl import KLController
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.dynamic_sampling import concat_rollouts, sample_informative_groups, verdicts
+from recipes.dynamic_sampling import sample_informative_groups, verdicts
 from recipes.phases import Progression, accuracy, roll_out, shape_rewards
 from rollout.engine import SamplingParams
 
@@ -140,12 +140,6 @@ def test_remax_asks_for_one_greedy_response_a_prompt():
     assert data["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
     assert metrics["reward/greedy_baseline"] == 1.25
     assert "reward_baselines" not in roll_out(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, {})
-
-
-def test_rollouts_of_equal_widths_are_joined_as_they_are():
-    sample = sampler(SCORES)
-    joined = concat_rollouts([sample(prompts("a")), sample(prompts("b"))])
-    assert joined["input_ids"].shape == (4, 5)
 
 
 def test_dynamic_sampling_without_a_source_of_prompts_says_so():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dataproto import DataProto
+from dataproto.errors import ColumnConflict
 from dataproto.vlm import family_of
-from dataproto.widths import concat_rollouts, token_widths, widen
+from dataproto.widths import equally_wide, token_widths, widen
 from helpers.batches import prompt_batch
 from helpers.tiny_models import MODEL_TYPES, tiny_config
 from rollout.engine import Completion, SamplingParams
@@ -32,7 +33,7 @@ def test_parts_are_joined_as_if_they_had_been_generated_together(model_type):
     assert token_widths(whole) == (prompts["input_ids"].shape[1], 5)
     parts = [rollout(config, prompts[:2], [2, 1]), rollout(config, prompts[2:], [5])]
     assert [token_widths(part)[1] for part in parts] == [2, 5]
-    joined = concat_rollouts(parts)
+    joined = DataProto.concat(parts)
     joined.validate()
     assert joined.meta_info == whole.meta_info
     assert joined.names() == whole.names()
@@ -68,6 +69,9 @@ def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
         "truncated": [True],
     }
     assert widen(data, prompt=2, response=1) is data
+    assert [token_widths(part) for part in equally_wide([data, wider])] == [(3, 3), (3, 3)]
+    with pytest.raises(ColumnConflict, match="cannot be joined"):  # nothing says that these are rollouts
+        DataProto.concat([data, wider])
     assert token_widths(data) == (2, 1)
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from dataproto import DataProto
 from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
-from dataproto.widths import concat_rollouts
+from dataproto.widths import equally_wide
 from helpers.batches import prompt_batch
 from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_tokenizer
@@ -257,7 +257,7 @@ def test_several_ranks_generate_what_one_does(outcomes, checkpoint, layout, tens
         parts = [{name: torch.from_numpy(column) for name, column in columns.items()} for _, columns, _ in found]
         if layout.pp == tensor_parallel == 1:  # ranks that share no rows
             assert len({part["responses"].shape[1] for part in parts}) > 1
-        joined = concat_rollouts([DataProto.from_dict(part) for part in parts])
+        joined = DataProto.concat(equally_wide([DataProto.from_dict(part) for part in parts]))
         for name in ("responses", "position_ids", "attention_mask"):
             assert torch.equal(joined[name], whole[name]), name
         torch.testing.assert_close(joined["rollout_log_probs"], whole["rollout_log_probs"], atol=1e-5, rtol=0)
