@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -421,6 +422,12 @@ def _calls_of_a_worker_group() -> Any:
             data.meta_info["metrics"] = {"rank": self.rank}
             return data
 
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("tensor_parallel"))
+        def write_same_rows(self, data: Any) -> Any:
+            data.batch["x"] += 1  # every rank, into the object of Ray's that all of them were given
+            time.sleep(5)
+            return data
+
     def batch(rows: int, **options: Any) -> Any:
         columns = {"x": torch.arange(rows, dtype=torch.float32)}
         return DataProto.from_dict(columns, {"uid": np.array(list(map(str, range(rows))), dtype=object)}, **options)
@@ -450,6 +457,7 @@ def _calls_of_a_worker_group() -> Any:
     made["by mesh, tensordict"] = group.by_mesh(batch(4).to_tensordict())
     made["future of tensordict"] = group.by_mesh_later(batch(4).to_tensordict()).get()
     made["by same rows"] = group.by_same_rows(batch(3))
+    made["written by all"] = group.write_same_rows(batch(100_000)).batch["x"].sum().item()
     made["refused"] = _kind_of_error(lambda: group.add(batch(3)))
     if find_spec("transfer_queue"):
         made["queue"] = _through_the_queue(group, batch)
