@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import count
 from typing import Any
-from weakref import ref
 
 import torch
 from PIL import Image
@@ -93,7 +92,6 @@ class VLLMEngine:
         self._freed_bytes = 0  # by the last sleep
         self._open: dict[str, int] = {}  # requests of the run under way, and their numbers
         self._runs = count()
-        self._image_keys = ImageKeys()
 
     # Generation
 
@@ -235,7 +233,7 @@ class VLLMEngine:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids) or request.input_ids.tolist()}
         if images:
             prompt["multi_modal_data"] = {"image": images}
-            prompt["multi_modal_uuids"] = {"image": [self._image_keys(image) for image in images]}
+            prompt["multi_modal_uuids"] = {"image": [image_key(image) for image in images]}
             prompt["mm_processor_kwargs"] = self.processor_options
         (rendered,) = self.llm.renderer.render_cmpl([prompt])
         check_expansion(rendered["prompt_token_ids"], request.input_ids)
@@ -346,31 +344,19 @@ def _start(model_path: str, device: torch.device, options: dict[str, Any]) -> tu
     return llm, sampler
 
 
-class ImageKeys:
-    """A content hash for each image, computed once for each image object for as long as it lives.
+def image_key(image: Image.Image) -> str:
+    """Tells an image's content, as it is now, to vLLM's caches.
 
-    >>> keys = ImageKeys()
     >>> white, same = Image.new("RGB", (2, 2), "white"), Image.new("RGB", (2, 2), "white")
-    >>> keys(white) == keys(same), len(keys)
-    (True, 2)
-    >>> del same
-    >>> len(keys)
-    1
+    >>> key = image_key(white)
+    >>> white.putpixel((0, 0), (0, 0, 0))
+    >>> image_key(same) == key, image_key(white) == key
+    (True, False)
     """
-
-    def __init__(self) -> None:
-        self._keys: dict[int, tuple[ref[Image.Image], str]] = {}
-
-    def __call__(self, image: Image.Image) -> str:
-        number = id(image)
-        if number not in self._keys:
-            pixels = image.convert("RGBA") if image.mode in ("P", "PA") else image  # a palette's numbers are no content
-            digest = blake2b(pixels.tobytes(), digest_size=16, person=f"{image.mode}{image.size}".encode()[:16])
-            self._keys[number] = ref(image, lambda _: self._keys.pop(number, None)), digest.hexdigest()
-        return self._keys[number][1]
-
-    def __len__(self) -> int:
-        return len(self._keys)
+    pixels = image.convert("RGBA") if image.mode in ("P", "PA") else image  # a palette's numbers are no content
+    digest = blake2b(f"{image.mode}{image.size}".encode(), digest_size=16)
+    digest.update(pixels.tobytes())
+    return digest.hexdigest()
 
 
 def check_expansion(engine_ids: Sequence[int], input_ids: Tensor) -> None:
