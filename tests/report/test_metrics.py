@@ -19,6 +19,7 @@ from recipes.metrics import (
     truncate_after,
     validation_metrics,
 )
+from recipes.training import measure_rollouts
 
 
 def batch():
@@ -30,6 +31,13 @@ def batch():
         "advantages": torch.tensor([[0.5, 0.5, 9, 9], [-0.5, -0.5, -0.5, -0.5], [9, 9, 9, 9]]),
         "acc": [1.0, 0.0, 0.0],
     }
+
+
+def test_a_run_counts_responses_as_cut_at_max_tokens_not_at_the_longest():
+    columns = {name: column for name, column in batch().items() if isinstance(column, torch.Tensor)}
+    for longest, expected in ((9, 0), (4, 1 / 3)):
+        data = DataProto.from_dict(columns, meta_info={"max_tokens": longest})
+        assert measure_rollouts(data, {})["response_length/clip_ratio"] == pytest.approx(expected)
 
 
 def test_rollout_metrics_by_hand():
