@@ -1,6 +1,9 @@
-"""Settings of every test."""
+"""Settings of every test, and which of them are fast."""
 
+import inspect
+import os
 import signal
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -26,6 +29,51 @@ def _ctrl_c_is_heard():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+PROCESSES = {"ray", "subprocess", "multiprocessing"}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="leave out tests that start processes or are marked slow")
+
+
+def is_slow(item):
+    """Whether a test starts processes, as far as its code tells, or is marked slow."""
+    if any(item.get_closest_marker(name) for name in ("slow", "vllm")):
+        return True
+    fixtures = getattr(item, "_fixtureinfo", None)  # of a doctest none
+    uses = [each.func for found in fixtures.name2fixturedefs.values() for each in found] if fixtures else []
+    return any(starts_processes(function, set()) for function in [*uses, getattr(item, "function", None)])
+
+
+def starts_processes(function, seen):
+    """Whether a function, or one of the tests' own that it names, names one of the modules `PROCESSES`."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen:
+        return False
+    seen.add(code)
+    names = names_in(code)
+    named = [function.__globals__.get(name) for name in names]
+    own = [each for each in named if getattr(each, "__module__", "").startswith(("test_", "helpers"))]
+    return bool(names & PROCESSES) or any(starts_processes(each, seen) for each in own)
+
+
+def names_in(code):
+    """Global names and attributes, those in functions within a function too."""
+    inner = [names_in(constant) for constant in code.co_consts if hasattr(constant, "co_names")]
+    return set(code.co_names).union(*inner)
+
+
+def pytest_configure(config):
+    if config.getoption("fast"):
+        sys.addaudithook(_refuse_processes)
+
+
+def _refuse_processes(event, _):
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system") and "PYTEST_CURRENT_TEST" in os.environ:
+        raise RuntimeError("this test starts a process: mark it slow, which leaves it out of the fast ones")
+
+
 def pytest_report_header(config):
     """Says that tests which need vLLM are left out, where it is not installed."""
     if find_spec("vllm") is None:
@@ -34,8 +82,11 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need vLLM count as deselected where it is not installed."""
-    if find_spec("vllm") is None:
-        left_out = [item for item in items if item.get_closest_marker("vllm")]
-        items[:] = [item for item in items if not item.get_closest_marker("vllm")]
-        config.hook.pytest_deselected(items=left_out)
+    """Tests that need vLLM count as deselected where it is not installed; with ``--fast`` so do slow ones."""
+    without_vllm = find_spec("vllm") is None
+    left_out = {item for item in items if without_vllm and item.get_closest_marker("vllm")}
+    if config.getoption("fast"):
+        left_out |= {item for item in items if is_slow(item)}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]

@@ -130,6 +130,7 @@ def test_an_overlong_row_is_a_bad_row():
     assert "more than max_prompt_length" in loader.skipped[2]
 
 
+@pytest.mark.slow
 def test_workers_load_the_same_batches_and_resume():
     """Also from a state that a loader without workers has saved."""
     data = rows(9, bad={4})
@@ -149,6 +150,7 @@ def test_workers_load_the_same_batches_and_resume():
     assert helped.state_dict() == alone.state_dict()
 
 
+@pytest.mark.slow
 def test_workers_share_an_image_between_rows():
     data = [{"prompt": f"<image>{place}", "images": [drawing(0)]} for place in range(4)]
     inputs = next(PromptLoader(data, tiny_builder(), batch_size=4, num_workers=2))["multi_modal_inputs"]

@@ -17,6 +17,8 @@ SETTINGS = (
 )
 APART = ("--on", "ray", "--ray.rollout-processes", "2")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:

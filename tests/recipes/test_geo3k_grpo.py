@@ -197,7 +197,6 @@ def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpo
         (["--optimizer.schedule", "linear", "--optimizer.total-steps", "0"], "total_steps"),
         (["--resume", "--overwrite"], "contradict"),
         (["--model-path", "/nowhere"], "/nowhere"),
-        (["--data-path", "/nowhere.parquet"], "/nowhere.parquet"),
         (["--reward", "nowhere.py:f"], "nowhere.py"),
         (["--eval-data-path", "x.parquet"], "data_path"),
         (["--steps", "0"], "steps=0"),
@@ -209,7 +208,15 @@ def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpo
     ],
 )
 def test_mistakes_end_with_one_clear_line(wrong, message, capfd, tmp_path):
-    directory = tmp_path / "run"
+    check_refused(wrong, message, capfd, tmp_path / "run")
+
+
+def test_data_that_is_not_there_is_named(checkpoint, capfd, tmp_path):
+    wrong = ["--model-path", checkpoint, "--data-path", "/nowhere.parquet"]
+    check_refused(wrong, "/nowhere.parquet", capfd, tmp_path / "run")
+
+
+def check_refused(wrong, message, capfd, directory):
     assert main(["--output-dir", str(directory), *wrong]) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1

@@ -17,6 +17,8 @@ from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, assert_same_run
 from recipes.geo3k_grpo import main
 
+pytestmark = pytest.mark.slow
+
 RAY = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2", "--save-behind")
 SETTINGS = ("--steps", "4", "--save-every", "1", "--keep-checkpoints", "9", "--algorithm.kl-coef", "0.1")
 

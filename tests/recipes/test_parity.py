@@ -7,6 +7,7 @@ import torch
 from dataproto import DataProto
 from recipes.algorithms.differences import differences
 from recipes.parity import main, table
+from recipes.tiny import make_tiny_model
 
 FEW = ["--rows", "4", "--n", "2", "--max-response-length", "8"]
 
@@ -15,8 +16,9 @@ def largest(text):
     return float(re.search(r"^max (\S+)$", text, re.MULTILINE).group(1))
 
 
-def test_the_hf_engine_agrees_with_the_actor(capsys):
-    assert main(["--engine", "hf", "--check-weights", "--tolerance", "1e-4", *FEW]) == 0
+def test_the_hf_engine_agrees_with_the_actor(capsys, tmp_path):
+    model = str(make_tiny_model(tmp_path / "model"))
+    assert main(["--engine", "hf", "--model-path", model, "--check-weights", "--tolerance", "1e-4", *FEW]) == 0
     out = capsys.readouterr().out
     assert largest(out) < 1e-4
     assert "weights that differ: none" in out

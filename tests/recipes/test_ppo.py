@@ -139,6 +139,7 @@ def test_in_the_warm_up_the_critic_alone_learns(finished_run):
     assert abs(rows[3]["actor/reward_kl_penalty"]) > 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_that_is_saved_and_resumed_before_the_actor_first_learns_is_the_uninterrupted_one_to_the_bit(
     finished_run, folder
 ):
@@ -151,6 +152,7 @@ def test_a_run_that_is_saved_and_resumed_before_the_actor_first_learns_is_the_un
     assert rows_of(folder / "resumed") == rows_of(finished_run)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_draws_on_exactly_where_an_interrupted_run_stood(folder):
     """In a run of RLOO with GSPO's loss and length punishment, whose scores are often equal within a group."""
     (folder / "parity.py").write_text(

@@ -21,6 +21,8 @@ from workers.optimizer import AdamParams
 from workers.ray_config import RayConfig
 from workers.ray_group import running_ray
 
+pytestmark = pytest.mark.slow
+
 TWO = ("--on", "ray", "--layout.dp", "2")
 
 

@@ -164,6 +164,7 @@ def test_rows_fill_as_few_micro_batches_as_first_fit_decreasing_needs(checkpoint
     assert measure_rows(batch, {}, devices=1)["data/learnt_tokens"] == int(batch["response_mask"].sum())
 
 
+@pytest.mark.slow
 def test_workers_prepare_the_same_batches(checkpoints, data_path):
     builder = SupervisedBuilder.from_pretrained(checkpoints["qwen2_5_vl"], 512)
     for streaming in (False, True):
@@ -233,6 +234,7 @@ def test_an_answer_is_right_when_it_is_the_truth():
 TALKS, SUMS = (f"val-core/synthetic/{name}/acc/mean@1" for name in ("talks", "sums"))
 
 
+@pytest.mark.slow
 def test_the_default_run_needs_no_arguments(tmp_path, monkeypatch):
     """As a user starts it, but for the number of steps."""
     monkeypatch.chdir(tmp_path)

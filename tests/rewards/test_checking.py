@@ -15,6 +15,8 @@ from dataproto.errors import InvalidConfig, RewardError
 from recipes.algorithms import checking
 from recipes.algorithms.checking import AnswerChecker, quick_verdict
 
+pytestmark = pytest.mark.slow
+
 HANGING = "9**9**9**9"
 TRUTH = "12.5"  # not an integer, so that mathruler asks sympy
 

@@ -45,6 +45,7 @@ def test_a_response_made_to_hurt_the_pattern_is_quick():
     assert format_score(" " * 200_000 + "x") == 0.0  # the substitution would take minutes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "truth", "score", "acc", "form"),
     [
@@ -67,6 +68,7 @@ def test_scores(response, truth, score, acc, form):
     )
 
 
+@pytest.mark.slow
 def test_a_batch_with_a_response_that_hangs():
     checker = AnswerChecker(seconds=1.0, processes=1)
     responses = ["<think></think>\\boxed{9**9**9**9}", "\\boxed{25/2}", "\\boxed{12.5}", "nothing"]

@@ -148,6 +148,7 @@ def test_answers_of_every_template_vary_under_one_text(level: int) -> None:
         assert len(answers) >= {1: 7, 2: 15, 3: 15, 4: 8}[level], kind
 
 
+@pytest.mark.slow
 @LEVEL
 def test_answers_are_graded_as_equal_to_themselves_and_to_no_other(level: int) -> None:
     answers = sorted({answer for _, _, answer in drafts(level, 6)})

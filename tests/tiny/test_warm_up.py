@@ -15,6 +15,8 @@ from rollout.prompts import PromptBuilder
 from workers.actor import ActorConfig
 from workers.launch import launch
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 

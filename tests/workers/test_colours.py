@@ -34,6 +34,7 @@ def prompts(builder, colours, random):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_right_word_comes_first(tmp_path):
     words = sorted(COLOURS)
     builder = PromptBuilder.from_pretrained(make_tiny_model(tmp_path / "model", seed=1), max_prompt_length=128)

@@ -25,7 +25,8 @@ def drawn(tokens=37, vocabulary=50, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("elements", "compiled"), [(50, False), (500, False), (10**6, False), (500, True)]
+    ("elements", "compiled"),
+    [(50, False), (500, False), (10**6, False), pytest.param(500, True, marks=pytest.mark.slow)],
 )  # 1, 10 and all tokens at a time
 def test_chunks_give_the_same_values_and_gradients_as_full_logits(elements, compiled):
     hidden, weight, targets = drawn()
@@ -43,6 +44,7 @@ def test_chunks_give_the_same_values_and_gradients_as_full_logits(elements, comp
 
 @given(st.integers(1, 6), st.integers(1, 40), st.sampled_from([1.0, 0.6]), st.booleans(), st.integers(0, 5))
 @settings(max_examples=25)
+@pytest.mark.slow
 def test_gradients_in_double_precision(tokens, chunk, temperature, entropy, seed):
     hidden, weight, targets = drawn(tokens, 13, torch.float64, seed)
 

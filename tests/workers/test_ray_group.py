@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFa
 from workers.dispatch import dispatch
 from workers.host import Host
 from workers.layout import Layout
+from workers.placement import Place
 from workers.ray_config import RayConfig
 from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray, share_cores
 
@@ -138,9 +140,14 @@ def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: 
     return RayPool(layout or Layout(dp=2), RayConfig(**options), StepBlobs()).build("worker", kind)
 
 
+BUNDLES: list[Place] = []  # where Ray put the processes of `group`, in the order of its bundles
+
+
 @pytest.fixture(scope="module")
 def group() -> Iterator[RayGroup]:
-    made = start()
+    """Ranks are in the opposite order of Ray's bundles."""
+    with patch("workers.ray_group.rank_order", lambda places: BUNDLES.extend(places) or [1, 0]):
+        made = start()
     yield made
     made._pool.close()
 
@@ -233,34 +240,26 @@ def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering
     group._pool.close()
 
 
-def test_processes_take_the_ranks_of_their_places(monkeypatch):
-    """Here in the opposite order of Ray's bundles."""
-    started = []
-    monkeypatch.setattr("workers.ray_group.rank_order", lambda places: started.extend(places) or [1, 0])
-    group = start()
+def test_processes_take_the_ranks_of_their_places(group):
     ranks, processes = zip(*group.process())
     assert ranks == (0, 1)
-    for name, process in zip([place.name for place in group._pool.places], processes, strict=True):
-        assert name.endswith(f"(process {process})")
-    assert group._pool.places == started[::-1]
-    assert group.ranks() == 3
-    group._pool.close()
+    assert group._pool.places == BUNDLES[::-1]
+    for place, process in zip(group._pool.places, processes, strict=True):
+        assert place.name.endswith(f"(process {process})")
 
 
-def test_processes_share_the_cores_of_their_node(monkeypatch):
+def test_processes_share_the_cores_of_their_node(group, monkeypatch):
     """Ray gives each one thread, which AdamW under ``offload`` would be left with."""
-    one, two = start(Layout(), cpus=0.5), start(cpus=0.5)
+    one, cores = start(Layout()), len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     share_cores([one])
     assert one.threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
-    cores = len(os.sched_getaffinity(0))
     share_cores([one])
     assert one.threads() == cores
-    share_cores([one, two, two])
-    assert one.threads() == two.threads() == max(1, cores // 3)
-    for group in (one, two):
-        group._pool.close()
+    share_cores([one, group, group])
+    assert one.threads() == group.threads() == max(1, cores // 3)
+    one._pool.close()
 
 
 def test_a_rank_that_raises_while_others_wait_ends_the_group():
