@@ -16,6 +16,8 @@ __all__ = ["LocalGroup", "dispatch"]
 class LocalGroup:
     """One worker in this process: every dispatch mode is a plain call."""
 
+    ended: str | None = None  # why no call can be made any more: of this process there is no such reason
+
     def __init__(self, worker: Any) -> None:
         self.worker = worker
 

@@ -80,7 +80,7 @@ class Roles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and self.actor.ended is None:  # else the caller has been told
                 self.finish_saves()
         finally:
             self.close()

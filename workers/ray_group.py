@@ -117,7 +117,9 @@ class StepBlobs:
     def open(self) -> Iterator[None]:
         """Inside, what is pickled shares its media with what was pickled before in this step; see `shared_blobs`."""
         if self.limit_bytes is None:
-            self.limit_bytes = int(ray.cluster_resources().get("object_store_memory", 0) * STORE_SHARE)
+            here = ray.get_runtime_context().get_node_id()  # what the driver puts lies in its own node's store
+            node = next(node for node in ray.nodes() if node["NodeID"] == here)
+            self.limit_bytes = int(node["Resources"].get("object_store_memory", 0) * STORE_SHARE)
         if self._store.bytes > self.limit_bytes:
             self.renew()
         with self._shared.open():
@@ -353,6 +355,11 @@ class RayGroup:
 
     def __init__(self, pool: RayPool, role: str, worker_class: type) -> None:
         self._pool, self._role, self._class = pool, role, worker_class
+
+    @property
+    def ended(self) -> str | None:
+        """Why the processes are no more, ``None`` while they are there."""
+        return self._pool.ended
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> RayFuture:
         """Starts the call on every rank that takes part and returns its future.

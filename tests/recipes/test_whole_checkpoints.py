@@ -18,6 +18,8 @@ from workers.plain_checkpoint import missing_parts, write
 class Worker:
     """Writes one tensor, perhaps on another machine."""
 
+    ended: str | None = None
+
     def __init__(self, elsewhere: Path | None = None, loses: str = "", fails: Exception | None = None) -> None:
         self.elsewhere, self.loses, self.fails, self.finished = elsewhere, loses, fails, 0
 
@@ -105,7 +107,10 @@ def test_roles_wait_for_what_they_save_unless_an_error_ends_them():
     with pytest.raises(OSError, match="full"), Roles(Worker(fails=OSError("full")), None, {}, lambda: closed.append(1)):
         pass
     assert closed == [1]
-    busy = Worker()
+    busy, dead = Worker(), Worker()
     with pytest.raises(KeyError), Roles(busy, None, {}):
         raise KeyError
-    assert busy.finished == 0
+    dead.ended = "an update failed, and the caller went on without them"
+    with Roles(dead, None, {}):
+        pass
+    assert (busy.finished, dead.finished) == (0, 0)
