@@ -7,7 +7,16 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
 from recipes.dynamic_sampling import More
 from recipes.metrics import timed
-from recipes.phases import Progression, accuracy, add_log_probs, roll_out, rows_to_learn, shape_rewards, update_actor
+from recipes.phases import (
+    Progression,
+    accuracy,
+    add_log_probs,
+    entropy_coefficient,
+    roll_out,
+    rows_to_learn,
+    shape_rewards,
+    update_actor,
+)
 from rollout.engine import SamplingParams
 from workers.launch import Roles
 
@@ -46,6 +55,6 @@ def grpo_step(
         shape_rewards(data, config, progression.kl, sampling.max_tokens, metrics)
         data["advantages"] = outcome_advantage(config, data)
         learned = rows_to_learn(data, config, (sampling.seed, progression.steps), metrics)
-    update_actor(roles, learned, config, metrics)
+    update_actor(roles, learned, config, entropy_coefficient(data, config), metrics)
     progression.steps += 1
     return data, metrics

@@ -153,11 +153,18 @@ def without_empty_minibatches(data: DataProto, minibatch: int | None) -> DataPro
     return data
 
 
-def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics) -> None:
-    """The policy's update, if there is a row; the engine takes the new weights before it next generates."""
-    entropy_coef = config.entropy_coef
-    if config.entropy_anneal:
-        entropy_coef *= 1 - accuracy(data)
+def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
+    """Weight of the entropy bonus for a batch of rollouts; with ``entropy_anneal`` the less, the more answers are right."""
+    return config.entropy_coef * (1 - accuracy(data) if config.entropy_anneal else 1)
+
+
+def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, entropy_coef: float, metrics: Metrics) -> None:
+    """The policy's update, if there is a row; the engine takes the new weights before it next generates.
+
+    Args:
+        data: what `rows_to_learn` gives.
+        entropy_coef: what `entropy_coefficient` gives for all rollouts of the batch.
+    """
     if len(data):
         with timed(metrics, "update_actor"):
             updated = roles.actor.update_and_score(

@@ -11,7 +11,16 @@ from recipes.algorithms.losses import value_loss
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.dynamic_sampling import More
 from recipes.metrics import add_update, timed
-from recipes.phases import Metrics, Progression, add_log_probs, roll_out, rows_to_learn, shape_rewards, update_actor
+from recipes.phases import (
+    Metrics,
+    Progression,
+    add_log_probs,
+    entropy_coefficient,
+    roll_out,
+    rows_to_learn,
+    shape_rewards,
+    update_actor,
+)
 from rollout.engine import SamplingParams
 from workers.critic import Values
 from workers.launch import Roles
@@ -83,7 +92,7 @@ def ppo_step(
     update_critic(roles, learned, config, metrics)
     progression.steps += 1
     if progression.steps > config.critic_warmup:
-        update_actor(roles, learned, config, metrics)
+        update_actor(roles, learned, config, entropy_coefficient(data, config), metrics)
     else:
         roles.sync_weights()  # the end of a step, whoever has learned
     return data, metrics

@@ -11,7 +11,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig, MissingColumn
 from recipes.algorithms.kl import KLController
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.dynamic_sampling import sample_informative_groups, verdicts
-from recipes.phases import Progression, accuracy, roll_out, shape_rewards
+from recipes.phases import Progression, accuracy, entropy_coefficient, roll_out, shape_rewards
 from rollout.engine import SamplingParams
 
 
@@ -195,3 +195,9 @@ def test_what_goes_on_from_step_to_step_survives_a_checkpoint():
 def test_accuracy_is_a_share():
     data = DataProto.from_dict(non_tensors={"acc": np.array([1.0, None, 0.0], dtype=object)})
     assert accuracy(data) == 0.5
+
+
+def test_the_entropy_bonus_fades_with_the_accuracy_of_all_rollouts():
+    data = graded(acc=[1.0, 1.0, 1.0, 0.0])
+    assert entropy_coefficient(data, AlgorithmConfig(entropy_coef=0.4, entropy_anneal=True)) == pytest.approx(0.1)
+    assert entropy_coefficient(data, AlgorithmConfig(entropy_coef=0.4)) == 0.4
