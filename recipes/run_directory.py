@@ -63,6 +63,9 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
                 f"{total // each}: give --{name.replace('_', '-')}.total-steps {run.steps * each} to go on with a longer one, "
                 "which changes the learning rate from here on"
             )
+        warmup = before.get(f"{name}.warmup_steps")
+        if warmup is not None and warmup == total - 1 < optimizer.warmup_steps:  # shortened as the run began
+            optimizer = replace(optimizer, warmup_steps=warmup)
         changed[name] = over_the_run(optimizer, total)
     completed: Config = replace(config, **changed)  # type: ignore[type-var]
     return completed

@@ -49,6 +49,12 @@ def test_a_run_that_goes_on_past_its_schedule_is_told_what_to_give(tmp_path):
     assert opened(config(tmp_path, steps=12, resume=True)).optimizer.total_steps == 24
 
 
+def test_a_run_whose_warm_up_was_shortened_goes_on_as_it_is_told_to(tmp_path):
+    assert opened(config(tmp_path, steps=2, warmup_steps=9)).optimizer.warmup_steps == 3
+    longer = opened(config(tmp_path, steps=12, resume=True, total_steps=24, warmup_steps=9)).optimizer
+    assert (longer.total_steps, longer.warmup_steps) == (24, 3)
+
+
 def test_a_length_of_its_own_is_kept_even_if_it_is_shorter_than_the_run(tmp_path):
     opened(config(tmp_path, steps=10, total_steps=8))
     assert opened(config(tmp_path, steps=10, resume=True)).optimizer.total_steps == 8
