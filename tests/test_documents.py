@@ -21,7 +21,7 @@ def test_the_custom_recipe_is_short_and_learns(tmp_path, capsys):
     named = [float(share) for share in re.findall(r"^step \d+: named ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
     chance, few = 1 / len(recipe["COLOURS"]), 8  # steps of 256 answers
     assert sum(named[:few]) / few < chance + 0.1
-    assert sum(named[-few:]) / few > 0.55  # two of three colours at least
+    assert sum(named[-few:]) / few > 0.55  # chance is 0.33
 
 
 def test_the_custom_recipe_rewards_the_right_name_alone():

@@ -114,7 +114,7 @@ def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
         for call in (behind.result, lambda: roles.actor.log_probs(data)):
             with pytest.raises(WorkerFailed, match=r"log_probs: no worker is left: actor.update failed: rank 1 on "):
                 call()
-        processes = [Path("/proc") / place.split("process ")[1].rstrip(")") for place in places]
+        processes = [Path("/proc") / place.name.split("process ")[1].rstrip(")") for place in places]
         deadline = time.monotonic() + 60
         while any(map(Path.exists, processes)) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -26,11 +26,13 @@ def two_draws(prompts, more):
 
 
 def test_a_step_returns_its_metrics_and_those_of_its_batch():
-    metrics = train_step(Batches(NAMED, NAMED), two_draws, Progress(1), lambda data, metrics: {"rows": len(data)})
+    metrics = train_step(
+        Batches(NAMED, NAMED), two_draws, Progress(1), lambda data, metrics, devices: {"rows": len(data) * devices}, 1
+    )
     assert {"score": 1.0, "rows": 2, "data/skipped_rows": 0}.items() <= metrics.items()
 
 
 @pytest.mark.parametrize("batches", [(UNNAMED,), (NAMED, UNNAMED)])
 def test_prompts_without_uids_are_refused(batches):
     with pytest.raises(MissingColumn, match="'uid'"):
-        train_step(Batches(*batches), two_draws, Progress(1), lambda data, metrics: {})
+        train_step(Batches(*batches), two_draws, Progress(1), lambda data, metrics, devices: {}, 1)

@@ -37,7 +37,7 @@ def test_a_run_counts_responses_as_cut_at_max_tokens_not_at_the_longest():
     columns = {name: column for name, column in batch().items() if isinstance(column, torch.Tensor)}
     for longest, expected in ((9, 0), (4, 1 / 3)):
         data = DataProto.from_dict(columns, meta_info={"max_tokens": longest})
-        assert measure_rollouts(data, {})["response_length/clip_ratio"] == pytest.approx(expected)
+        assert measure_rollouts(data, {}, 1)["response_length/clip_ratio"] == pytest.approx(expected)
 
 
 def test_rollout_metrics_by_hand():

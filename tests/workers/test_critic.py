@@ -1,6 +1,7 @@
 """The critic against Hugging Face's own padded forward, one row at a time, and against itself on two processes."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -245,7 +246,10 @@ def test_roles_hold_a_critic_when_one_is_launched(checkpoints):
         data["token_level_rewards"] = data["returns"]
         text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
         names = {"gae": gae, "whiten": whiten, "value_loss": value_loss}
-        exec(text.split("```python\n")[1].split("```")[0], names | {"roles": roles, "data": data})
+        code = next(
+            block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "roles.critic.update" in block
+        )
+        exec(code, names | {"roles": roles, "data": data})
         assert roles.critic.values(data)["values"].any()  # it has learned something
     with launch(actor=ActorConfig(path), rollout="hf") as roles, pytest.raises(InvalidConfig, match=r"launch\(critic="):
         _ = roles.critic

@@ -265,7 +265,7 @@ def test_two_ranks_learn_what_one_learns(outcomes, alone, case):
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks_learn_what_one_learns(outcomes_of_four, alone, case):
     model, _, options = FOUR[case]
-    tolerance = 5e-3 if "dtype" in options else 1e-4
+    tolerance = 7e-3 if "dtype" in options else 1e-4  # bfloat16 keeps 8 bits of log-probs around 6
     check(outcomes_of_four[case], alone(model, **options), tolerance)
 
 
