@@ -196,7 +196,8 @@ def _stored(leaf: Any, described: list[Any], bits: np.ndarray, blobs: _Blobs) ->
     else:
         blobs.leaves.append(leaf)
         form = blobs.forms[key] = (*described, _Stored(blobs.store.put(bits)))
-    return blobs.compared.setdefault(key, form)
+    blobs.compared[key] = form  # where one lay that came from a store and is gone, another may lie now
+    return form
 
 
 def _holds(form: Form, described: list[Any], bits: np.ndarray, store: BlobStore) -> bool:
@@ -261,7 +262,7 @@ class _Reading:
             return self._made(described, buffer)
         if buffer.ref not in self._stored:
             leaf = self._stored[buffer.ref] = self._made(described, self._store.get(buffer.ref))
-            _remember(leaf, form, self._store)
+            _remember(leaf, (*described, buffer), self._store)  # a form of its own: the same form is the same leaf
         return self._stored[buffer.ref]
 
     def _made(self, described: list[Any], buffer: Buffer) -> Any:

@@ -216,6 +216,29 @@ def test_what_is_one_in_the_store_becomes_one() -> None:
     assert back["media"][0]["image"][0] is back["media"][28]["image"][0]
 
 
+LEAVES: dict[str, Callable[[int], Any]] = {
+    "tensors": lambda number: torch.full((5000,), number),
+    "arrays": lambda number: np.full(5000, number),
+    "images": lambda number: Image.new("RGB", (60, 60), (number, number, number)),
+}
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES)
+def test_a_relay_that_lets_go_sends_each_on_as_it_is(make: Callable[[int], Any]) -> None:
+    expected = [DataProto.from_dict(non_tensors={"o": [make(number)]}) for number in range(8)]
+    with shared_blobs(Shelf()):
+        sent = [pickle.dumps(data) for data in expected]
+    stored, relayed = len(SHELF), []
+    with shared_blobs(Shelf()):
+        for text in sent:
+            received = pickle.loads(text)
+            relayed.append(pickle.dumps(received))
+            del received  # the next one may lie at the same address
+    assert len(SHELF) == stored
+    for text, data in zip(relayed, expected):
+        assert same_value(pickle.loads(text)["o"], data["o"])
+
+
 def test_another_store_gets_its_own() -> None:
     class Other(Shelf):
         def __eq__(self, other: object) -> bool:
