@@ -9,12 +9,13 @@ as the memory they are in: with protocol 5 and a ``buffer_callback`` nothing is 
   as plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
 - What is received may be written, and nobody else sees it. In band it is memory of its own. Out of band, buffers that may only be
   read (Ray's, ``bytes``) are made private without a copy where the system can (see ``own_memory``); buffers that may be written
-  are used as they are, as everywhere with pickle 5: who hands them over keeps them to himself, or passes ``.toreadonly()``.
+  are used as they are, as everywhere with pickle 5: the caller must not use them any more, or must pass ``.toreadonly()``.
 """
 
 import contextvars
 import math
 import pickle
+import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class BlobStore(Protocol):
     """Where :func:`shared_blobs` keeps buffers. It is pickled along with the batches, so it must be cheap to pickle."""
 
     def put(self, buffer: np.ndarray) -> Any:
-        """Stores the bytes ``(n,)`` uint8; returns what finds them again, which can be pickled and hashed."""
+        """Stores the bytes ``(n,)`` uint8; returns what finds them again, which can be pickled."""
 
     def get(self, ref: Any) -> Buffer:
         """The bytes that :meth:`put` stored: any object with the buffer protocol, and best without a copy."""
@@ -207,9 +208,12 @@ def _holds(form: Form, described: list[Any], bits: np.ndarray, store: BlobStore)
 
 @dataclass(frozen=True)
 class _Stored:
-    """Stands where a buffer would, which is in the store instead."""
+    """Takes the place of a buffer that is in the store."""
 
     ref: Any
+    put: bytes = field(
+        default_factory=lambda: uuid.uuid4().bytes
+    )  # which put it was: a store may give equal bytes one reference
 
 
 @dataclass(frozen=True)
@@ -250,20 +254,20 @@ def _described_image(image: Any) -> Form:
 
 
 class _Reading:
-    """What the leaves of one message are made with; those that are one in the store become one."""
+    """Makes the leaves of one message. Leaves that were put into the store as one leaf are one object again."""
 
     def __init__(self, store: BlobStore | None) -> None:
         self._store, self._memory = store, OwnMemory()
-        self._stored: dict[Any, Any] = {}
+        self._stored: dict[bytes, Any] = {}
 
     def leaf(self, form: Form) -> Any:
         *described, buffer = form
         if not isinstance(buffer, _Stored) or self._store is None:
             return self._made(described, buffer)
-        if buffer.ref not in self._stored:
-            leaf = self._stored[buffer.ref] = self._made(described, self._store.get(buffer.ref))
+        if buffer.put not in self._stored:
+            leaf = self._stored[buffer.put] = self._made(described, self._store.get(buffer.ref))
             _remember(leaf, (*described, buffer), self._store)  # a form of its own: the same form is the same leaf
-        return self._stored[buffer.ref]
+        return self._stored[buffer.put]
 
     def _made(self, described: list[Any], buffer: Buffer) -> Any:
         kind, *described = described
