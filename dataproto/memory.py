@@ -58,12 +58,14 @@ def same_bytes(left: np.ndarray, right: Any) -> bool:
     if left.size != other.size:
         return False
     addresses = [each.__array_interface__["data"][0] for each in (left, other)]
-    return addresses[0] == addresses[1] or not _memcmp(*addresses, left.size)
+    if addresses[0] == addresses[1]:
+        return True
+    return not _memcmp(*addresses, left.size) if sys.platform == "linux" else np.array_equal(left, other)
 
 
 _LARGE = 4 << 20  # from here on numpy asks for large pages, too
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 if sys.platform == "linux":
     _madvise = ctypes.CDLL(None).madvise  # only advice: what it answers does not matter
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _memcmp = ctypes.CDLL(None).memcmp
+    _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
