@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ import numpy as np
 from dataproto.memory import Memory
 
 _LARGE = 128 << 10  # bytes from which on a mapping is cheaper than a copy
+_MOST = 4096  # mappings at one time: the kernel allows a process 65,530 of all kinds, and everything beyond is copied
+_mappings: set[int] = set()  # where the live ones start
 
 
 class OwnMemory:
@@ -29,13 +32,15 @@ class OwnMemory:
 
     def __init__(self) -> None:
         self._regions: list[_Region] | None = None
+        self._refused: set[tuple[int, int]] = set()  # files that were not found
 
     def bits(self, buffer: Any) -> np.ndarray:
         """The bytes ``(n,)`` uint8 of any buffer, as memory that may be written."""
         read = np.frombuffer(buffer, dtype=np.uint8)
         if read.flags.writeable:
             return read
-        own = self._mapped(read) if read.size >= _LARGE and sys.platform == "linux" else None
+        large = read.size >= _LARGE and len(_mappings) < _MOST
+        own = self._mapped(read) if large and sys.platform == "linux" else None
         return read.copy() if own is None else own
 
     def _mapped(self, read: np.ndarray) -> np.ndarray | None:
@@ -46,7 +51,16 @@ class OwnMemory:
         number = bisect.bisect(self._regions, address, key=lambda region: region.start) - 1
         if number < 0 or address + read.size > self._regions[number].end:
             return None
-        return _private(self._regions[number], read, address)
+        region = self._regions[number]
+        if region.file in self._refused:
+            return None
+        if (descriptor := _opened(region)) is None:
+            self._refused.add(region.file)
+            return None
+        try:
+            return _private(descriptor, region, read, address)
+        finally:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -65,61 +79,73 @@ _MAPPING = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*) *(.*)$",
 
 def _shared_regions() -> list[_Region]:
     """All shared mappings of files, by address."""
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            maps = file.read()
+    except OSError:  # not every Linux has /proc
+        return []
     regions = []
-    with open("/proc/self/maps", "rb") as maps:
-        for *numbers, inode, path in _MAPPING.findall(maps.read()):
-            start, end, offset, major, minor = (int(number, 16) for number in numbers)
-            regions.append(_Region(start, end, offset, (os.makedev(major, minor), int(inode)), os.fsdecode(path)))
+    for *numbers, inode, path in _MAPPING.findall(maps):
+        start, end, offset, major, minor = (int(number, 16) for number in numbers)
+        regions.append(_Region(start, end, offset, (os.makedev(major, minor), int(inode)), os.fsdecode(path)))
     return regions
 
 
-def _private(region: _Region, read: np.ndarray, address: int) -> np.ndarray | None:
-    descriptor = _opened(region)
-    if descriptor is None:
-        return None
-    try:
-        start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        size = address + read.size - start
-        base = _mmap(None, size, _RIGHTS, _FLAGS, descriptor, region.offset + start - region.start)
-    finally:
-        os.close(descriptor)
+def _private(descriptor: int, region: _Region, read: np.ndarray, address: int) -> np.ndarray | None:
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = address + read.size - start
+    base = _mmap(None, size, _RIGHTS, _FLAGS, descriptor, region.offset + start - region.start)
     if base in (None, ctypes.c_void_p(-1).value):
         return None
-    memory = Memory(read, base + address - start, read.size)  # what is not written yet is still the other's
-    weakref.finalize(memory, _munmap, base, size).atexit = False
+    _mappings.add(base)
+    # Keeps `read` alive: pages that were not written yet are shared with it.
+    memory = Memory(read, base + address - start, read.size)
+    weakref.finalize(memory, _unmap, base, size).atexit = False
     return memory.bits()
+
+
+def _unmap(base: int, size: int) -> None:
+    _mappings.discard(base)  # first: afterwards the address may be given to another mapping
+    _munmap(base, size)
 
 
 # The file behind a mapping
 
-_places: dict[tuple[int, int], str | None] = {}  # where files were found that have no name of their own any more
+_places: dict[tuple[int, int], str] = {}  # where files were found that have no name of their own any more
 
 
 def _opened(region: _Region) -> int | None:
     """A descriptor of a region's file, for reading; ``None`` where this process cannot have one."""
-    direct = f"/proc/self/map_files/{region.start:x}-{region.end:x}"  # with the right to do so
+    direct = f"/proc/self/map_files/{region.start:x}-{region.end:x}"  # only privileged processes may open it
     for place in (direct, region.path):
         if (descriptor := _open_if(place, region.file)) is not None:
             return descriptor
-    if region.file not in _places:
-        _places[region.file] = next((place for place in _descriptors() if _is(place, region.file)), None)
-    found = _places[region.file]
-    return None if found is None else _open_if(found, region.file)
+    for place in chain((_places.get(region.file, ""),), _descriptors()):
+        if _target(place) == region.path and (descriptor := _open_if(place, region.file)) is not None:
+            _places[region.file] = place
+            return descriptor
+    return None
 
 
 def _open_if(place: str, file: tuple[int, int]) -> int | None:
+    """A descriptor of what is at ``place``, if that is the file. Does not wait for a pipe that replaced the file."""
     try:
-        return os.open(place, os.O_RDONLY | os.O_CLOEXEC) if _is(place, file) else None
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return None
+    found = os.fstat(descriptor)
+    if (found.st_dev, found.st_ino) == file:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _target(place: str) -> str | None:
+    """The path that a descriptor is of. Asks no file system, which may not answer, for the file itself."""
+    try:
+        return os.readlink(place)
     except OSError:
         return None
-
-
-def _is(place: str, file: tuple[int, int]) -> bool:
-    try:
-        found = os.stat(place)
-    except (OSError, ValueError):
-        return False
-    return (found.st_dev, found.st_ino) == file
 
 
 def _descriptors() -> Iterator[str]:

@@ -1,14 +1,17 @@
 """Batches as bytes: everything comes back, once, without copies, and what is written stays with its writer."""
 
 import copy
+import ctypes
 import dataclasses
 import mmap
+import os
 import pickle
+import runpy
 import sys
 import tracemalloc
 import zlib
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 
-from dataproto import DataProto, RaggedTensor, own_memory
+from dataproto import DataProto, RaggedTensor, memory, own_memory
 from dataproto.equality import same_value
 from dataproto.skeleton import put_together, take_apart
 
@@ -580,7 +583,7 @@ def test_shared_pages_are_copied_when_they_are_written(
         file.flush()
         mapped = mmap.mmap(file.fileno(), 0)
         (tmp_path / "shared").unlink()
-        if not direct:  # what only those with the right to do so can open
+        if not direct:  # only privileged processes may open it
             allowed = own_memory._open_if
             refuse = lambda place, file: None if "map_files" in place else allowed(place, file)  # noqa: E731
             monkeypatch.setattr(own_memory, "_open_if", refuse)
@@ -592,6 +595,113 @@ def test_shared_pages_are_copied_when_they_are_written(
     before = Path("/proc/self/maps").read_text().count(" (deleted)")
     del bits
     assert Path("/proc/self/maps").read_text().count(" (deleted)") == before - 1
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere read-only memory is copied")
+
+
+@pytest.fixture
+def unnamed(tmp_path: Path) -> Iterator[mmap.mmap]:
+    """1 MiB of a file that is mapped, and has no name any more but is still open."""
+    with open(tmp_path / "shared", "w+b") as file:
+        file.write(b"a" * (1 << 20))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0)
+        (tmp_path / "shared").unlink()
+        yield mapped
+
+
+def is_shared(bits: np.ndarray, mapped: mmap.mmap) -> bool:
+    """Whether bytes show what is written into the mapping."""
+    mapped[:1] = b"x" if mapped[:1] != b"x" else b"y"
+    return bool(bits[0] == mapped[0])
+
+
+def test_without_proc_memory_is_copied(unnamed: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise FileNotFoundError("/proc/self/maps")
+
+    monkeypatch.setattr(own_memory, "open", refuse, raising=False)
+    bits = own_memory.OwnMemory().bits(memoryview(unnamed).toreadonly())
+    assert bits.flags.writeable
+    assert bits.tobytes() == unnamed[:]
+    assert not is_shared(bits, unnamed)
+
+
+@linux_only
+def test_descriptors_of_other_files_are_not_touched(
+    unnamed: mmap.mmap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file on a server that does not answer would hang whoever asks about it."""
+    touched: list[str] = []
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def touch(place: Any, *args: Any, **options: Any) -> Any:
+            touched.append(str(place))
+            return call(place, *args, **options)
+
+        return touch
+
+    opened, descriptors = own_memory._open_if, own_memory._descriptors
+    with open(tmp_path / "other", "wb") as other, monkeypatch.context() as patch:
+        first = f"/proc/{os.getpid()}/fd/{other.fileno()}"
+        patch.setattr(own_memory, "_descriptors", lambda: iter([first, *descriptors()]))
+        patch.setattr(own_memory, "_places", {})
+        patch.setattr(own_memory, "_open_if", lambda at, file: None if "map_files" in at else opened(at, file))
+        patch.setattr(os, "stat", watched(os.stat))
+        patch.setattr(os, "open", watched(os.open))
+        bits = own_memory.OwnMemory().bits(memoryview(unnamed).toreadonly())
+    assert is_shared(bits, unnamed)
+    assert first not in touched
+
+
+@linux_only
+def test_another_file_at_the_place_is_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come between the look and the opening. A pipe must not be waited for."""
+    (tmp_path / "file").write_bytes(b"a")
+    os.mkfifo(tmp_path / "pipe")
+    file = os.stat(tmp_path / "file")
+    expected = file.st_dev, file.st_ino
+    (tmp_path / "another").write_bytes(b"b")
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda place, **_: file)
+        assert own_memory._open_if(str(tmp_path / "another"), expected) is None
+        assert own_memory._open_if(str(tmp_path / "pipe"), expected) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@linux_only
+def test_beyond_a_number_of_mappings_memory_is_copied(unnamed: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, shared = own_memory.OwnMemory(), memoryview(unnamed).toreadonly()
+    monkeypatch.setattr(own_memory, "_mappings", set())
+    monkeypatch.setattr(own_memory, "_MOST", 2)
+    held = [memory.bits(shared) for _ in range(3)]
+    assert [is_shared(bits, unnamed) for bits in held] == [True, True, False]
+    del held[0]
+    held.append(memory.bits(shared))
+    assert is_shared(held[-1], unnamed)
+
+
+@linux_only
+def test_a_file_that_was_not_found_is_looked_for_again(unnamed: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, opened = memoryview(unnamed).toreadonly(), own_memory._open_if
+    monkeypatch.setattr(own_memory, "_open_if", lambda at, file: None if "map_files" in at else opened(at, file))
+    with monkeypatch.context() as patch:
+        patch.setattr(own_memory, "_descriptors", lambda: iter(()))
+        assert not is_shared(own_memory.OwnMemory().bits(shared), unnamed)
+    assert is_shared(own_memory.OwnMemory().bits(shared), unnamed)
+
+
+def test_bytes_are_compared_on_systems_without_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: Any) -> Any:
+        raise TypeError(name)
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    fresh = runpy.run_path(memory.__file__, run_name="dataproto.memory")
+    assert fresh["same_bytes"](noise(100), noise(100).tobytes())
+    assert not fresh["same_bytes"](noise(100), bytes(100))
 
 
 def test_a_writable_copy_of_a_batch_that_was_never_sent() -> None:

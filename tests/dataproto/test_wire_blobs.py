@@ -250,7 +250,7 @@ class ByContent(Shelf):
 
 def test_leaves_of_equal_bytes_stay_apart_in_a_store_by_content() -> None:
     shapes = [(6400, 2), (2, 6400), (12800,), (12800,)]
-    leaves = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
+    leaves: list[Any] = [torch.zeros(shape, dtype=torch.int32) for shape in shapes]
     leaves += [np.zeros(12800, dtype=np.float32), Image.new("L", (512, 100)), Image.new("L", (100, 512)), leaves[0]]
     data = DataProto.from_dict(non_tensors={"o": leaves})
     with shared_blobs(ByContent()):
