@@ -9,7 +9,6 @@ import numpy as np
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from dataproto.widths import equally_wide
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -112,12 +111,12 @@ def even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
 
 
 def join_rows(results: Sequence[Any]) -> Any:
-    """Batches one after the other, as wide as the widest, as many rows as went in or the same number of samples of each; of
-    anything else, the first rank's.
+    """Batches one after the other (rollouts as wide as the widest, see `DataProto.concat`), as many rows as went in or the
+    same number of samples of each; of anything else, the first rank's.
     """
     if not isinstance(results[0], DataProto):
         return results[0]
-    return DataProto.concat(equally_wide([result for result in results if len(result)] or list(results[:1])))
+    return DataProto.concat([result for result in results if len(result)] or list(results[:1]))
 
 
 def misfit(results: Sequence[Any], rows: Sequence[int]) -> tuple[int, str] | None:

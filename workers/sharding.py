@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from dataproto import DataProto
 from dataproto.collectives import all_gather
 from dataproto.errors import InvalidConfig, RowCountMismatch
-from dataproto.widths import token_widths, widen
+from dataproto.widths import other_response_columns, token_widths, widen
 from rollout.engine import RolloutEngine
 from rollout.randomness import derive_seed
 from workers.checkpoint import random_states, seed_everything, set_random_states
@@ -232,9 +232,11 @@ class ShardingManager:
 
 def _gathered(data: DataProto, block: Neighbours, labels: Sequence[int]) -> DataProto:
     """The rows of the first rank of each label, as wide as the widest, on every rank; ``meta_info`` stays each rank's own."""
-    widths = [token_widths(data)] * len(block.holders)
-    distributed.all_gather_object(widths, token_widths(data), block.group)
-    data = widen(data, *map(max, zip(*widths)))
+    told = [(token_widths(data), other_response_columns(data))] * len(block.holders)
+    distributed.all_gather_object(told, told[0], block.group)
+    widths, others = zip(*told)
+    prompt, response = map(max, zip(*widths))
+    data = widen(data, prompt, response, set.intersection(*others))
     contributes = block.rank in first_places(labels).values()
     gathered = all_gather(data.select(meta_info_keys=[]) if contributes else DataProto(), block.group)
     gathered.meta_info = dict(data.meta_info)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from dataproto import DataProto
+from dataproto.batching import ragged_rows
+from dataproto.equality import same_value
 from dataproto.errors import ColumnConflict
 from dataproto.vlm import family_of
 from dataproto.widths import equally_wide, token_widths, widen
@@ -11,6 +13,7 @@ from helpers.batches import prompt_batch
 from helpers.tiny_models import MODEL_TYPES, tiny_config
 from rollout.engine import Completion, SamplingParams
 from rollout.responses import attach_responses
+from workers.dispatch import join_rows
 
 PAD = 7
 
@@ -56,7 +59,7 @@ def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
         },
         meta_info={"pad_token_id": 9},
     )
-    wider = widen(data, prompt=3, response=3)
+    wider = widen(data, prompt=3, response=3, others=["expert_choices"])
     assert {name: column.tolist() for name, column in wider.batch.items()} == {
         "prompts": [[9, 5, 6]],
         "input_ids": [[9, 5, 6, 8, 9, 9]],
@@ -90,3 +93,36 @@ def test_responses_without_any_token_keep_a_column():
     data = rollout(config, prompt_batch(config, [[]], texts=[3]), [0])
     assert data["responses"].shape == (1, 1)
     assert data["response_mask"].tolist() == [[0]]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"tensors": {"responses": torch.tensor([1, 2])}},
+        {"non_tensors": {"responses": ["yes", "no"]}},
+        {"non_tensors": {"input_ids": [[1], [1, 2]], "response_mask": [[1], [1, 1]]}},
+        {"non_tensors": {"input_ids": ragged_rows([[1], [1, 2]]), "responses": ragged_rows([[1], []])}},
+        {"tensors": {"input_ids": torch.ones(2, 3), "responses": torch.ones(2)}},
+    ],
+    ids=["flat", "strings", "lists", "ragged", "mixed"],
+)
+@pytest.mark.parametrize("facts", [{}, {"max_tokens": 8}], ids=["any rows", "rollouts"])
+def test_columns_that_are_no_dense_tokens_are_joined_as_they_are(columns, facts):
+    data = DataProto.from_dict(**columns, meta_info=facts)
+    for join in (DataProto.concat, join_rows):
+        joined = join([data, data[:1]])
+        assert len(joined) == 3
+        assert all(same_value(joined[name], data[[0, 1, 0]][name]) for name in data.names())
+
+
+def part_of(prompt, response, **more):
+    """One row of a rollout of these widths."""
+    tensors = {"input_ids": torch.ones(1, prompt + response), "responses": torch.ones(1, response), **more}
+    return DataProto.from_dict(tensors, meta_info={"max_tokens": 8})
+
+
+def test_another_column_belongs_to_responses_only_where_it_is_as_wide_in_every_part():
+    boxes = DataProto.concat([part_of(2, response, box=torch.ones(1, 4)) for response in (4, 5, 2)])
+    assert boxes["box"].shape == (3, 4)
+    choices = DataProto.concat([part_of(2, response, choice=torch.ones(1, response)) for response in (4, 5, 2)])
+    assert choices["choice"].sum(1).tolist() == [4, 5, 2]

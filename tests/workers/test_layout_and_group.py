@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import ColumnConflict, InvalidConfig
 from recipes.tiny import make_tiny_model
 from workers.actor import ActorConfig, ActorWorker
 from workers.dispatch import join_rows
@@ -69,5 +69,9 @@ def test_rows_of_different_widths_are_joined_as_wide_as_the_widest():
         DataProto.from_dict({"response_mask": torch.ones(rows, width), "advantages": torch.ones(rows, width)})
         for rows, width in ((2, 3), (1, 1), (0, 5))
     ]
+    with pytest.raises(ColumnConflict, match="cannot be joined"):  # nothing says that these are rollouts
+        join_rows(parts)
+    for part in parts:
+        part.meta_info["max_tokens"] = 5
     joined = join_rows(parts)
     assert joined["response_mask"].tolist() == joined["advantages"].tolist() == [[1, 1, 1], [1, 1, 1], [1, 0, 0]]
