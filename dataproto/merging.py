@@ -10,6 +10,7 @@ from dataproto.equality import first_difference, same_value
 from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCountMismatch
 from dataproto.ragged import RaggedTensor
 from dataproto.rows import as_array, join
+from dataproto.widths import MAX_TOKENS
 
 if TYPE_CHECKING:
     from dataproto.protocol import DataProto
@@ -71,8 +72,8 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The facts about a batch that was put together from parts.
 
     ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Names with ``timing`` in them, which differ from
-    worker to worker by nature, keep the largest value of each number, since a step waits for its slowest part. Anything else
-    must agree.
+    worker to worker by nature, keep the largest value of each number, since a step waits for its slowest part. ``max_tokens``
+    (see `dataproto.widths`) becomes the largest: how long a response of any part could have become. Anything else must agree.
 
     Raises:
         ColumnConflict: one name has two values.
@@ -88,6 +89,8 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 metrics += value if isinstance(value, list) else [] if value is None else [value]
             elif key not in merged or same_value(merged[key], value):
                 merged.setdefault(key, value)
+            elif key == MAX_TOKENS and isinstance(value, int) and isinstance(merged[key], int):
+                merged[key] = max(merged[key], value)
             elif "timing" in str(key):
                 merged[key] = _slowest(key, merged[key], value)
             else:

@@ -270,7 +270,8 @@ class DataProto(Table):
         """The rows of all parts. ``metrics`` in ``meta_info`` are collected, other facts must agree (see ``merging``).
 
         A part without any column adds no rows. A list that was put into ``non_tensor_batch`` is read as an array, as in verl.
-        Rollouts, which ``max_tokens`` in ``meta_info`` tells, are padded to the widest of them (see ``widths``).
+        Rollouts, which are recognised by ``max_tokens`` in ``meta_info``, are padded to the widest of them (see ``widths``); of
+        different ``max_tokens`` the largest stays.
 
         Raises:
             MissingColumn: a column is absent from some part.

@@ -23,7 +23,7 @@ PAD_TOKEN = "pad_token_id"
 """The fact in ``meta_info`` that tells what stands in ``input_ids`` where there is no token."""
 
 _TOKEN_COLUMNS = ("prompts", "responses", "input_ids")
-_ROW_COLUMNS = ("attention_mask", "input_ids")  # (B, L)
+_ROW_COLUMNS = ("attention_mask", "input_ids", "position_ids", "mm_token_type_ids")  # (B, L)
 _RESPONSE_COLUMNS = ("response_mask", "responses")  # (B, R)
 
 
@@ -78,8 +78,14 @@ def widen(data: Batch, prompt: int, response: int, others: Collection[str] = ())
 def equally_wide(parts: Sequence[Batch]) -> list[Batch]:
     """The parts, each as wide as the widest prompt and the widest response of all of them.
 
-    A column that `COLUMNS` does not know is taken for one of responses if its second dimension is R in every part.
+    A column that `COLUMNS` does not know is taken for one of responses if its second dimension is R in every part. Parts that
+    have columns of L tokens and none that tells R stay as they are: whether prompts or responses differ is not known.
     """
+    if any(
+        not (names := _dense_columns(part).keys()).isdisjoint(_ROW_COLUMNS) and names.isdisjoint(_RESPONSE_COLUMNS)
+        for part in parts
+    ):
+        return list(parts)
     widths = [token_widths(part) for part in parts]
     prompt, response = (max(sizes) for sizes in zip(*widths)) if widths else (0, 0)
     others = set.intersection(*map(other_response_columns, parts)) if parts else set()

@@ -126,3 +126,23 @@ def test_another_column_belongs_to_responses_only_where_it_is_as_wide_in_every_p
     assert boxes["box"].shape == (3, 4)
     choices = DataProto.concat([part_of(2, response, choice=torch.ones(1, response)) for response in (4, 5, 2)])
     assert choices["choice"].sum(1).tolist() == [4, 5, 2]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "position_ids"])
+def test_columns_of_prompt_and_response_are_not_padded_where_nothing_tells_responses_apart(name):
+    parts = [part_of(2, response, position_ids=torch.ones(1, 2 + response)) for response in (1, 3)]
+    assert DataProto.concat([part.select(["responses"]) for part in parts])["responses"].tolist()[0] == [1, 0, 0]
+    with pytest.raises(ColumnConflict, match=f"'{name}' cannot be joined: shapes"):
+        DataProto.concat([part.select([name]) for part in parts])
+
+
+def test_rollouts_that_could_have_become_differently_long_are_joined():
+    parts = [part_of(2, 3), part_of(3, 1)]
+    parts[1].meta_info["max_tokens"] = 32
+    for ordered in (parts, parts[::-1]):
+        joined = DataProto.concat(ordered)
+        assert joined.meta_info == {"max_tokens": 32}
+        assert joined["responses"].shape == (2, 3)
+    parts[1].meta_info["max_tokens"] = "many"
+    with pytest.raises(ColumnConflict, match="meta_info key 'max_tokens'"):
+        DataProto.concat(parts)
