@@ -6,7 +6,7 @@ well, with whatever number of workers.
 
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -16,11 +16,13 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
-from rollout.prompts import Prompt, PromptBuilder, row_number
+from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 
 OnBadRow = Literal["stop", "skip"]
 Occurrence = tuple[int, int]  # epoch, place among the rows
-Draw = tuple[str, int, Any]  # uid, place, and for rows that have no places to be looked up at the raw row, else None
+Draw = tuple[
+    str, int, Any
+]  # name of the occurrence, place, and for rows that have no places to be looked up at the raw row, else None
 
 
 def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[Occurrence]:
@@ -39,7 +41,7 @@ def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> I
 
 
 def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[Draw]:
-    """What is shown when: the rows' own order if they have one (``rows.draws``), else `occurrences`, of uid
+    """What is shown when: the rows' own order if they have one (``rows.draws``), else `occurrences`, called
     ``"<epoch>-<place>"``.
     """
     if hasattr(rows, "draws"):
@@ -52,8 +54,9 @@ def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterato
 class PromptLoader:
     """An endless iterator of prompt batches, every one with ``batch_size`` rows.
 
-    Each row has the ``uid`` of its draw. A row that cannot be used (see `PromptBuilder.prepare`) stops the run with
-    `InvalidRow`, or with ``on_bad_row="skip"`` is noted in ``skipped`` and replaced by the next good one.
+    The ``uid`` of a row is ``"<epoch>-<place>-<digest of the row>"``, so that of two loaders only equal rows share one. A row
+    that cannot be used (see `PromptBuilder.prepare`) stops the run with `InvalidRow`, or with ``on_bad_row="skip"`` is noted in
+    ``skipped`` and replaced by the next good one.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class PromptLoader:
 
 @dataclass
 class EvaluationLoader:
-    """Every row once, in order; the last batch holds what is left. ``uid`` is ``"val-<place>"``.
+    """Every row once, in order; the last batch holds what is left. ``uid`` is ``"val-<place>-<digest of the row>"``.
 
     It can be iterated again. With ``on_bad_row="skip"``, rows that cannot be used are missing, and noted in ``skipped``.
     """
@@ -219,13 +222,14 @@ class _Prepared(Dataset[Any]):
         # Bytes, because tensors would each hold a file descriptor on their way here.
         return prepared if get_worker_info() is None else pickle.dumps(prepared, protocol=5)
 
-    def prepare(self, uid: str, place: int, raw: Any = None) -> Prompt | _BadRow:
+    def prepare(self, occurrence: str, place: int, raw: Any = None) -> Prompt | _BadRow:
         index = place
         try:
             row = self.rows[place] if raw is None else self.rows.read_row(raw, place)
             index = row_number(row, place)
             named = row["index"] if isinstance(row.get("index"), str) else index
-            return self.builder.prepare({**row, "index": named, "uid": uid})
+            prompt = self.builder.prepare({**row, "index": named})
+            return replace(prompt, columns={**prompt.columns, "uid": f"{occurrence}-{row_digest(prompt)}"})
         except InvalidRow as error:
             return _BadRow(error.index, error.reason)
         except DataProtoError as error:

@@ -44,7 +44,7 @@ class Mixture:
         return self.sources[number].read_row(raw, place - self.starts[number])
 
     def draws(self, seed: int, shuffle: bool, start: int) -> Iterator[Draw]:
-        """uid, place and raw row of each draw, from the ``start``-th on."""
+        """Name of the occurrence, place and raw row of each draw, from the ``start``-th on."""
         block, skipped = divmod(start, BLOCK)
         before = np.zeros(len(self.sources), dtype=np.int64)
         for done in range(block):

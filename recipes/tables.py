@@ -154,7 +154,7 @@ class StreamRows:
         self.stream, self.root, self.read, self.buffer = stream, root, read, buffer
 
     def draws(self, seed: int, shuffle: bool, start: int) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-        """uid, place and raw row of each draw, from the ``start``-th on."""
+        """Name of the occurrence, place and raw row of each draw, from the ``start``-th on."""
         epoch, before = 0, 0
         while True:
             rows = 0

@@ -10,6 +10,7 @@ from rollout.prompts.builder import (
     PromptBuilder,
     invalid_row,
     load_image_processor,
+    row_digest,
     row_number,
 )
 from rollout.prompts.chunks import ChunkRenderer, Resolver, token_values
@@ -27,6 +28,7 @@ __all__ = [
     "Turns",
     "invalid_row",
     "load_image_processor",
+    "row_digest",
     "row_number",
     "token_values",
 ]

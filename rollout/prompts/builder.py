@@ -91,7 +91,8 @@ class PromptBuilder:
 
     A row's ``uid`` names this occurrence of the prompt: samples of one uid are one group, and their random streams derive from
     it. A row without one gets a uid that is new each time the row is shown, and the same in every run that shows the
-    builder the same rows in the same order. A run that resumes sets ``occurrences`` to what it was.
+    builder the same rows in the same order. A run that resumes sets ``occurrences`` to what it was. Two builders that show an
+    equal row at the same occurrence give it the same uid.
     """
 
     def __init__(
@@ -328,9 +329,10 @@ class PromptBuilder:
         only to equal rows that each of them shows in the same place.
         """
         uids = [prompt.columns.get("uid") for prompt in prompts]
+        worker = get_worker_info()  # in a worker of a `DataLoader` also its seed counts, new in each epoch
         for place, prompt in enumerate(prompts):
             if uids[place] is None:
-                uids[place] = f"{self.occurrences}-{_digest(prompt)}"
+                uids[place] = f"{self.occurrences}-{row_digest(prompt, worker.seed if worker else None)}"
                 self.occurrences += 1
         return uids
 
@@ -395,14 +397,13 @@ def row_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     return columns
 
 
-def _digest(prompt: Prompt) -> str:
-    """Of a prompt's tokens, media and plain values; in a worker of a `DataLoader` also of its seed, new in each epoch."""
-    worker = get_worker_info()
+def row_digest(prompt: Prompt, salt: int | None = None) -> str:
+    """Of a prompt's tokens, media and plain values, and of ``salt``: 16 hexadecimal digits, the same in every process."""
     values = sorted(
         (name, str(value)) for name, value in prompt.columns.items() if isinstance(value, str | int | float)
     )
     media = [image.key for image in prompt.images] + [video.key for video in prompt.videos]
-    told = (worker.seed if worker else None, prompt.input_ids.tobytes(), media, values)
+    told = (salt, prompt.input_ids.tobytes(), media, values)
     return blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 

@@ -22,6 +22,11 @@ def rows(count, bad=()):
     ]
 
 
+def occurrences_of(loader, batches):
+    """The uids without their digests."""
+    return [[uid.rpartition("-")[0] for uid in batch] for batch in uids(loader, batches)]
+
+
 def uids(loader, batches):
     return [batch["uid"].tolist() for batch in islice(loader, batches)]
 
@@ -62,8 +67,17 @@ def test_batches_are_full_and_uids_unique_across_epochs():
     loader = PromptLoader(rows(5), tiny_builder(), batch_size=3, seed=1)
     seen = [uid for batch in uids(loader, 5) for uid in batch]
     assert len(seen) == len(set(seen)) == 15
-    assert sorted(seen) == sorted(f"{epoch}-{place}" for epoch in range(3) for place in range(5))
+    assert sorted(uid.rpartition("-")[0] for uid in seen) == sorted(
+        f"{epoch}-{place}" for epoch in range(3) for place in range(5)
+    )
     assert loader.epoch == 3
+
+
+@pytest.mark.parametrize("kind", [PromptLoader, EvaluationLoader])
+def test_loaders_of_different_rows_share_no_uid(kind):
+    one, other, again = (next(iter(kind(data, tiny_builder(), 4))) for data in (rows(8)[:4], rows(8)[4:], rows(8)[:4]))
+    assert not set(one["uid"]) & set(other["uid"])
+    assert one["uid"].tolist() == again["uid"].tolist()
 
 
 def test_a_batch_holds_the_rows_it_names():
@@ -112,7 +126,7 @@ def test_a_bad_row_stops_the_run_and_is_named():
 
 def test_a_skipped_row_is_counted_and_replaced():
     loader = PromptLoader(rows(5, bad={1, 3}), tiny_builder(), batch_size=3, shuffle=False, on_bad_row="skip")
-    assert uids(loader, 2) == [["0-0", "0-2", "0-4"], ["1-0", "1-2", "1-4"]]
+    assert occurrences_of(loader, 2) == [["0-0", "0-2", "0-4"], ["1-0", "1-2", "1-4"]]
     assert sorted(loader.skipped) == [1, 3]
     assert "cannot be read" in loader.skipped[1]
 
@@ -126,7 +140,7 @@ def test_nothing_but_bad_rows_ends_instead_of_looping():
 def test_an_overlong_row_is_a_bad_row():
     data = [*rows(2), {"prompt": "word " * 500}]
     loader = PromptLoader(data, tiny_builder(), batch_size=2, shuffle=False, on_bad_row="skip")
-    assert uids(loader, 2) == [["0-0", "0-1"], ["1-0", "1-1"]]
+    assert occurrences_of(loader, 2) == [["0-0", "0-1"], ["1-0", "1-1"]]
     assert "more than max_prompt_length" in loader.skipped[2]
 
 
@@ -182,7 +196,7 @@ def test_impossible_options_are_refused(options, says):
 def test_evaluation_goes_through_all_rows_in_order_again_and_again():
     loader = EvaluationLoader(rows(5), tiny_builder(), batch_size=2)
     for _ in range(2):
-        assert [batch["uid"].tolist() for batch in loader] == [["val-0", "val-1"], ["val-2", "val-3"], ["val-4"]]
+        assert occurrences_of(loader, 3) == [["val-0", "val-1"], ["val-2", "val-3"], ["val-4"]]
 
 
 def test_evaluation_stops_or_skips():
@@ -190,7 +204,7 @@ def test_evaluation_stops_or_skips():
         list(EvaluationLoader(rows(3, bad={2}), tiny_builder(), batch_size=2))
     skipping = EvaluationLoader(rows(4, bad={1}), tiny_builder(), batch_size=2, on_bad_row="skip")
     for _ in range(2):
-        assert [batch["uid"].tolist() for batch in skipping] == [["val-0", "val-2"], ["val-3"]]
+        assert occurrences_of(skipping, 2) == [["val-0", "val-2"], ["val-3"]]
     assert list(skipping.skipped) == [1]
 
 
