@@ -86,8 +86,8 @@ class PromptBuilder:
 
     A row is a mapping with ``prompt`` (messages or a string), ``images`` and ``videos`` (where the messages have
     markers for them), and optionally ``media_root`` (where relative paths start); everything else in it becomes an
-    object column. Each distinct image is processed once, however many rows show it, as long as the cache has room: an epoch
-    finds there what the one before has processed.
+    object column. Each distinct image of a call is processed once, however many rows show it; as long as the cache has room, an
+    epoch finds there what the one before has processed.
 
     A row's ``uid`` names this occurrence of the prompt: samples of one uid are one group, and their random streams derive from
     it. A row without one gets a uid that is new each time the row is shown, and the same in every run that shows the
@@ -107,7 +107,7 @@ class PromptBuilder:
     ) -> None:
         """``config`` is the model's; images are resized to between ``min_pixels`` and ``max_pixels`` (default: as the
         image processor says). Of processed images the last ones are kept, in at most ``image_cache_bytes`` of memory; with 0,
-        each is processed whenever it is shown.
+        each is processed again in every call.
         """
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
@@ -156,11 +156,12 @@ class PromptBuilder:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
         """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place, where that is no number)."""
         prompts = []
-        for place, row in enumerate(rows):
-            try:
-                prompts.append(self.prepare(row))
-            except DataProtoError as error:
-                raise invalid_row(row, place, str(error)) from error
+        with self._processed.one_batch():
+            for place, row in enumerate(rows):
+                try:
+                    prompts.append(self.prepare(row))
+                except DataProtoError as error:
+                    raise invalid_row(row, place, str(error)) from error
         return self.collate(prompts)
 
     # One row

@@ -2,7 +2,8 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -28,18 +29,37 @@ class ImageCache:
         self.bytes = 0
         self._kept: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
         self._lock = threading.Lock()
+        self._batch = threading.local()
+
+    @contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Until it ends, this thread also finds all that it put, itself and not a copy, whether or not there is room for it."""
+        self._batch.inputs = {}
+        try:
+            yield
+        finally:
+            self._batch.inputs = None
 
     def get(self, key: bytes) -> dict[str, Tensor] | None:
         """A copy of what was put under the key, if it is still there."""
+        batch = getattr(self._batch, "inputs", None)
+        if batch is not None and key in batch:
+            return dict(batch[key])
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
                 return None
             self._kept.move_to_end(key)
-        return _copied(kept)
+        copied = _copied(kept)
+        if batch is not None:
+            batch[key] = copied
+        return copied
 
     def put(self, key: bytes, inputs: Mapping[str, Tensor]) -> None:
         """Keeps a copy, and lets go of what was not used for the longest time. What is larger than all room is not kept."""
+        batch = getattr(self._batch, "inputs", None)
+        if batch is not None:
+            batch[key] = dict(inputs)
         worker = get_worker_info()
         room = self.max_bytes // (1 if worker is None else worker.num_workers)
         size = _size(inputs)

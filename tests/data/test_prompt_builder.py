@@ -249,6 +249,16 @@ def test_the_cache_holds_so_many_bytes_of_what_was_shown_last():
         counting_builder(image_cache_bytes=-1)
 
 
+@pytest.mark.parametrize("image_cache_bytes", [0, 10])
+def test_without_room_in_the_cache_an_image_of_many_rows_is_processed_once_a_batch(image_cache_bytes):
+    builder = counting_builder(image_cache_bytes=image_cache_bytes)
+    rows = [{"prompt": "<image>x", "images": [picture(seed=place % 2)]} for place in range(6)]
+    for processed in (2, 4):
+        batch = builder(rows)
+        assert builder.image_processor.images == processed
+        assert len({id(inputs["pixel_values"]) for inputs in batch["multi_modal_inputs"]}) == 2
+
+
 def test_images_of_equal_bytes_and_other_shape_are_distinct():
     flat, tall = Image.new("RGB", (32, 8)), Image.new("RGB", (8, 32))
     builder = counting_builder()
