@@ -59,10 +59,14 @@ class Request:
     uid: str = ""  # of its prompt, for messages
 
 
-def row_name(number: int, request: Request, sampling: SamplingParams) -> str:
-    """How messages name the prompt of a request; among ranks, row numbers are those of the engine's share."""
+def row_name(number: int, uid: str, sampling: SamplingParams) -> str:
+    """How messages name the prompt of a request; among ranks, row numbers are those of the engine's share.
+
+    >>> row_name(5, "a", SamplingParams(n=4)), row_name(5, "", SamplingParams())
+    ('row 1 (uid a)', 'row 5')
+    """
     row = f"row {number // sampling.n}"
-    return f"{row} (uid {request.uid})" if request.uid else row
+    return f"{row} (uid {uid})" if uid else row
 
 
 FinishReason = Literal["stop", "length"]
@@ -127,6 +131,29 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
     module, _, attribute = ENGINES.get(name, name).partition(":")
     engine: RolloutEngine = getattr(importlib.import_module(module), attribute)(model_path, **options)
     return engine
+
+
+def generation_config(model_path: str, config: Any) -> Any:
+    """The checkpoint's ``GenerationConfig``; where it has none, made from the model's ``config``, as transformers makes it.
+
+    Raises:
+        InvalidConfig: the checkpoint's file cannot be read; names it.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        model_path,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return GenerationConfig.from_model_config(config)
+    try:
+        return GenerationConfig.from_pretrained(model_path)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InvalidConfig(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def end_ids(generation_config: Any) -> tuple[int, ...]:

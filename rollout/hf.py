@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
-from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, end_ids, row_name
+from rollout.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    cpu_or_cuda,
+    end_ids,
+    generation_config,
+    row_name,
+)
 from rollout.policy import check_sampled, project, sample
 from rollout.randomness import uniforms
 
@@ -57,6 +66,9 @@ class HFEngine:
         Args:
             max_num_seqs: sequences generated at a time.
             dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
+
+        Raises:
+            InvalidConfig: ``max_num_seqs``, or the checkpoint's ``generation_config.json`` cannot be read.
         """
         if max_num_seqs < 1:
             raise InvalidConfig(f"max_num_seqs={max_num_seqs}: must be at least 1")
@@ -64,6 +76,7 @@ class HFEngine:
         if dtype == "auto":
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.end_ids = end_ids(generation_config(model_path, AutoConfig.from_pretrained(model_path)))
         self.model = AutoModelForImageTextToText.from_pretrained(
             model_path, dtype=self.dtype, attn_implementation="sdpa"
         )
@@ -72,7 +85,6 @@ class HFEngine:
         self.max_num_seqs = max_num_seqs
         self.family = family_of(self.model.config)
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))
-        self.end_ids = end_ids(self.model.generation_config)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._has_weights = True  # whole ones: not where handing them over was broken off
 
@@ -111,7 +123,7 @@ class HFEngine:
                         tokens[number],
                         log_probs[number],
                         self.banned_ids,
-                        row_name(start + number, requests[number], sampling),
+                        row_name(start + number, requests[number].uid, sampling),
                     )
                 if stopped[row] or last:
                     reason: FinishReason = "stop" if stopped[row] else "length"

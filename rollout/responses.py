@@ -11,7 +11,7 @@ from dataproto.columns import require
 from dataproto.errors import InvalidRow, RequestFailed, RowCountMismatch
 from dataproto.vlm import VLMFamily
 from dataproto.widths import MAX_TOKENS, PAD_TOKEN
-from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams
+from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams, row_name
 from rollout.randomness import derive_seed
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
@@ -82,8 +82,7 @@ def attach_responses(
         RowCountMismatch: a request has no completion, or two; names the row.
         RequestFailed: a completion ended neither by an end token nor by length; names the row.
     """
-    rows = len(prompts) * sampling.n
-    ordered = order_completions(completions, rows)
+    ordered = order_completions(completions, prompts, sampling)
     width = max((len(completion.token_ids) for completion in ordered), default=0) or 1
     responses, response_mask, log_probs = collate_responses(ordered, width, pad_token_id)
     data = prompts.repeat(sampling.n, interleave=True)
@@ -104,20 +103,29 @@ def attach_responses(
     return data
 
 
-def order_completions(completions: Iterable[Completion], rows: int) -> list[Completion]:
+def order_completions(
+    completions: Iterable[Completion], prompts: DataProto, sampling: SamplingParams
+) -> list[Completion]:
     """One completion for each request, in the order of the requests. Raises as `attach_responses`."""
-    ordered: list[Completion | None] = [None] * rows
+    uids = prompt_names(prompts)
+    requests = len(prompts) * sampling.n
+    names = [row_name(number, uids[number // sampling.n], sampling) for number in range(requests)]
+    ordered: list[Completion | None] = [None] * requests
     for completion in completions:
-        if not 0 <= completion.request < rows or ordered[completion.request] is not None:
-            raise RowCountMismatch(f"the engine returned request {completion.request} twice or unasked ({rows} rows)")
+        number = completion.request
+        if not 0 <= number < requests:
+            raise RowCountMismatch(f"the engine returned request {number}, but there are {requests}")
+        if ordered[number] is not None:
+            raise RowCountMismatch(f"{names[number]}: the engine returned request {number} twice")
         if completion.finish_reason not in FINISH_REASONS:
-            raise RequestFailed(
-                f"request {completion.request} ended by {completion.finish_reason!r}, not {FINISH_REASONS}"
-            )
-        ordered[completion.request] = completion
-    missing = [row for row, completion in enumerate(ordered) if completion is None]
+            raise RequestFailed(f"{names[number]} ended by {completion.finish_reason!r}, not {FINISH_REASONS}")
+        ordered[number] = completion
+    missing = [number for number, completion in enumerate(ordered) if completion is None]
     if missing:
-        raise RowCountMismatch(f"the engine returned nothing for rows {missing[:10]} ({len(missing)} of {rows})")
+        rows = list(dict.fromkeys(names[number] for number in missing))
+        raise RowCountMismatch(
+            f"the engine returned nothing for {', '.join(rows[:10])} ({len(missing)} of {requests} requests)"
+        )
     return [completion for completion in ordered if completion is not None]
 
 

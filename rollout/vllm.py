@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import GenerationConfig
 
 from dataproto.errors import (
     DataProtoError,
@@ -26,7 +25,16 @@ from dataproto.errors import (
 )
 from dataproto.vlm import family_of
 from rollout import vllm_versions
-from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams, cpu_or_cuda, end_ids, row_name
+from rollout.engine import (
+    FINISH_REASONS,
+    Completion,
+    Request,
+    SamplingParams,
+    cpu_or_cuda,
+    end_ids,
+    generation_config,
+    row_name,
+)
 from rollout.policy import check_sampled
 from rollout.vllm_weights import differing_weights, load_weights
 
@@ -87,7 +95,7 @@ class VLLMEngine:
         self.max_model_len = int(config.max_model_len)
         self.family = family_of(config.hf_config)
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
-        self.end_ids = end_ids(_generation_config(model_path, config.hf_config))
+        self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self._awake = self._has_weights = self._has_kv_cache = self._cache_is_finite = True
         self._freed_bytes = 0  # by the last sleep
         self._open: dict[str, int] = {}  # requests of the run under way, and their numbers
@@ -120,21 +128,25 @@ class VLLMEngine:
                     try:
                         self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
                     except ValueError as error:
-                        raise InvalidPrompt(f"{row_name(number, request, sampling)}: {_first_line(error)}") from error
+                        raise InvalidPrompt(
+                            f"{row_name(number, request.uid, sampling)}: {_first_line(error)}"
+                        ) from error
                     mine[name] = number
             while mine:
                 for output in self.engine.step():
                     if output.finished and output.request_id in mine:
                         left -= 1
                         number = mine.pop(output.request_id)
-                        yield self._completion(number, output.outputs[0], row_name(number, requests[number], sampling))
+                        yield self._completion(
+                            number, output.outputs[0], row_name(number, requests[number].uid, sampling)
+                        )
                         if left and self._open is not mine:
                             raise RunAbandoned(
                                 f"another run began before this one was read to its end: {left} of {len(requests)} "
                                 "completions are lost; read each run before the next, for instance into a list"
                             )
                 if mine and not self.engine.has_unfinished_requests():
-                    rows = [row_name(number, requests[number], sampling) for number in mine.values()]
+                    rows = [row_name(number, requests[number].uid, sampling) for number in mine.values()]
                     raise RequestFailed(f"vLLM has dropped {len(mine)} requests: {', '.join(rows[:MAX_REPORTED_ROWS])}")
         finally:
             self._abort(mine)  # after an error, or for a caller who wants no more
@@ -210,7 +222,7 @@ class VLLMEngine:
                 if isinstance(error, MemoryError):
                     raise
                 prompts[id(request.input_ids)] = None
-                wrong.append(f"{row_name(number, request, sampling)}: {_first_line(error)}")
+                wrong.append(f"{row_name(number, request.uid, sampling)}: {_first_line(error)}")
         if wrong:
             more = f" (and {len(wrong) - MAX_REPORTED_ROWS} more rows)" if len(wrong) > MAX_REPORTED_ROWS else ""
             raise InvalidPrompt("; ".join(wrong[:MAX_REPORTED_ROWS]) + more)
@@ -306,14 +318,6 @@ class VLLMEngine:
         """Has torch give back what training left in its cache, where vLLM would not find the memory that it gave up."""
         if torch.cuda.mem_get_info()[0] < self._freed_bytes:
             torch.cuda.empty_cache()
-
-
-def _generation_config(model_path: str, config: Any) -> GenerationConfig:
-    """The checkpoint's; where it has none, made from the model's config, as transformers makes it for the Hugging Face engine."""
-    try:
-        return GenerationConfig.from_pretrained(model_path)
-    except OSError:
-        return GenerationConfig.from_model_config(config)
 
 
 def _start(model_path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any]:

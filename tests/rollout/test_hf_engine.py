@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
 from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_config, tiny_model
-from rollout.engine import Completion, SamplingParams, end_ids
+from rollout.engine import Completion, SamplingParams, end_ids, generation_config
 from rollout.hf import HFEngine
 from rollout.policy import policy_log_probs, project, sample
 from rollout.responses import attach_responses, build_requests, order_completions
-from rollout.vllm import _generation_config
 from workers.logprobs import token_log_probs
 
 CPU = torch.device("cpu")
@@ -231,7 +231,15 @@ def test_without_generation_settings_both_engines_end_as_the_config_says(tmp_pat
     tiny_model("qwen2_5_vl", config=config).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     engine = HFEngine(str(tmp_path), device=CPU)
-    assert end_ids(_generation_config(str(tmp_path), engine.model.config)) == engine.end_ids == (7,)
+    assert end_ids(generation_config(str(tmp_path), engine.model.config)) == engine.end_ids == (7,)
+
+
+@pytest.mark.parametrize("text", ["{broken", "[]"])
+def test_damaged_generation_settings_are_named(tmp_path, text):
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(InvalidConfig, match=r"generation_config\.json cannot be read"):
+        HFEngine(str(tmp_path), device=CPU)
 
 
 def test_media_objects_are_shared_not_copied(engine):
@@ -240,14 +248,21 @@ def test_media_objects_are_shared_not_copied(engine):
     assert data["multi_modal_inputs"][0] is data["multi_modal_inputs"][1] is prompts["multi_modal_inputs"][0]
 
 
-def test_a_completion_that_ended_otherwise_is_named():
-    with pytest.raises(RequestFailed, match="request 1 ended by 'abort'"):
-        order_completions([Completion(0, [1], [0.0], "length"), Completion(1, [1], [0.0], "abort")], 2)
+TWO_ROWS = DataProto.from_dict(non_tensors={"uid": ["a", "b"]})
 
 
-def test_lost_and_doubled_completions_are_named():
-    done = [Completion(0, [1], [0.0], "stop"), Completion(2, [1], [0.0], "stop")]
-    with pytest.raises(RowCountMismatch, match=r"nothing for rows \[1\]"):
-        order_completions(done, 3)
-    with pytest.raises(RowCountMismatch, match="request 0 twice"):
-        order_completions([done[0], done[0]], 2)
+def test_a_completion_that_ended_otherwise_is_named_by_its_row():
+    done = [Completion(number, [1], [0.0], "abort" if number == 3 else "length") for number in range(4)]
+    with pytest.raises(RequestFailed, match=r"^row 1 \(uid b\) ended by 'abort'"):
+        order_completions(done, TWO_ROWS, SamplingParams(n=2))
+
+
+def test_lost_and_doubled_completions_are_named_by_their_rows():
+    sampling = SamplingParams(n=2)
+    done = [Completion(number, [1], [0.0], "stop") for number in range(4)]
+    with pytest.raises(RowCountMismatch, match=r"nothing for row 1 \(uid b\) \(2 of 4 requests\)"):
+        order_completions(done[:2], TWO_ROWS, sampling)
+    with pytest.raises(RowCountMismatch, match=r"^row 1 \(uid b\): the engine returned request 2 twice"):
+        order_completions([done[2], done[2]], TWO_ROWS, sampling)
+    with pytest.raises(RowCountMismatch, match="request 4, but there are 4"):
+        order_completions([Completion(4, [1], [0.0], "stop")], TWO_ROWS, sampling)
