@@ -3,9 +3,10 @@
 import os
 import sys
 
-SPINS = "3000"
-"""How often an idle thread of OpenMP looks for work before it sleeps; OpenMP's own default is 300,000 times, some milliseconds. A
-thread that looks so long uses up the time that the thread it waits for needs, where other programs run on the same cores.
+SPINS = "2000"
+"""How often an idle thread of OpenMP (GNU's, which torch comes with) looks for work before it sleeps; its own default is 300,000
+times, some milliseconds. A thread that looks so long uses up the time that the thread it waits for needs, where other programs
+run on the same cores. Numbers do not depend on it.
 """
 
 _from_command_line = sys.argv[0] == "-m" and any(argument.startswith("recipes.") for argument in sys.orig_argv)
