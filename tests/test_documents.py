@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_the_custom_recipe_is_short_and_learns(tmp_path, capsys):
     source = ROOT / "docs" / "custom_recipe.py"
     assert len(source.read_text().splitlines()) < 70

@@ -28,7 +28,9 @@ def sampler(scores, samples=2):
         data = batch.repeat(samples, interleave=True)
         rows, width = data["input_ids"].shape
         data["prompts"] = data["input_ids"]
-        data["input_ids"] = torch.cat([data["prompts"], torch.full((rows, 3), 7)], dim=1)
+        data["responses"] = torch.full((rows, 3), 7)
+        data["response_mask"] = torch.ones(rows, 3, dtype=torch.int64)
+        data["input_ids"] = torch.cat([data["prompts"], data["responses"]], dim=1)
         data["attention_mask"] = torch.ones(rows, width + 3, dtype=torch.int64)
         data["position_ids"] = torch.arange(width + 3).expand(rows, 4, -1).contiguous()
         data["score"] = np.array([score for name in batch["uid"] for score in scores[name]], dtype=object)

@@ -131,6 +131,7 @@ def test_two_data_sets_share_no_default_uid():
     assert len({tiny_builder()(rows)["uid"][0] for rows in sets}) == 3  # each by a builder of its own
 
 
+@pytest.mark.slow
 def test_workers_of_a_data_loader_share_no_default_uid():
     rows = [{"prompt": "a"}] * 4
 

@@ -217,6 +217,7 @@ def test_environment_names_versions_only():
     assert not any(os.sep in value for value in found.values())
 
 
+@pytest.mark.slow
 def test_pictures_for_the_readme(tmp_path):
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "readme_pictures.py"))
     run = make_run(tmp_path)
