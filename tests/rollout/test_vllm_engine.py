@@ -33,14 +33,16 @@ def test_samples_do_not_depend_on_the_batch_around_them(setup):
 
 def test_completions_come_as_they_finish(setup):
     whole = generate(setup, setup.vllm, SAMPLED)
-    stop = int(whole["responses"][3, 1])
+    lengths = whole["response_mask"].sum(1).tolist()
+    stop = int(whole["responses"][lengths.index(max(lengths)), 1])
     sampling = SamplingParams(n=3, temperature=0.8, max_tokens=8, seed=1, stop_token_ids=(stop,))
     order, ended = [], {}
     for completion in setup.vllm.generate(build_requests(setup.prompts, sampling), sampling):
         order.append(completion.request)
         ended[completion.request] = completion
-    for row, tokens in enumerate(whole["responses"].tolist()):
-        length = tokens.index(stop) + 1 if stop in tokens else int(whole["response_mask"][row].sum())
+    for row, padded in enumerate(whole["responses"].tolist()):
+        tokens = padded[: lengths[row]]
+        length = tokens.index(stop) + 1 if stop in tokens else len(tokens)
         assert ended[row].token_ids == tokens[:length]
         assert ended[row].finish_reason == (
             "stop" if length < 8 or tokens[7] in (stop, *setup.vllm.end_ids) else "length"
@@ -293,6 +295,7 @@ def test_processed_images_outlive_sleep_and_new_weights(setup, monkeypatch):
         cache, "get_and_update_item", lambda item, key: processed.append(item is not None) or taken(item, key)
     )
     later = setup.builder(ROWS)  # other objects of the same content
+    later["uid"] = setup.prompts["uid"]
     assert torch.equal(generate(setup, setup.vllm, SAMPLED, later)["responses"], before["responses"])
     assert processed == [False] * 6
 
