@@ -1,7 +1,7 @@
 """How much longer a training step takes beside one busy process: ``python benchmarks/busy_machine.py``.
 
 A recipe's own command line runs twice, once as it is and once with the spinning of OpenMP's default (GOMP_SPINCOUNT=300000). They
-work in turns, a few steps each, one standing still meanwhile; first alone, then beside a process that keeps one core busy. What
+work in turns, a few steps each, while the other one is paused; first alone, then beside a process that keeps one core busy. What
 the recipe's setting costs where nothing else runs is the ratio of the two first medians. Nothing else may run meanwhile.
 """
 
@@ -22,7 +22,7 @@ ENDLESS = ["--steps", "1000000", "--eval-rows", "8", "--save-every", "0"]
 
 
 class Stoppable:
-    """A process that stands still unless told to go on. Its session is its own, as if started in another terminal."""
+    """A process in a session of its own, which this one can pause and resume."""
 
     def __init__(self, command: list[str], environment: dict[str, str], errors: Path) -> None:
         self.errors = errors
@@ -34,10 +34,10 @@ class Stoppable:
             start_new_session=True,
         )
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
-    def stand_still(self) -> None:
+    def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
     def __enter__(self) -> "Stoppable":
@@ -60,12 +60,12 @@ class Run(Stoppable):
     def steps(self, count: int) -> list[float]:
         """Seconds of the next steps; the first one, which may have begun before, does not count."""
         before = len(self._seconds())
-        self.go_on()
+        self.resume()
         while len(self._seconds()) < before + 1 + count:
             if self.process.poll() is not None:
                 sys.exit(f"the recipe ended early:\n{self.errors.read_text()[-4000:]}")
             time.sleep(0.005)
-        self.stand_still()
+        self.pause()
         return self._seconds()[before + 1 : before + 1 + count]
 
     def _seconds(self) -> list[float]:
@@ -79,7 +79,7 @@ def measure(recipe: str, rounds: int, steps: int, folder: Path) -> dict[str, tup
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SETTINGS}
     with ExitStack() as stack:
         busy = stack.enter_context(Stoppable([sys.executable, "-c", "while True: pass"], {}, folder / "busy.txt"))
-        busy.stand_still()
+        busy.pause()
         runs = {}
         for number, (name, environment) in enumerate(SETTINGS.items()):
             runs[name] = stack.enter_context(Run(recipe, folder / str(number), environment))
@@ -87,9 +87,9 @@ def measure(recipe: str, rounds: int, steps: int, folder: Path) -> dict[str, tup
         for _ in range(rounds):
             for name, run in runs.items():
                 found[name][0].extend(run.steps(steps))
-                busy.go_on()
+                busy.resume()
                 found[name][1].extend(run.steps(steps))
-                busy.stand_still()
+                busy.pause()
     return found
 
 

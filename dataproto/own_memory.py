@@ -1,9 +1,8 @@
-"""Buffers of others as memory of this process's own, which may be written and which nobody else sees.
+"""Private, writable memory for received buffers: a write never reaches another reader.
 
-What can be written already was handed over and is used as it is. What may only be read is made private: where it lies in a
-file that this process has mapped together with others (Ray's object store, shared memory), the same pages are mapped once more,
-privately, and the kernel copies each page when it is first written. So nothing is copied where nobody writes. Everything else
-(small buffers, ``bytes``, systems without ``/proc``) is copied at once.
+A writable buffer is used as it is. A large read-only buffer in a shared file mapping (Ray's object store, shared memory) is
+mapped a second time with ``MAP_PRIVATE``: the kernel copies a page when it is first written, and copies nothing otherwise. Every
+other read-only buffer (a small one, ``bytes``, any on a system without ``/proc``) is copied at once.
 """
 
 import bisect
