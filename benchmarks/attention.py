@@ -22,8 +22,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from dataproto.errors import InvalidConfig  # noqa: E402
-from workers import flash4  # noqa: E402
-from workers.attention import FLASH, attend_segments  # noqa: E402
+from workers.model import flash_attention4 as flash4  # noqa: E402
+from workers.model.attention import FLASH, attend_segments  # noqa: E402
 
 REPEATS = 10
 

@@ -27,13 +27,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.envi
 
 from PIL import Image, ImageDraw  # noqa: E402
 
-from recipes.algorithms.rewards import load_reward  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
+from recipes.rewards.geo3k_reward import load_reward  # noqa: E402
 from rollout.engine import ENGINES  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
-from workers.layout import Layout  # noqa: E402
-from workers.rollout import RolloutConfig  # noqa: E402
+from workers.ranks.layout import Layout  # noqa: E402
+from workers.roles.rollout_worker import RolloutConfig  # noqa: E402
 
 MEAN_LENGTH, LENGTH_SIGMA = 400, 0.8  # tokens of a response
 IMAGE = 420  # pixels; 15 x 15 tokens
@@ -59,7 +59,7 @@ def of_drawn_lengths(engine: type) -> type:
 
 def __getattr__(name: str) -> Any:
     if name == "VLLMOfDrawnLengths":
-        from rollout.vllm import VLLMEngine
+        from rollout.vllm.vllm_engine import VLLMEngine
 
         return of_drawn_lengths(VLLMEngine)
     raise AttributeError(name)

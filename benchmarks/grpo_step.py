@@ -75,7 +75,7 @@ def measure(workload: Path) -> None:
     import torch
 
     from recipes.grpo import GRPOConfig, grpo_step
-    from recipes.metrics import rollout_metrics, timed
+    from recipes.run.metrics import rollout_metrics, timed
     from rollout.engine import SamplingParams
     from rollout.prompts import PromptBuilder
     from workers import ActorConfig, OptimizerConfig, RewardRow, launch

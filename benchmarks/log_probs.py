@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from workers.logprobs import token_log_probs  # noqa: E402
+from workers.model.logprobs import token_log_probs  # noqa: E402
 
 REPEATS = 5
 

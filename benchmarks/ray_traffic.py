@@ -24,12 +24,12 @@ from PIL import Image  # noqa: E402
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address  # noqa: E402
 
 from dataproto import DataProto  # noqa: E402
-from recipes.algorithms.rewards import load_reward  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
+from recipes.rewards.geo3k_reward import load_reward  # noqa: E402
 from recipes.tiny import tiny_checkpoint  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
-from workers.layout import Layout  # noqa: E402
+from workers.ranks.layout import Layout  # noqa: E402
 
 MIB = 2**20
 

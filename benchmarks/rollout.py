@@ -33,9 +33,9 @@ from rollout.engine import SamplingParams, cpu_or_cuda, create_engine  # noqa: E
 from rollout.prompts import PromptBuilder  # noqa: E402
 from rollout.responses import attach_responses, build_requests  # noqa: E402
 from workers import ActorConfig, ActorWorker  # noqa: E402
-from workers.layout import Layout  # noqa: E402
-from workers.mesh import join  # noqa: E402
-from workers.weights import full_tensor  # noqa: E402
+from workers.model.named_weights import full_tensor  # noqa: E402
+from workers.ranks.layout import Layout  # noqa: E402
+from workers.ranks.mesh import join  # noqa: E402
 
 ROUNDS = 3
 
@@ -179,7 +179,7 @@ def ours(path: str, arguments: argparse.Namespace) -> None:
 
 def bare(path: str, arguments: argparse.Namespace) -> None:
     """vLLM as it comes."""
-    from rollout import vllm_versions
+    from rollout.vllm import versions as vllm_versions
 
     vllm_versions.set_environment()
     from vllm import LLM

@@ -8,8 +8,8 @@
 
 Weights are random, sizes those of Qwen2.5-VL and, ``moe``, of Qwen3-VL-30B-A3B with 16 of its 48 layers. Prompts have 50 to 300
 text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), prompt and response at
-most 4,096 together; at size ``tiny`` a tenth of that. MFU counts the operations that the step requires (`workers.accounting`)
-over the time of the whole step and the device's peak in bfloat16.
+most 4,096 together; at size ``tiny`` a tenth of that. MFU counts the operations that the step requires
+(`workers.training.accounting`) over the time of the whole step and the device's peak in bfloat16.
 
 Parts: ``ours`` whole updates with a clipped policy loss; ``shared`` the same with several samples of each prompt; ``padded`` the
 rows as TRL computes them: padded to the longest prompt and response, Hugging Face's model with sdpa and full logits of the
@@ -46,14 +46,14 @@ from benchmarks.workload import SIZES, make_batch, model_config, shape_of
 from dataproto import DataProto
 from dataproto.vlm import family_of
 from recipes.algorithms.losses import clipped_policy_loss
-from workers.accounting import peak_flops, required_work, whole_work
-from workers.actor import ActorConfig, ActorWorker
-from workers.layout import Layout
-from workers.mesh import AXES, join
-from workers.packed import PackedVLM
-from workers.planning import share_out
-from workers.step import micro_batches, prepare_rows
-from workers.transfer import to_device
+from workers.model.packed_model import PackedVLM
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import AXES, join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.accounting import peak_flops, required_work, whole_work
+from workers.training.device_transfer import to_device
+from workers.training.forward_pass import micro_batches, prepare_rows
+from workers.training.mini_batches import share_out
 
 
 def policy_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:

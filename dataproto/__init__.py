@@ -1,5 +1,6 @@
 """A batch of vision-language rows that travels between the workers of a reinforcement-learning loop."""
 
+from dataproto._ops.column_ops import object_array
 from dataproto.batching import (
     BinLayout,
     balance,
@@ -9,8 +10,8 @@ from dataproto.batching import (
     split_by_budget,
     split_into,
 )
-from dataproto.collectives import all_gather, broadcast, gather, scatter
 from dataproto.columns import COLUMNS, require
+from dataproto.distributed import all_gather, broadcast, gather, scatter
 from dataproto.protocol import (
     DataProto,
     DataProtoConfig,
@@ -27,8 +28,7 @@ from dataproto.protocol import (
     unpad_inert,
 )
 from dataproto.ragged import RaggedTensor
-from dataproto.rows import object_array
-from dataproto.wire import BlobStore, shared_blobs
+from dataproto.serialization.wire import BlobStore, shared_blobs
 
 __all__ = [
     "COLUMNS",

@@ -4,7 +4,10 @@ One name for four modules: ``packing`` (padded rows to one sequence and back), `
 micro-batch, rank or bin), ``collation`` (token lists to padded columns) and ``bins`` (supervised rows side by side).
 """
 
-from dataproto.balancing import (
+from dataproto.bins import BinLayout, pack_supervised
+from dataproto.collation import collate_supervised, pad_rows, ragged_rows
+from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
+from dataproto.planning import (
     balance,
     cut_minibatches,
     first_fit_decreasing,
@@ -13,9 +16,6 @@ from dataproto.balancing import (
     split_by_tokens,
     split_into,
 )
-from dataproto.bins import BinLayout, pack_supervised
-from dataproto.collation import collate_supervised, pad_rows, ragged_rows
-from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
 
 __all__ = [
     "BinLayout",

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.balancing import first_fit_decreasing
 from dataproto.collation import Rows, loss_masks, ragged_rows
 from dataproto.errors import InvalidColumn
+from dataproto.planning import first_fit_decreasing
 from dataproto.protocol import DataProto
 from dataproto.ragged import RaggedTensor
 from dataproto.tensordict_utils import rows_at

@@ -122,11 +122,11 @@ COLUMNS: dict[str, Column] = {
             "rollout_is_weights",
             "float32",
             "B R",
-            "recipes.phases",
+            "recipes.run.phases",
             "policy loss",
             "weight of each token for the engine's error",
         ),
-        Column("reward_baselines", "float32", "B", "recipes.phases", "advantages", "score of the greedy response"),
+        Column("reward_baselines", "float32", "B", "recipes.run.phases", "advantages", "score of the greedy response"),
         Column(
             "high_covariance",
             "bool",

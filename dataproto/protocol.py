@@ -13,9 +13,22 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
-from dataproto import conversion, disk
-from dataproto import rows as columnwise
-from dataproto.collectives import all_gather_data_proto
+from dataproto import _verl_conversion as conversion
+from dataproto._ops import column_ops as columnwise
+from dataproto._ops.folding import fold_batch_dim, unfold_batch_dim, unfold_columns
+from dataproto._ops.indexing import Index
+from dataproto._ops.merging import collate_fn, concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
+from dataproto._ops.padding import (
+    DataProtoConfig,
+    pad_dataproto_to_divisor,
+    pad_inert,
+    unpad_dataproto,
+    unpad_inert,
+)
+from dataproto._ops.widths import MAX_TOKENS, equally_wide
+from dataproto._table import DataProtoItem, Table, name_list
+from dataproto._verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
+from dataproto.distributed import all_gather_data_proto
 from dataproto.errors import (
     ColumnConflict,
     IndivisibleBatch,
@@ -24,27 +37,15 @@ from dataproto.errors import (
     MissingColumn,
     RowCountMismatch,
 )
-from dataproto.folding import fold_batch_dim, unfold_batch_dim, unfold_columns
-from dataproto.indexing import Index
-from dataproto.merging import collate_fn, concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
-from dataproto.padding import (
-    DataProtoConfig,
-    pad_dataproto_to_divisor,
-    pad_inert,
-    unpad_dataproto,
-    unpad_inert,
-)
 from dataproto.ragged import RaggedTensor
-from dataproto.serialize import (
+from dataproto.serialization import file as disk
+from dataproto.serialization.tensor_bytes import (
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
     serialize_tensordict,
 )
-from dataproto.table import DataProtoItem, Table, name_list
 from dataproto.tensordict_utils import get_tensordict, stack_objects
-from dataproto.verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
-from dataproto.widths import MAX_TOKENS, equally_wide
 
 __all__ = [
     "BatchData",

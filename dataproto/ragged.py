@@ -10,8 +10,8 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 import torch
 
+from dataproto._ops.indexing import Index, as_positions, as_row, as_slice, whole_numbers
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
-from dataproto.indexing import Index, as_positions, as_row, as_slice, whole_numbers
 from dataproto.tensordict_utils import alike_tensors, memory_key, rows_at
 
 Side = Literal["left", "right"]
@@ -246,7 +246,7 @@ class RaggedTensor:
 
     def equal(self, other: "RaggedTensor") -> bool:
         """True for equal dtype, device, lengths and values (NaN equals NaN), however the rows are stored."""
-        from dataproto.equality import same_tensor
+        from dataproto._ops.equality import same_tensor
 
         if (self.dtype, self.device, self.tail) != (other.dtype, other.device, other.tail):
             return False
@@ -372,7 +372,7 @@ class RaggedTensor:
         return self._made(storage, kept._starts, kept._lengths)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        from dataproto.wire import reduce_value
+        from dataproto.serialization.wire import reduce_value
 
         return reduce_value(self, [], protocol)
 

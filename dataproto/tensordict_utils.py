@@ -8,7 +8,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
-from dataproto.memory import ask_for_large_pages
+from dataproto.serialization.buffers import ask_for_large_pages
 
 
 def get_tensordict(

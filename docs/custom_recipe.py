@@ -11,7 +11,7 @@ import sys
 
 from PIL import Image
 
-from recipes.supervised import next_token_loss
+from recipes.run.supervised import next_token_loss
 from rollout import SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import ActorConfig, OptimizerConfig, launch

@@ -13,17 +13,17 @@ from pathlib import Path
 import tyro
 
 from dataproto.errors import InvalidConfig
-from recipes.classify_data import IMAGES, LabelledData, Templates, drawn_data, folder_data, table_data
-from recipes.command_line import names_a_model, parse_config, run_from_command_line
-from recipes.confusion import Confusion, save_confusion
-from recipes.evaluation import evaluate_answers
-from recipes.loader import EvaluationLoader, PromptLoader
-from recipes.sft_data import Questions
-from recipes.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
-from recipes.training import RunConfig
+from recipes.data.conversation_rows import Questions
+from recipes.data.labelled_pictures import IMAGES, LabelledData, Templates, drawn_data, folder_data, table_data
+from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.report.confusion import Confusion, save_confusion
+from recipes.run.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.run.evaluation import evaluate_answers
+from recipes.run.loop import RunConfig
+from recipes.run.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
 from rollout.prompts import PromptBuilder, SupervisedBuilder
-from workers.launch import Roles
-from workers.optimizer import OptimizerConfig
+from workers.cluster.launch import Roles
+from workers.training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import tyro
 from transformers import AutoModelForImageTextToText
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.command_line import parse_config, run_from_command_line
+from recipes.run.command_line import parse_config, run_from_command_line
 
 
 @dataclass(frozen=True)

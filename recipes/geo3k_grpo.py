@@ -16,33 +16,33 @@ from torch.utils.data import Subset
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig, spelled_out
-from recipes.algorithms.rewards import RewardFunction, load_reward
-from recipes.command_line import names_a_model, names_an_algorithm, parse_config, run_from_command_line
-from recipes.dynamic_sampling import More
-from recipes.evaluation import evaluate_answers, save_processors
-from recipes.geo3k import INSTRUCTION, load_rows
+from recipes.data.drawn_rows import ProblemRows
+from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
+from recipes.data.problem_rows import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
-from recipes.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
-from recipes.one_step_off import LookAhead, RolloutAhead
-from recipes.phases import Progression
-from recipes.place import check_place
-from recipes.report import write_report
-from recipes.run_directory import open_run_directory, over_the_run, with_schedules
+from recipes.report.page import write_report
+from recipes.rewards.geo3k_reward import RewardFunction, load_reward
+from recipes.run.command_line import names_a_model, names_an_algorithm, parse_config, run_from_command_line
+from recipes.run.dynamic_sampling import More
+from recipes.run.evaluation import evaluate_answers, save_processors
+from recipes.run.loop import Loader, RunConfig, train, with_restarts
+from recipes.run.one_step_off import LookAhead, RolloutAhead
+from recipes.run.phases import Progression
+from recipes.run.place import check_place
+from recipes.run.run_directory import open_run_directory, over_the_run, with_schedules
 from recipes.synthetic import LEVELS
-from recipes.synthetic.rows import ProblemRows
 from recipes.tiny import tiny_checkpoint
-from recipes.training import Loader, RunConfig, train, with_restarts
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.actor import ActorConfig
-from workers.critic import CriticConfig
-from workers.engine_config import EngineConfig
-from workers.launch import Roles, launch
-from workers.layout import Layout
-from workers.loading import checkpoint_family
-from workers.optimizer import OptimizerConfig
-from workers.ray_config import RayConfig
-from workers.rollout import RolloutConfig
+from workers.cluster.launch import Roles, launch
+from workers.cluster.ray_config import RayConfig
+from workers.model.engine_config import EngineConfig
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig
+from workers.roles.critic import CriticConfig
+from workers.roles.rollout_worker import RolloutConfig
+from workers.training.loading import checkpoint_family
+from workers.training.optimizer import OptimizerConfig
 
 Tiny = TypeVar("Tiny", bound="Geo3KConfig")
 # (roles, prompts, config.algorithm, sampling, progression, more) -> rollouts, metrics

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import tyro
 
-from recipes.command_line import names_a_model, parse_config, run_from_command_line
 from recipes.geo3k_grpo import DataConfig, Geo3KConfig, tiny_default
 from recipes.geo3k_grpo import run as run_geo3k
 from recipes.ppo import PPOConfig, ppo_step
-from recipes.run_directory import with_schedules
-from recipes.training import RunConfig
-from workers.optimizer import OptimizerConfig
+from recipes.run.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.run.loop import RunConfig
+from recipes.run.run_directory import with_schedules
+from workers.training.optimizer import OptimizerConfig
 
 OUTPUT_DIR = Path("outputs/geo3k_ppo")
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
-from recipes.dynamic_sampling import More
-from recipes.metrics import timed
-from recipes.phases import (
+from recipes.run.dynamic_sampling import More
+from recipes.run.metrics import timed
+from recipes.run.phases import (
     Progression,
     accuracy,
     add_log_probs,
@@ -18,7 +18,7 @@ from recipes.phases import (
     update_actor,
 )
 from rollout.engine import SamplingParams
-from workers.launch import Roles
+from workers.cluster.launch import Roles
 
 __all__ = ["GRPOConfig", "accuracy", "grpo_step", "policy_loss"]
 

@@ -13,15 +13,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import DataProtoError, InvalidConfig
 from recipes.algorithms.differences import Differences, differences
-from recipes.command_line import parse_config
-from recipes.geo3k import load_rows
-from recipes.synthetic.rows import ProblemRows
+from recipes.data.drawn_rows import ProblemRows
+from recipes.data.problem_rows import load_rows
+from recipes.run.command_line import parse_config
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.actor import ActorConfig
-from workers.launch import Roles, launch
-from workers.rollout import RolloutConfig
+from workers.cluster.launch import Roles, launch
+from workers.roles.actor import ActorConfig
+from workers.roles.rollout_worker import RolloutConfig
 
 MARKER = "<image>"
 

@@ -9,9 +9,9 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.advantages import gae, whiten
 from recipes.algorithms.losses import value_loss
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.dynamic_sampling import More
-from recipes.metrics import add_update, timed
-from recipes.phases import (
+from recipes.run.dynamic_sampling import More
+from recipes.run.metrics import add_update, timed
+from recipes.run.phases import (
     Metrics,
     Progression,
     add_log_probs,
@@ -22,9 +22,9 @@ from recipes.phases import (
     update_actor,
 )
 from rollout.engine import SamplingParams
-from workers.critic import Values
-from workers.launch import Roles
-from workers.step import LossFn
+from workers.cluster.launch import Roles
+from workers.roles.critic import Values
+from workers.training.forward_pass import LossFn
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Supervised training on conversations with images: ``python -m recipes.sft``.
 
 With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
-and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see `recipes.sft_data`).
+and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
+`recipes.data.conversation_rows`).
 """
 
 import sys
@@ -14,17 +15,17 @@ import tyro
 from torch.utils.data import Subset
 
 from dataproto.errors import InvalidConfig
-from recipes.command_line import names_a_model, parse_config, run_from_command_line
-from recipes.evaluation import evaluate_answers
-from recipes.loader import EvaluationLoader, PromptLoader, drop_overlong
-from recipes.mixture import Mixture
-from recipes.sft_data import Questions, conversation_rows, conversation_stream
-from recipes.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
+from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
+from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
+from recipes.data.mixture import Mixture
+from recipes.run.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.run.evaluation import evaluate_answers
+from recipes.run.loop import RunConfig
+from recipes.run.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
 from recipes.synthetic.talks import DrawnSums, DrawnTalks
-from recipes.training import RunConfig
 from rollout.prompts import PromptBuilder, SupervisedBuilder, Turns
-from workers.launch import Roles
-from workers.optimizer import OptimizerConfig
+from workers.cluster.launch import Roles
+from workers.training.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

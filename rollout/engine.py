@@ -117,7 +117,7 @@ class RolloutEngine(Protocol):
         ...
 
 
-ENGINES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm:VLLMEngine"}
+ENGINES = {"hf": "rollout.hf.hf_engine:HFEngine", "vllm": "rollout.vllm.vllm_engine:VLLMEngine"}
 
 
 def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:

@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.charts import smooth
-from recipes.metrics import read_metrics
-from recipes.samples import RolloutSample, load_rollouts, rollout_steps
+from recipes.report.charts import smooth
+from recipes.report.samples import RolloutSample, load_rollouts, rollout_steps
+from recipes.run.metrics import read_metrics
 
 REWARD, ACCURACY = "#e0762f", "#2f6fde"
 GOOD, BAD, SOFT = "#11783c", "#b3261e", "#5d6672"
@@ -19,7 +19,9 @@ LINES = 6
 
 
 def plot_curves(rows: Sequence[Mapping[str, float]], path: str | Path) -> None:
-    """Draws sampled reward and held-out accuracy over steps into an image file; ``rows`` as of `recipes.metrics.read_metrics`."""
+    """Draws sampled reward and held-out accuracy over steps into an image file; ``rows`` as of
+    `recipes.run.metrics.read_metrics`.
+    """
     figure = Figure(figsize=(8, 3.4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if reward := _points(rows, "critic/score/mean"):

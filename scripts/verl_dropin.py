@@ -696,7 +696,7 @@ def main() -> int:
         run(options.side, names, options.output)
         return 0
 
-    from dataproto.equality import same_value
+    from dataproto._ops.equality import same_value
 
     results = {}
     for side in ("verl", "dataproto"):

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from dataproto.vlm import VLMFamily
-from dataproto.vlm.pictures import Pictures
+from dataproto.vlm.media_layout import Pictures
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "adding_a_vlm.md").read_text()

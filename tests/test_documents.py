@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipes.tiny import make_tiny_model
-from workers.reward import RewardRow
+from workers.roles.reward import RewardRow
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,16 +1,16 @@
 """Role workers, and the groups that run them."""
 
-from workers.actor import ActorConfig, ActorWorker
-from workers.critic import CriticConfig, CriticWorker
-from workers.launch import Roles, launch
-from workers.layout import Layout
-from workers.optimizer import OptimizerConfig
-from workers.packed import Outputs, PackedVLM
-from workers.policy import PolicyConfig, ReferenceWorker
-from workers.reward import RewardFunction, RewardRow, RewardWorker
-from workers.rollout import RolloutConfig, RolloutWorker
-from workers.sharding import ShardingManager
-from workers.step import LossFn
+from workers.cluster.launch import Roles, launch
+from workers.model.packed_model import Outputs, PackedVLM
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.critic import CriticConfig, CriticWorker
+from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+from workers.roles.reward import RewardFunction, RewardRow, RewardWorker
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+from workers.roles.sharding_manager import ShardingManager
+from workers.training.forward_pass import LossFn
+from workers.training.optimizer import OptimizerConfig
 
 __all__ = [
     "ActorConfig",

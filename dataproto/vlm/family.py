@@ -18,8 +18,8 @@ from dataproto.vlm.costs import grid_sums
 from dataproto.vlm.flops import Flops, grids_of, language_flops, logit_flops
 from dataproto.vlm.forward import feature_levels, place, tower_output
 from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media
+from dataproto.vlm.media_layout import PATCH_GRIDS, Pictures
 from dataproto.vlm.mrope import IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
-from dataproto.vlm.pictures import PATCH_GRIDS, Pictures
 from dataproto.vlm.placeholders import Ids, MediaTokens, enclose, expand_ids, split_videos
 
 _FAMILIES = {

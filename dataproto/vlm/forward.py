@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.transfer import move
+from dataproto._ops.transfer import move
 from dataproto.vlm.media import MediaSpans
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
 from dataproto.vlm.flops import dense_layer_weights, frame_pairs, patch_weights, vision_flops
-from dataproto.vlm.pictures import PatchGrids
+from dataproto.vlm.media_layout import PatchGrids
 
 
 @dataclass(frozen=True)

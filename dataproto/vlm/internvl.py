@@ -15,7 +15,7 @@ from torch import Tensor
 from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.flops import dense_layer_weights
-from dataproto.vlm.pictures import check_limits
+from dataproto.vlm.media_layout import check_limits
 from dataproto.vlm.placeholders import Ids
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataproto._ops.transfer import move
 from dataproto.errors import MediaMismatch
-from dataproto.transfer import move
+from dataproto.vlm.media_layout import Pictures
 from dataproto.vlm.mrope import IMAGE, VIDEO
-from dataproto.vlm.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def distinct_media(rows: Sequence[Mapping[str, Any]], pictures: Pictures, config
     `MediaMismatch` naming the row.
 
     >>> from types import SimpleNamespace
-    >>> from dataproto.vlm.pictures import PatchGrids
+    >>> from dataproto.vlm.media_layout import PatchGrids
     >>> config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
     >>> one = {"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}
     >>> media = distinct_media([one, {}, one], PatchGrids(), config)

@@ -14,8 +14,8 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidConfig
-from workers.packed import Outputs
-from workers.step import LossFn
+from workers.model.packed_model import Outputs
+from workers.training.forward_pass import LossFn
 
 
 def cross_entropy(log_probs: Tensor, weights: Tensor) -> Tensor:

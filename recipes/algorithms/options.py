@@ -11,9 +11,9 @@ from recipes.algorithms.correction import Correction, Rejection, check_bounds, c
 from recipes.algorithms.kl import KLController, k1_kl, k2_kl, k3_kl, unbiased_k3_kl
 from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, call_by_names, takes
 from rollout.engine import SamplingParams
-from workers.aggregation import AggregationMode
-from workers.packed import Outputs
-from workers.step import LossFn
+from workers.model.packed_model import Outputs
+from workers.training.aggregation import AggregationMode
+from workers.training.forward_pass import LossFn
 
 KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl, "k3+": unbiased_k3_kl}
 OF_SOME_LOSSES = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from dataproto.errors import InvalidConfig
 from recipes.algorithms import advantages, covariances, losses
 from recipes.algorithms.function_files import load_named_function
-from workers.aggregation import AggregationMode
+from workers.training.aggregation import AggregationMode
 
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 

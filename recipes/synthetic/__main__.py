@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dataproto.errors import DataProtoError, InvalidConfig
-from recipes.synthetic.export import write_parquet
+from recipes.synthetic.parquet import write_parquet
 from recipes.synthetic.problems import LEVELS, Split
 
 

@@ -1,6 +1,6 @@
 """A small vision-language model made on the spot, of the real Hugging Face class."""
 
-from recipes.tiny.model import TinyConfig, make_tiny_model
+from recipes.tiny.tiny_model import TinyConfig, make_tiny_model
 from recipes.tiny.warm_up import WarmUpConfig, tiny_checkpoint, warm_up
 
 __all__ = ["TinyConfig", "WarmUpConfig", "make_tiny_model", "tiny_checkpoint", "warm_up"]

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from dataproto import DataProto
 from recipes.synthetic.problems import Problem, make_problem
-from recipes.tiny.model import TinyConfig, make_tiny_model
+from recipes.tiny.tiny_model import TinyConfig, make_tiny_model
 from rollout.engine import Completion, SamplingParams
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses
-from workers.actor import ActorConfig, ActorWorker
-from workers.optimizer import OptimizerConfig
-from workers.packed import Outputs
+from workers.model.packed_model import Outputs
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.optimizer import OptimizerConfig
 
 ANSWER = "<think>look</think> \\boxed{{{answer}}}"
 FIRST_PROBLEM = 2**32

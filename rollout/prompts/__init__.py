@@ -3,7 +3,9 @@
 `PromptBuilder` turns rows into prompts, `SupervisedBuilder` conversations into training rows, `ChunkRenderer` chunks into either.
 """
 
-from rollout.prompts.builder import (
+from rollout.prompts.chunk_rendering import ChunkRenderer, Resolver, token_values
+from rollout.prompts.conversations import SupervisedBuilder, TrainingRow, Turns
+from rollout.prompts.prompt_builder import (
     IMAGE_BACKEND,
     ProcessedImage,
     Prompt,
@@ -13,8 +15,6 @@ from rollout.prompts.builder import (
     row_digest,
     row_number,
 )
-from rollout.prompts.chunks import ChunkRenderer, Resolver, token_values
-from rollout.prompts.conversations import SupervisedBuilder, TrainingRow, Turns
 
 __all__ = [
     "IMAGE_BACKEND",

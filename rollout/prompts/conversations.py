@@ -16,9 +16,16 @@ from dataproto import DataProto, object_array
 from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
-from rollout.messages import Conversation
-from rollout.prompts.builder import ProcessedImage, Prompt, PromptBuilder, conversation_of, row_columns, share_media
-from rollout.video import ProcessedVideo
+from rollout.prompts.messages import Conversation
+from rollout.prompts.prompt_builder import (
+    ProcessedImage,
+    Prompt,
+    PromptBuilder,
+    conversation_of,
+    row_columns,
+    share_media,
+)
+from rollout.prompts.videos import ProcessedVideo
 
 Ids = npt.NDArray[np.int64]
 Turns = Literal["all", "last"]

@@ -12,7 +12,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.geo3k_grpo import parse
-from workers.packed import Outputs
+from workers.model.packed_model import Outputs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 MINE = """
@@ -119,7 +119,7 @@ def test_names_are_taken_once_and_papers_set_only_what_they_may():
 def test_the_loss_of_a_file_travels_with_its_code_to_processes_that_do_not_have_the_file(mine):
     import ray
 
-    from workers.ray_group import send_code_of_lone_modules
+    from workers.cluster.ray_group import send_code_of_lone_modules
 
     loss = policy_loss(AlgorithmConfig(loss=f"{mine}:loss"), 0.0)
     name = next(name for name in sys.modules if name.startswith("loss_mine_"))

@@ -14,7 +14,7 @@ from recipes.algorithms.correction import Correction, Rejection
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.ppo import PPOConfig
-from workers.aggregation import MODES
+from workers.training.aggregation import MODES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 RECIPES = {"geo3k_grpo": geo3k_grpo, "geo3k_ppo": geo3k_ppo}

@@ -11,9 +11,9 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.correction import correction_metrics, importance_weights, kept_tokens
 from recipes.algorithms.options import AlgorithmConfig, policy_loss
-from recipes.phases import rows_to_learn
-from workers.aggregation import aggregate
-from workers.packed import Outputs
+from recipes.run.phases import rows_to_learn
+from workers.model.packed_model import Outputs
+from workers.training.aggregation import aggregate
 
 OLD = torch.tensor([[0.4, 0.9, 0.5], [0.1, 0.6, 0.5]]).log()
 ROLLOUT = torch.tensor([[0.1, 0.6, 0.5], [0.4, 0.9, math.nan]]).log()

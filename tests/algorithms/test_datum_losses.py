@@ -14,7 +14,7 @@ from recipes.algorithms.datum_losses import (
     importance_sampling,
     ppo,
 )
-from workers.packed import Outputs
+from workers.model.packed_model import Outputs
 
 P = [math.log(0.5), math.log(0.9), math.log(0.2)]
 Q = [math.log(0.25), math.log(0.9), math.log(0.4)]  # ratios 2, 1, 0.5

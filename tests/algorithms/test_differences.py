@@ -6,7 +6,7 @@ import torch
 
 from dataproto import DataProto
 from recipes.algorithms.differences import difference_metrics, differences
-from recipes.phases import engine_differences
+from recipes.run.phases import engine_differences
 
 ACTOR = torch.tensor([[0.4, 0.9, 0.5], [0.1, 0.6, 0.5]]).log()
 ENGINE = torch.tensor([[0.1, 0.6, 0.5], [0.4, 0.9, math.nan]]).log()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.covariances import highest_covariance, random_high_covariance
 from recipes.algorithms.losses import clip_cov_loss, gated_policy_loss, kl_cov_loss
-from workers.aggregation import aggregate
+from workers.training.aggregation import aggregate
 
 LOSSES = [
     gated_policy_loss,

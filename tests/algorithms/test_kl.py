@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
-from workers.aggregation import aggregate
+from workers.training.aggregation import aggregate
 
 ESTIMATORS = [k1_kl, k2_kl, k3_kl, unbiased_k3_kl]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.losses import clipped_policy_loss
-from workers.aggregation import aggregate
+from workers.training.aggregation import aggregate
 
 
 def loss_of(ratio, advantage, **options):

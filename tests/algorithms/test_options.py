@@ -11,7 +11,7 @@ from recipes.algorithms.kl import k1_kl, k2_kl
 from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss, spelled_out
 from recipes.algorithms.registry import Settings
 from recipes.grpo import GRPOConfig
-from workers.packed import Outputs
+from workers.model.packed_model import Outputs
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.losses import clipped_policy_loss, clipped_weight_loss, sequence_policy_loss, value_loss
-from workers.aggregation import aggregate
+from workers.training.aggregation import aggregate
 
 
 def rows(*values):

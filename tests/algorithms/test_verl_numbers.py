@@ -11,7 +11,7 @@ import torch
 
 from recipes.algorithms import advantages, correction, covariances, kl, losses
 from recipes.algorithms.kl import KLController
-from workers.aggregation import MODES, aggregate
+from workers.training.aggregation import MODES, aggregate
 
 NUMBERS = json.loads(Path(__file__).with_name("verl_numbers.json").read_text())
 GIVEN = {name: torch.tensor(values) for name, values in NUMBERS["inputs"].items()}

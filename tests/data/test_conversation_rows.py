@@ -9,12 +9,18 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.loader import draws
-from recipes.mixture import Mixture
-from recipes.sft_data import Questions, conversation_rows, conversation_stream, main, read_conversation_row
-from recipes.tables import JsonLines, StreamRows
-from rollout.media import load_image
-from rollout.messages import read_conversation
+from recipes.data.conversation_rows import (
+    Questions,
+    conversation_rows,
+    conversation_stream,
+    main,
+    read_conversation_row,
+)
+from recipes.data.loader import draws
+from recipes.data.mixture import Mixture
+from recipes.data.tables import JsonLines, StreamRows
+from rollout.prompts.images import load_image
+from rollout.prompts.messages import read_conversation
 
 
 def png(colour=(200, 10, 30)):

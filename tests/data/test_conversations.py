@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from dataproto.errors import InvalidPrompt
-from rollout.messages import read_conversation
+from rollout.prompts.messages import read_conversation
 
 
 def test_markers_become_parts_in_order():

@@ -9,7 +9,7 @@ from datasets import load_dataset
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing, geometry3k, png, write_geometry3k
 from helpers.tiny_prompts import tiny_builder
-from recipes.geo3k import INSTRUCTION, load_rows, read_row
+from recipes.data.problem_rows import INSTRUCTION, load_rows, read_row
 
 
 @pytest.fixture(autouse=True)

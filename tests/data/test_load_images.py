@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageFile
 
 from dataproto.errors import InvalidMedia
-from rollout import media
-from rollout.media import image_size, load_image
+from rollout.prompts import images as media
+from rollout.prompts.images import image_size, load_image
 
 
 def picture(width=6, height=4, seed=0):

@@ -13,7 +13,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidPrompt, InvalidRow
 from helpers.tiny_models import MROPE_TYPES, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
-from recipes.loader import PromptLoader
+from recipes.data.loader import PromptLoader
 from rollout.prompts import PromptBuilder, load_image_processor
 
 

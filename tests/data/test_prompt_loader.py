@@ -10,7 +10,7 @@ from PIL import ImageFile
 from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing
 from helpers.tiny_prompts import tiny_builder
-from recipes.loader import EvaluationLoader, PromptLoader, drop_overlong, occurrences
+from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong, occurrences
 
 BAD = {"prompt": "<image>Find x.", "images": [b"broken"]}
 

@@ -8,7 +8,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from dataproto.errors import InvalidMedia
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_tokenizer
-from rollout.video import process_video, read_video
+from rollout.prompts.videos import process_video, read_video
 
 OPTIONS = {"size": {"shortest_edge": 64, "longest_edge": 4096}}
 

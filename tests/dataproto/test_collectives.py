@@ -13,8 +13,8 @@ import torch.distributed as dist
 from PIL import Image
 
 from dataproto import DataProto, all_gather_data_proto
-from dataproto.collectives import _Message, all_gather, broadcast, gather, scatter
-from dataproto.equality import same_value
+from dataproto._ops.equality import same_value
+from dataproto.distributed import _Message, all_gather, broadcast, gather, scatter
 from dataproto.errors import ColumnConflict, InvalidIndex, RankFailure
 from dataproto.ragged import RaggedTensor
 
@@ -370,7 +370,7 @@ def outcomes(
     """The number of ranks, and what each reports for every scenario."""
     size = request.param
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dataproto.collectives"])
+    context.set_forkserver_preload(["dataproto.distributed"])
     results = context.Queue()
     store = str(Path(tmp_path_factory.mktemp("store")) / "file")
     ranks = [context.Process(target=run, args=(rank, size, store, results), daemon=True) for rank in range(size)]

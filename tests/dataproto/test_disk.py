@@ -15,7 +15,7 @@ from safetensors.torch import load_file, safe_open
 from tensordict import TensorDict
 
 from dataproto import DataProto
-from dataproto.equality import same_value
+from dataproto._ops.equality import same_value
 from dataproto.errors import FileFormatError
 from dataproto.ragged import RaggedTensor
 

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataproto import DataProto
-from dataproto.disk import sections
-from dataproto.disk.sections import Section
-from dataproto.equality import same_value
+from dataproto._ops.equality import same_value
 from dataproto.errors import FileFormatError
 from dataproto.ragged import RaggedTensor
+from dataproto.serialization import container as sections
+from dataproto.serialization.container import Section
 
 Header = dict[str, Any]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dataproto import RaggedTensor
-from dataproto.equality import same_value
+from dataproto._ops.equality import same_value
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
 
 

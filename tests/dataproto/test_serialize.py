@@ -5,7 +5,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dataproto.equality import same_value
+from dataproto._ops.equality import same_value
 from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
 from dataproto.protocol import (
     deserialize_single_tensor,

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from dataproto import DataProto
+from dataproto._ops.equality import same_value
+from dataproto._ops.widths import equally_wide, token_widths, widen
 from dataproto.batching import ragged_rows
-from dataproto.equality import same_value
 from dataproto.errors import ColumnConflict
 from dataproto.vlm import family_of
-from dataproto.widths import equally_wide, token_widths, widen
 from helpers.batches import prompt_batch
 from helpers.tiny_models import MODEL_TYPES, tiny_config
 from rollout.engine import Completion, SamplingParams
 from rollout.responses import attach_responses
-from workers.dispatch import join_rows
+from workers.ranks.dispatch import join_rows
 
 PAD = 7
 

@@ -22,9 +22,11 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 
-from dataproto import DataProto, RaggedTensor, memory, own_memory
-from dataproto.equality import same_value
-from dataproto.skeleton import put_together, take_apart
+from dataproto import DataProto, RaggedTensor
+from dataproto._ops.equality import same_value
+from dataproto.serialization import buffers as memory
+from dataproto.serialization import own_memory
+from dataproto.serialization.leaves import put_together, take_apart
 
 
 def out_of_band(value: Any) -> Any:
@@ -699,7 +701,7 @@ def test_bytes_are_compared_on_systems_without_the_c_library(monkeypatch: pytest
 
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    fresh = runpy.run_path(memory.__file__, run_name="dataproto.memory")
+    fresh = runpy.run_path(memory.__file__, run_name="dataproto.serialization.buffers")
     assert fresh["same_bytes"](noise(100), noise(100).tobytes())
     assert not fresh["same_bytes"](noise(100), bytes(100))
 

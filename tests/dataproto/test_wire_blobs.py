@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from dataproto import DataProto, RaggedTensor, shared_blobs
-from dataproto.equality import same_value
-from dataproto.wire import SharedBlobs
+from dataproto._ops.equality import same_value
+from dataproto.serialization.wire import SharedBlobs
 
 SHELF: dict[int, bytes] = {}
 
@@ -294,7 +294,7 @@ def test_shared_blobs_that_stay_remember() -> None:
 
 
 def test_nothing_is_remembered_of_leaves_that_are_gone() -> None:
-    from dataproto import wire
+    from dataproto.serialization import wire
 
     before = len(wire._origins)
     with shared_blobs(Shelf()):

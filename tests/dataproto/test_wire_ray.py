@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from dataproto import DataProto, RaggedTensor, shared_blobs
-from dataproto.equality import same_value
+from dataproto._ops.equality import same_value
 
 
 class RayBlobs:

@@ -11,11 +11,11 @@ from transformers import AutoModelForImageTextToText
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from rollout.engine import SamplingParams, create_engine
-from rollout.hf import HFEngine
+from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
-from workers.actor import ActorConfig, ActorWorker
-from workers.optimizer import OptimizerConfig
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.optimizer import OptimizerConfig
 
 
 def picture(width, height, seed):

@@ -10,14 +10,14 @@ from dataproto import DataProto
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.mesh import Ranks, join
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.named_weights import full_tensor
+from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.tensor import sum_partial_gradients
-from workers.step import forward_rows
-from workers.weights import full_tensor
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, join
+from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-PRELOADED = ("workers.actor", "workers.parallel.fsdp", "workers.parallel.ulysses", "workers.parallel.vision")
+PRELOADED = (
+    "workers.roles.actor",
+    "workers.parallel.fsdp",
+    "workers.parallel.ulysses",
+    "workers.parallel.vision_split",
+)
 """Imported once, in the process that the ranks are forked from."""
 
 

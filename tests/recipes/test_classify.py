@@ -12,9 +12,9 @@ from PIL import Image
 from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
 from recipes.classify import ClassifyDataConfig, main, open_labelled
-from recipes.classify_data import Templates, folder_data, table_data
-from recipes.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
-from recipes.metrics import read_metrics
+from recipes.data.labelled_pictures import Templates, folder_data, table_data
+from recipes.report.confusion import Confusion, confusion_picture, latest_confusion, save_confusion
+from recipes.run.metrics import read_metrics
 from recipes.synthetic.classes import CLASSES, draw_class
 
 COLOURS = {"red_ball": "red", "Blue": "blue", "green": "green"}

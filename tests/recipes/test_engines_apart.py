@@ -8,8 +8,8 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes.geo3k_grpo import main
-from workers.ray_config import RayConfig
-from workers.ray_group import running_ray
+from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import running_ray
 
 SETTINGS = (
     "--batch-size 4 --algorithm.n 2 --max-prompt-length 500 --max-response-length 6 --eval-rows 4 --eval-every 2 --steps 4"

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
+from recipes.data.drawn_rows import ProblemRows
 from recipes.grpo import GRPOConfig, grpo_step
-from recipes.phases import Progression
 from recipes.ppo import PPOConfig, ppo_step
-from recipes.synthetic.rows import ProblemRows
+from recipes.run.phases import Progression
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, launch
-from workers.critic import CriticConfig
+from workers.roles.critic import CriticConfig
 
 MINE = '''
 def loss(log_probs, advantages, response_mask):

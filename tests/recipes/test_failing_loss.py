@@ -12,14 +12,14 @@ from dataproto import DataProto
 from dataproto.errors import InvalidColumn, WorkerFailed
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
-from recipes.training import RunConfig, with_restarts
-from workers.actor import ActorConfig, ActorWorker
-from workers.launch import Roles, launch
-from workers.layout import Layout
-from workers.optimizer import OptimizerConfig
-from workers.planning import share_out
-from workers.ray_config import RayConfig
-from workers.ray_group import running_ray
+from recipes.run.loop import RunConfig, with_restarts
+from workers.cluster.launch import Roles, launch
+from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import running_ray
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 TIMEOUT_S = 3000.0  # of a call, ten times that of a test: one that waited for it would fail
 

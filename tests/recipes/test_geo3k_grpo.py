@@ -20,7 +20,7 @@ from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
 from helpers.tiny_models import MODEL_TYPES
 from recipes.geo3k_grpo import TINY, Geo3KGRPOConfig, main, open_data_set, parse
-from recipes.metrics import read_metrics
+from recipes.run.metrics import read_metrics
 from rollout.prompts import PromptBuilder
 
 

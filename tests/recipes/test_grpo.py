@@ -7,7 +7,7 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.grpo import GRPOConfig, accuracy, policy_loss
-from workers.packed import Outputs
+from workers.model.packed_model import Outputs
 
 
 def batch(**columns):

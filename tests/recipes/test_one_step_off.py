@@ -10,7 +10,7 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.geo3k_grpo import parse
-from recipes.one_step_off import LookAhead, RolloutAhead
+from recipes.run.one_step_off import LookAhead, RolloutAhead
 from rollout.engine import SamplingParams
 
 SAMPLING = SamplingParams()

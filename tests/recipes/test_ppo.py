@@ -14,7 +14,7 @@ from helpers.checkpoints import write_checkpoint
 from recipes.geo3k_grpo import main as run_grpo
 from recipes.geo3k_ppo import TINY, main, parse
 from recipes.ppo import PPOConfig, add_advantages, critic_loss
-from workers.critic import Values
+from workers.roles.critic import Values
 
 REWARD = '''
 def score(data_source, solution_str, ground_truth, extra_info):

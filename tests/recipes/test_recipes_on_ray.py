@@ -11,15 +11,15 @@ from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft
-from recipes.step_by_step import TrainingClient
-from recipes.supervised import SupervisedConfig, start
+from recipes.run.supervised import SupervisedConfig, start
+from recipes.serve.training_client import TrainingClient
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.optimizer import AdamParams
-from workers.ray_config import RayConfig
-from workers.ray_group import running_ray
+from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import running_ray
+from workers.model.engine_config import EngineConfig
+from workers.ranks.layout import Layout
+from workers.training.optimizer import AdamParams
 
 pytestmark = pytest.mark.slow
 

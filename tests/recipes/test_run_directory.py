@@ -8,11 +8,11 @@ import pytest
 
 from dataproto.errors import CheckpointError
 from recipes import classify, geo3k_grpo, geo3k_ppo, sft
-from recipes.run_directory import CONFIG, open_run_directory, with_schedules
+from recipes.run.loop import RunConfig
+from recipes.run.run_directory import CONFIG, open_run_directory, with_schedules
 from recipes.sft import SFTConfig
-from recipes.training import RunConfig
-from workers.layout import Layout
-from workers.optimizer import OptimizerConfig, learning_rate_factor
+from workers.ranks.layout import Layout
+from workers.training.optimizer import OptimizerConfig, learning_rate_factor
 
 
 def config(directory: Path, steps: int, resume: bool = False, **optimizer) -> SFTConfig:

@@ -12,15 +12,15 @@ from PIL import Image
 
 from dataproto.batching import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
-from recipes.loader import PromptLoader
-from recipes.metrics import read_metrics
+from recipes.data.loader import PromptLoader
+from recipes.run.metrics import read_metrics
+from recipes.run.supervised import exact_match, held_out_loss, measure_rows, sft_step, start
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
-from recipes.supervised import exact_match, held_out_loss, measure_rows, sft_step, start
 from rollout.prompts import SupervisedBuilder
-from workers.actor import ActorConfig, ActorWorker
-from workers.engine_config import EngineConfig
-from workers.reward import RewardRow
-from workers.step import micro_batches
+from workers.model.engine_config import EngineConfig
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.reward import RewardRow
+from workers.training.forward_pass import micro_batches
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 

@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 from dataproto.chunks import Datum, EncodedTextChunk, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
-from recipes.step_by_step import TrainingClient
-from recipes.supervised import SupervisedConfig, next_token_loss, start
+from recipes.run.supervised import SupervisedConfig, next_token_loss, start
+from recipes.serve.training_client import TrainingClient
 from rollout.prompts import ChunkRenderer, PromptBuilder
-from workers.engine_config import EngineConfig
+from workers.model.engine_config import EngineConfig
 
 SIZES = [(16, 16), (24, 16), (40, 32)]
 RATE = tinker.AdamParams(learning_rate=2e-3, grad_clip_norm=1.0)

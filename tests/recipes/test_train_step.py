@@ -4,8 +4,8 @@ import pytest
 
 from dataproto import DataProto
 from dataproto.errors import MissingColumn
-from recipes.progress import Progress
-from recipes.training import train_step
+from recipes.run.loop import train_step
+from recipes.run.progress import Progress
 
 
 class Batches:

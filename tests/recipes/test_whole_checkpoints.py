@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dataproto.errors import CheckpointError
-from recipes.training import Checkpoints, RunConfig
-from workers.checkpoint import checkpoint_steps
-from workers.launch import Roles
-from workers.plain_checkpoint import missing_parts, write
+from recipes.run.loop import Checkpoints, RunConfig
+from workers.cluster.launch import Roles
+from workers.training.checkpoint import checkpoint_steps
+from workers.training.checkpoint_files import missing_parts, write
 
 
 class Worker:

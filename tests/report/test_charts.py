@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.charts import HEIGHT, MAX_POINTS, WIDTH, Series, line_chart, smooth, thin, ticks
+from recipes.report.charts import HEIGHT, MAX_POINTS, WIDTH, Series, line_chart, smooth, thin, ticks
 
 
 def corners(svg):

@@ -10,7 +10,8 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
-from recipes.metrics import (
+from recipes.run.loop import measure_rollouts
+from recipes.run.metrics import (
     MetricsLog,
     read_metrics,
     rollout_metrics,
@@ -19,7 +20,6 @@ from recipes.metrics import (
     truncate_after,
     validation_metrics,
 )
-from recipes.training import measure_rollouts
 
 
 def batch():
@@ -133,7 +133,7 @@ def test_validation_metrics_by_hand():
 
 def test_timed_adds_up_and_counts_failures(monkeypatch):
     clock = iter([1.0, 3.0, 10.0, 15.0])
-    monkeypatch.setattr("recipes.metrics.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("recipes.run.metrics.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     metrics = {}
     with timed(metrics, "gen"):
         pass

@@ -3,7 +3,7 @@ import math
 
 from rich.console import Console
 
-from recipes.progress import Progress
+from recipes.run.progress import Progress
 
 
 class Clock:

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import FileFormatError
-from recipes.metrics import MetricsLog
-from recipes.report import environment, held_out_accuracy, main, write_report
-from recipes.samples import RolloutSample, save_rollouts
+from recipes.report.page import environment, held_out_accuracy, main, write_report
+from recipes.report.samples import RolloutSample, save_rollouts
+from recipes.run.metrics import MetricsLog
 
 ACCURACY = "val-core/synthetic/angles/acc/mean@1"
 VOID = {"meta", "img"}

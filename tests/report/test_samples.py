@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from dataproto.errors import FileFormatError
-from recipes.samples import MAX_SIDE, RolloutSample, load_rollouts, rollout_samples, rollout_steps, save_rollouts
+from recipes.report.samples import MAX_SIDE, RolloutSample, load_rollouts, rollout_samples, rollout_steps, save_rollouts
 
 
 def sample(key="a", images=(), **changes):

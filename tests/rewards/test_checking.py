@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mathruler.grader import grade_answer
 
 from dataproto.errors import InvalidConfig, RewardError
-from recipes.algorithms import checking
-from recipes.algorithms.checking import AnswerChecker, quick_verdict
+from recipes.rewards import checking
+from recipes.rewards.checking import AnswerChecker, quick_verdict
 
 pytestmark = pytest.mark.slow
 
@@ -205,7 +205,7 @@ def test_the_checking_process_loads_neither_torch_nor_this_project():
 def test_no_process_outlives_the_program(end):
     """Ctrl-C while an answer hangs ends the run at once, and the checking process with it."""
     code = f"""
-        from recipes.algorithms.checking import AnswerChecker
+        from recipes.rewards.checking import AnswerChecker
         checker = AnswerChecker(seconds=600, processes=1)
         checker([("x+x", "2x")])
         print(checker._children[0].process.pid, flush=True)

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dataproto.errors import RewardError
-from recipes.algorithms import remote_reward as module
-from recipes.algorithms.rewards import RewardRow, load_reward
+from recipes.rewards import remote_reward as module
+from recipes.rewards.geo3k_reward import RewardRow, load_reward
 
 ROWS = [RewardRow("four", "4", "drawn", {"hint": 1}), RewardRow("five", "4")]
 

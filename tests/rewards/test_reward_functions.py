@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataproto.errors import RewardError
-from recipes.algorithms.rewards import RewardRow, as_reward_function, from_trl, from_verl, load_reward
+from recipes.rewards.geo3k_reward import RewardRow, as_reward_function, from_trl, from_verl, load_reward
 
 MESSAGES = [{"role": "user", "content": "<image>Find x."}]
 ROWS = [

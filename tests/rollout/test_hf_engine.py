@@ -10,10 +10,10 @@ from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
 from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_config, tiny_model
 from rollout.engine import Completion, SamplingParams, end_ids, generation_config
-from rollout.hf import HFEngine
-from rollout.policy import policy_log_probs, project, sample
+from rollout.hf.hf_engine import HFEngine
 from rollout.responses import attach_responses, build_requests, order_completions
-from workers.logprobs import token_log_probs
+from rollout.sampling import policy_log_probs, project, sample
+from workers.model.logprobs import token_log_probs
 
 CPU = torch.device("cpu")
 
@@ -25,8 +25,10 @@ def test_half_precision_engines_and_actors_score_by_one_policy(tmp_path, monkeyp
     model.save_pretrained(tmp_path)
     engine = HFEngine(str(tmp_path), dtype="bfloat16", device=CPU)
     states, steps = [], []
-    monkeypatch.setattr("rollout.hf.project", lambda hidden, head: states.append(hidden) or project(hidden, head))
-    monkeypatch.setattr("rollout.hf.sample", lambda *given: steps.append(sample(*given)) or steps[-1])
+    monkeypatch.setattr(
+        "rollout.hf.hf_engine.project", lambda hidden, head: states.append(hidden) or project(hidden, head)
+    )
+    monkeypatch.setattr("rollout.hf.hf_engine.sample", lambda *given: steps.append(sample(*given)) or steps[-1])
     generate(engine, SamplingParams(n=4, temperature=0.7, max_tokens=8, seed=1))
     hidden, (tokens, found) = torch.cat(states), map(torch.cat, zip(*steps, strict=True))
     head = engine.model.lm_head.weight

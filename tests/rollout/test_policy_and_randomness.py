@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
 from rollout.engine import SamplingParams, create_engine
-from rollout.policy import draw, policy_log_probs, restrict
 from rollout.randomness import derive_seed, uniforms
+from rollout.sampling import draw, policy_log_probs, restrict
 
 
 def test_temperature_and_bans_by_hand():

@@ -12,8 +12,8 @@ from helpers.checkpoints import write_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, build_requests, number_occurrences
-from workers.dispatch import Arguments
-from workers.rollout import RolloutConfig, RolloutWorker, split_prompts
+from workers.ranks.dispatch import Arguments
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker, split_prompts
 
 ROWS = [{"prompt": "one"}, {"prompt": "another one"}, {"prompt": "<image>", "images": [Image.new("RGB", (16, 16))]}]
 TILED = [4 * prompt + turn for turn in range(4) for prompt in range(3)]  # rows of `repeat(4, interleave=False)`

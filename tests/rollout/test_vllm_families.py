@@ -10,7 +10,7 @@ import torch
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
 from helpers.engines import GREEDY, RESTRICTED, ROWS, SAMPLED, generate, start
 from rollout.prompts import ChunkRenderer
-from workers.actor import ActorWorker
+from workers.roles.actor import ActorWorker
 
 pytestmark = pytest.mark.vllm
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED
-from rollout.hf import HFEngine
+from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
-from workers.actor import ActorConfig, ActorWorker
-from workers.layout import Layout
-from workers.mesh import join
-from workers.rollout import RolloutConfig, RolloutWorker
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
 pytestmark = pytest.mark.vllm
 

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from helpers.tiny_prompts import tiny_builder
-from recipes.geo3k import load_rows
+from recipes.data.drawn_rows import ProblemRows
+from recipes.data.problem_rows import load_rows
 from recipes.synthetic import make_problem
 from recipes.synthetic.__main__ import main
-from recipes.synthetic.rows import ProblemRows
 
 
 def test_file_has_the_layout_of_geometry3k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from dataproto import DataProto
-from recipes.algorithms.rewards import geo3k_reward
+from recipes.data.drawn_rows import ProblemRows
 from recipes.geo3k_grpo import main
-from recipes.synthetic.rows import ProblemRows
+from recipes.rewards.geo3k_reward import geo3k_reward
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.actor import ActorConfig
-from workers.launch import launch
+from workers.cluster.launch import launch
+from workers.roles.actor import ActorConfig
 
 pytestmark = pytest.mark.slow
 

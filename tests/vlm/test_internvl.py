@@ -14,7 +14,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import IMAGE, TILE, encode_text, image_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.engine import SamplingParams
-from rollout.hf import HFEngine
+from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder, load_image_processor
 from rollout.responses import attach_responses, build_requests
 

@@ -6,8 +6,8 @@ import torch
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_model
-from workers.accounting import required_work
-from workers.packed import PackedVLM
+from workers.model.packed_model import PackedVLM
+from workers.training.accounting import required_work
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -15,15 +15,15 @@ from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_model
-from workers import accounting
-from workers.accounting import Accounting, Figures, Work, joined_metrics, peak_flops, real_peak, required_work
-from workers.actor import ActorConfig, ActorWorker
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.lora import add_adapters
-from workers.mesh import join
-from workers.packed import PackedVLM
-from workers.planning import share_out
+from workers.model.engine_config import EngineConfig
+from workers.model.lora import add_adapters
+from workers.model.packed_model import PackedVLM
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training import accounting
+from workers.training.accounting import Accounting, Figures, Work, joined_metrics, peak_flops, real_peak, required_work
+from workers.training.mini_batches import share_out
 
 CPU = torch.device("cpu")
 # The tiny decoder: 2 layers, hidden 64, MLP 96, 2 heads of 32 with 1 for keys and values, 256 words.

@@ -21,13 +21,13 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_tokenizer
 from rollout.engine import SamplingParams
-from workers.actor import ActorConfig, ActorWorker
-from workers.critic import CriticConfig, CriticWorker
-from workers.layout import Layout
-from workers.mesh import Ranks, agreed, join
-from workers.model_reward import ModelReward, ModelRewardWorker
-from workers.planning import MINIBATCH
-from workers.rollout import RolloutConfig, RolloutWorker
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, agreed, join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.critic import CriticConfig, CriticWorker
+from workers.roles.model_reward import ModelReward, ModelRewardWorker
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+from workers.training.mini_batches import MINIBATCH
 
 CPU = torch.device("cpu")
 TYPE = "qwen3_vl"

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from dataproto.errors import UnsupportedAttention
 from dataproto.vlm.forward import grid_arguments
 from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_model
-from workers import attention
-from workers.attention import attend_segments, packed_attention, segment_attention, use_packed_attention
+from workers.model import attention
+from workers.model.attention import attend_segments, packed_attention, segment_attention, use_packed_attention
 
 
 def by_segment(q, k, v, bounds, causal):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from workers.checkpoint import (
+from workers.training.checkpoint import (
     checkpoint_steps,
     latest_checkpoint,
     random_states,

@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
-from workers.parallel import checkpointing
-from workers.step import forward_rows
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.parallel import activation_checkpointing as checkpointing
+from workers.ranks.mesh import Ranks
+from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from PIL import Image
 from recipes.tiny import make_tiny_model
 from recipes.tiny.warm_up import cross_entropy, supervised_rows
 from rollout.prompts import PromptBuilder
-from workers.actor import ActorConfig, ActorWorker
-from workers.optimizer import OptimizerConfig
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 COLOURS = {

@@ -10,11 +10,11 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_model
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
 from workers.parallel import compiling, parallelize
-from workers.step import forward_rows
+from workers.ranks.mesh import Ranks
+from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
 

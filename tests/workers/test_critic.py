@@ -16,11 +16,11 @@ from helpers.tiny_models import tiny_config, tiny_model
 from recipes.algorithms.advantages import gae, whiten
 from recipes.algorithms.losses import value_loss
 from workers import ActorConfig, CriticConfig, CriticWorker, launch
-from workers.layout import Layout
-from workers.mesh import Ranks, join
-from workers.optimizer import OptimizerConfig
-from workers.planning import share_out
-from workers.weights import full_tensor
+from workers.model.named_weights import full_tensor
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, join
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")

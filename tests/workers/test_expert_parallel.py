@@ -14,15 +14,15 @@ from dataproto.vlm import family_of
 from helpers.layouts import CPU, config_with_heads, differences, joined, mixed_rows, run_pass, text_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.mesh import Ranks
-from workers.optimizer import OptimizerConfig
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.parallel.collectives import Peers, exchange_tokens
-from workers.planning import share_out
+from workers.parallel.autograd_collectives import Peers, exchange_tokens
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 MOE = "qwen3_vl_moe"
 

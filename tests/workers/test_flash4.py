@@ -9,9 +9,9 @@ from torch.autograd import grad
 from dataproto.errors import InvalidConfig
 from helpers.tiny_models import tiny_model
 from recipes.tiny import make_tiny_model
-from workers import flash4
-from workers.actor import ActorConfig, ActorWorker
-from workers.attention import FLASH, use_packed_attention
+from workers.model import flash_attention4 as flash4
+from workers.model.attention import FLASH, use_packed_attention
+from workers.roles.actor import ActorConfig, ActorWorker
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_heads_are_padded_to_what_the_kernel_computes_rightly(heads, key_heads, 
 
 
 def test_windows_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr("workers.attention.torch_flash", lambda q, *args: q)
+    monkeypatch.setattr("workers.model.attention.torch_flash", lambda q, *args: q)
     q = torch.zeros(128, 2, 32)
     bounds = torch.tensor([0, 64, 128], dtype=torch.int32)
     assert FLASH["fa4"](q, q, q, bounds, bounds, 64, 64, None, False) is q

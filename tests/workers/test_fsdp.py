@@ -18,16 +18,16 @@ from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
-from workers import weights
-from workers.accounting import required_work
-from workers.actor import ActorConfig, ActorWorker
-from workers.layout import Layout
-from workers.mesh import Ranks, join
-from workers.optimizer import OptimizerConfig
-from workers.planning import share_out
-from workers.policy import PolicyConfig, ReferenceWorker
-from workers.step import forward_rows, inert_rows, micro_batches
-from workers.weights import full_tensor
+from workers.model import named_weights as weights
+from workers.model.named_weights import full_tensor
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+from workers.training.accounting import required_work
+from workers.training.forward_pass import forward_rows, inert_rows, micro_batches
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 DP = Layout(dp=2)
@@ -118,7 +118,7 @@ def updates_equal_one_process(model_type: str, **options) -> None:
         (actor(model_type, ranks, CLIPPED, token_budget=30, **options), share_out(data, 2, 2)[ranks.rank("dp")]),
     ):
         # At 1e-8 an element without gradient moves by the learning rate, to either side.
-        with patch("workers.optimizer.EPS", 1e-3):
+        with patch("workers.training.optimizer.EPS", 1e-3):
             metrics = worker.update(rows, pg_loss, minibatch=2)
             assert worker.optimizer.steps == 2
             assert metrics["actor/grad_norm"] > CLIPPED.max_grad_norm

@@ -4,10 +4,10 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import ColumnConflict, InvalidConfig
 from recipes.tiny import make_tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.dispatch import join_rows
-from workers.group import LocalGroup, dispatch
-from workers.layout import Layout
+from workers.ranks.dispatch import join_rows
+from workers.ranks.group import LocalGroup, dispatch
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig, ActorWorker
 
 
 class Doubler:

@@ -22,9 +22,9 @@ from helpers.layouts import (
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.layout import Layout
-from workers.optimizer import OptimizerConfig
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.optimizer import OptimizerConfig
 
 LAYOUTS = {
     "sp 2 x tp 2": Layout(sp=2, tp=2),

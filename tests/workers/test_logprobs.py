@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from rollout.policy import policy_log_probs
-from workers.logprobs import token_log_probs
+from rollout.sampling import policy_log_probs
+from workers.model.logprobs import token_log_probs
 
 
 def reference(hidden, weight, targets, temperature, banned):

@@ -11,14 +11,14 @@ from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import CLASSES, MODEL_TYPES, tiny_config, tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.lora import add_adapters
-from workers.mesh import Ranks, join
-from workers.optimizer import OptimizerConfig
-from workers.planning import share_out
-from workers.policy import ReferenceWorker
+from workers.model.engine_config import EngineConfig
+from workers.model.lora import add_adapters
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import ReferenceWorker
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 MOE = "qwen3_vl_moe"

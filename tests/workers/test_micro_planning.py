@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.micro_planning import as_index, plan_rows
+from workers.training.micro_batches import as_index, plan_rows
 
 ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), max_size=12)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dataproto import DataProto
+from dataproto._ops.widths import token_widths, widen
 from dataproto.errors import InvalidColumn, MediaMismatch, NonFiniteLogits
 from dataproto.vlm import family_of, media_grids
-from dataproto.widths import token_widths, widen
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.tiny_models import (
     END,
@@ -25,11 +25,11 @@ from helpers.tiny_models import (
     tiny_config,
     tiny_model,
 )
-from workers.actor import ActorConfig, ActorWorker
-from workers.optimizer import OptimizerConfig
-from workers.packed import PackedVLM
-from workers.policy import PolicyConfig, ReferenceWorker
-from workers.step import forward_rows, micro_batches
+from workers.model.packed_model import PackedVLM
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+from workers.training.forward_pass import forward_rows, micro_batches
+from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 packed_of = cache(lambda model_type: PackedVLM(tiny_model(model_type), family_of(model_type), 1.0))

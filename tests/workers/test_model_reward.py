@@ -13,10 +13,10 @@ from helpers.checkpoints import write_checkpoint
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config
 from workers import ActorConfig, CriticConfig, CriticWorker, launch
-from workers.actor import ActorWorker
-from workers.layout import Layout
-from workers.mesh import join
-from workers.model_reward import ModelReward, ModelRewardWorker
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import join
+from workers.roles.actor import ActorWorker
+from workers.roles.model_reward import ModelReward, ModelRewardWorker
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from dataproto.errors import InvalidConfig
-from workers.optimizer import Optimizer, OptimizerConfig, clip_by_global_norm, learning_rate_factor, new_moments
+from workers.training.optimizer import (
+    Optimizer,
+    OptimizerConfig,
+    clip_by_global_norm,
+    learning_rate_factor,
+    new_moments,
+)
 
 
 def one_parameter(value=1.0, **config):

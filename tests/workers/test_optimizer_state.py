@@ -13,11 +13,11 @@ from dataproto import DataProto
 from helpers.batches import prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.layout import Layout
-from workers.mesh import Ranks, join
-from workers.optimizer import OptimizerConfig
-from workers.planning import share_out
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 FAST = OptimizerConfig(lr=1e-2)

@@ -11,10 +11,10 @@ from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.packed import PackedVLM, rows_of
-from workers.policy import PolicyConfig, ReferenceWorker
-from workers.step import forward_rows, infer_token_types, prepare_rows
+from workers.model.packed_model import PackedVLM, rows_of
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+from workers.training.forward_pass import forward_rows, infer_token_types, prepare_rows
 
 CPU = torch.device("cpu")
 

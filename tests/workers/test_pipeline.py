@@ -17,18 +17,18 @@ from helpers.batches import padded_log_probs
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.critic import CriticConfig, CriticWorker
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.mesh import Ranks
-from workers.optimizer import OptimizerConfig
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.fsdp import sharded_parts
 from workers.parallel.pipeline import stage_layers
-from workers.planning import share_out
-from workers.step import pack, sharing
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.critic import CriticConfig, CriticWorker
+from workers.training.forward_pass import pack, sharing
+from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PP2 = Layout(pp=2)

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from workers.layout import Layout
-from workers.placement import Place, rank_order, thread_shares
-from workers.ray_config import RayConfig
-from workers.ray_group import RayPool, StepBlobs
+from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import RayPool, StepBlobs
+from workers.ranks.layout import Layout
+from workers.ranks.placement import Place, rank_order, thread_shares
 
 
 def place(ip: str, *gpus: object, node: str | None = None, cores: int = 8) -> Place:
@@ -63,7 +63,7 @@ def test_threads_never_exceed_the_cores_of_a_node(places):
 @pytest.mark.long
 def test_ranks_of_a_scattered_placement_group_are_neighbours_on_their_nodes(monkeypatch):
     """Four processes on two nodes of two GPUs each, spread by Ray over both in turns."""
-    monkeypatch.setattr("workers.ray_group.placement_group", spread(ray.util.placement_group))
+    monkeypatch.setattr("workers.cluster.ray_group.placement_group", spread(ray.util.placement_group))
     cluster = Cluster()
     for _ in range(2):
         cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=100 * 2**20)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from dataproto.batching import places_in_groups
-from workers.dispatch import Arguments
-from workers.planning import MINIBATCH, ROW, row_work, share_out, split_update, spread
+from workers.ranks.dispatch import Arguments
+from workers.training.mini_batches import MINIBATCH, ROW, row_work, share_out, split_update, spread
 
 
 def rows(prompts, responses, uids, images=None):

@@ -9,10 +9,10 @@ from torch import nn
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.packed import PackedVLM
-from workers.precision import HalfWeights
-from workers.step import forward_rows
+from workers.model.packed_model import PackedVLM
+from workers.model.precision import HalfWeights
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
 

@@ -16,13 +16,13 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.actor import ActorConfig, ActorWorker, Updated, join_updates
-from workers.group import LocalGroup
-from workers.launch import launch
-from workers.layout import Layout
-from workers.mesh import Ranks, join
-from workers.optimizer import AdamParams
-from workers.primitives import PassOutput, join_passes
+from workers.cluster.launch import launch
+from workers.ranks.group import LocalGroup
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, join
+from workers.roles.actor import ActorConfig, ActorWorker, Updated, join_updates
+from workers.roles.step_by_step import PassOutput, join_passes
+from workers.training.optimizer import AdamParams
 
 CPU = torch.device("cpu")
 STEP = AdamParams(learning_rate=1e-2, eps=1e-3, grad_clip_norm=0.1)

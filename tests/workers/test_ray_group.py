@@ -18,12 +18,12 @@ from torch import distributed
 
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFailed
-from workers.dispatch import dispatch
-from workers.host import Host
-from workers.layout import Layout
-from workers.placement import Place
-from workers.ray_config import RayConfig
-from workers.ray_group import RayGroup, RayPool, StepBlobs, running_ray, share_cores
+from workers.cluster.host import Host
+from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import RayGroup, RayPool, StepBlobs, running_ray, share_cores
+from workers.ranks.dispatch import dispatch
+from workers.ranks.layout import Layout
+from workers.ranks.placement import Place
 
 
 class Worker:
@@ -146,7 +146,7 @@ BUNDLES: list[Place] = []  # where Ray put the processes of `group`, in the orde
 @pytest.fixture(scope="module")
 def group() -> Iterator[RayGroup]:
     """Ranks are in the opposite order of Ray's bundles."""
-    with patch("workers.ray_group.rank_order", lambda places: BUNDLES.extend(places) or [1, 0]):
+    with patch("workers.cluster.ray_group.rank_order", lambda places: BUNDLES.extend(places) or [1, 0]):
         made = start()
     yield made
     made._pool.close()
@@ -329,6 +329,6 @@ def test_a_rank_that_hangs_is_named():
 
 
 def test_processes_that_do_not_fit_are_refused(monkeypatch):
-    monkeypatch.setattr("workers.ray_group.PLACEMENT_TIMEOUT_S", 1)
+    monkeypatch.setattr("workers.cluster.ray_group.PLACEMENT_TIMEOUT_S", 1)
     with pytest.raises(InvalidConfig, match="do not fit the cluster"):
         start(cpus=100)

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from dataproto.errors import CheckpointError
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_model
-from workers.actor import ActorConfig, ActorWorker
-from workers.critic import CriticConfig, CriticWorker
-from workers.layout import Layout
-from workers.mesh import join
-from workers.optimizer import OptimizerConfig
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import join
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.critic import CriticConfig, CriticWorker
+from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 write_data = FileSystemWriter.write_data

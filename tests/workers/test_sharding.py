@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataproto import DataProto
+from dataproto._ops.widths import equally_wide
 from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
-from dataproto.widths import equally_wide
 from helpers.batches import prompt_batch
 from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_tokenizer
 from rollout.engine import SamplingParams
-from rollout.hf import HFEngine
+from rollout.hf.hf_engine import HFEngine
 from rollout.responses import attach_responses, build_requests
-from workers.layout import Layout
-from workers.mesh import Ranks, join
-from workers.rollout import RolloutConfig, RolloutWorker
-from workers.sharding import Neighbours, ShardingManager, joined_blocks, neighbours
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, join
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+from workers.roles.sharding_manager import Neighbours, ShardingManager, joined_blocks, neighbours
 
 SIZE = 4
 ROWS = ((3, 1, 0, 4), (0, 5, 2, 1))  # of each dp position, in two batches
@@ -194,7 +194,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory, checkpoint):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.rollout", "rollout.hf", "helpers.batches"])
+    context.set_forkserver_preload(["workers.roles.rollout_worker", "rollout.hf.hf_engine", "helpers.batches"])
     results = context.Queue()
     store = str(Path(tmp_path_factory.mktemp("store")) / "file")
     processes = [

@@ -27,16 +27,16 @@ from helpers.layouts import (
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.logprobs import token_log_probs
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.logprobs import token_log_probs
+from workers.model.named_weights import named_weights
+from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.parallel.collectives import Peers
+from workers.parallel.autograd_collectives import Peers
 from workers.parallel.tensor import VocabularyEmbedding, partial_parameters, sum_gradients
-from workers.parallel.vocabulary import split_token_log_probs
-from workers.step import forward_rows, pack, sharing
-from workers.weights import named_weights
+from workers.parallel.vocabulary_split import split_token_log_probs
+from workers.ranks.layout import Layout
+from workers.training.forward_pass import forward_rows, pack, sharing
 
 TWO = Layout(tp=2)
 

@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from dataproto.errors import CheckpointError
 from dataproto.vlm import family_of
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.mesh import Ranks
-from workers.optimizer import Optimizer, OptimizerConfig
-from workers.packed import PackedVLM
-from workers.plain_checkpoint import _Contents, read_into, write
-from workers.training_state import Saving, load_training_state
+from workers.model.packed_model import PackedVLM
+from workers.ranks.mesh import Ranks
+from workers.training.checkpoint_files import _Contents, read_into, write
+from workers.training.optimizer import Optimizer, OptimizerConfig
+from workers.training.training_state import Saving, load_training_state
 
 SCHEDULED = OptimizerConfig(lr=1e-2, schedule="linear", total_steps=9, warmup_steps=2)
 

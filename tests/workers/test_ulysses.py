@@ -18,15 +18,15 @@ from dataproto.vlm import MediaSpans, family_of
 from helpers.layouts import config_with_heads, differences, joined, mixed_rows, one_image, run_pass, text_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_config, tiny_model
-from workers.attention import FLASH, packed_attention, use_packed_attention
-from workers.engine_config import EngineConfig
-from workers.layout import Layout
-from workers.packed import PackedVLM
-from workers.parallel.collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
+from workers.model.attention import FLASH, packed_attention, use_packed_attention
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.parallel.autograd_collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
 from workers.parallel.heads import check_heads, key_value_repeats, key_value_share
 from workers.parallel.tokens import SplitTokens
 from workers.parallel.ulysses import apply, ulysses_attention
-from workers.parallel.vision import SplitFeatures
+from workers.parallel.vision_split import SplitFeatures
+from workers.ranks.layout import Layout
 
 TWO = Layout(sp=2)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from importlib import import_module
 
 from dataproto.errors import InvalidConfig
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.ranks.mesh import Ranks
 
 # Import path of each transform and when it is due, in the order in which they are applied: each one wraps what those before left.
 TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
@@ -18,8 +18,8 @@ TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
     ("workers.parallel.expert", lambda ranks, options: ranks.size("ep") > 1),
     ("workers.parallel.ulysses", lambda ranks, options: ranks.size("sp") > 1),
     ("workers.parallel.tokens", lambda ranks, options: ranks.size("sp", "tp") > 1),
-    ("workers.parallel.vision", lambda ranks, options: ranks.size("sp", "tp") > 1),
-    ("workers.parallel.checkpointing", lambda ranks, options: options.activation_checkpointing != "none"),
+    ("workers.parallel.vision_split", lambda ranks, options: ranks.size("sp", "tp") > 1),
+    ("workers.parallel.activation_checkpointing", lambda ranks, options: options.activation_checkpointing != "none"),
     ("workers.parallel.compiling", lambda ranks, options: options.compile),
     ("workers.parallel.fsdp", lambda ranks, options: ranks.size("dp", "sp") > 1),
 )

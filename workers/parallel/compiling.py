@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
 from workers.parallel.layers import repeated_layers
+from workers.ranks.mesh import Ranks
 
 # Variants of a layer that may be compiled: with gradients and without, prompts shared or not, full and windowed attention.
 VARIANTS = 32

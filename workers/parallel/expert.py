@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from dataproto.errors import InvalidConfig
-from workers.engine_config import EngineConfig
-from workers.lora import expert_layers
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
-from workers.parallel.collectives import Peers, all_to_all, exchange_tokens
+from workers.model.engine_config import EngineConfig
+from workers.model.lora import expert_layers
+from workers.model.packed_model import PackedVLM
+from workers.parallel.autograd_collectives import Peers, all_to_all, exchange_tokens
+from workers.ranks.mesh import Ranks
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from workers.engine_config import EngineConfig, compute_dtype
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig, compute_dtype
+from workers.model.packed_model import PackedVLM
 from workers.parallel.expert import split_experts
+from workers.ranks.mesh import Ranks
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from workers.packed import PackedVLM
+from workers.model.packed_model import PackedVLM
 
 
 def repeated_layers(module: PackedVLM) -> list[nn.Module]:

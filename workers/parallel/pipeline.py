@@ -6,7 +6,7 @@ the tokens and the deep vision features that later layers still add to them. Wha
 the whole model, so checkpoints and exported weights are those of any layout. Where head and embedding are one weight, first and
 last stage hold a copy each, and add up its gradient (`sum_tied_gradients`).
 
-`workers.parallel.schedules` runs the stages.
+`workers.training.schedules` runs the stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ from dataproto.batching import PackedRows
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import MediaSpans
 from dataproto.vlm.forward import dense_levels
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.ranks.mesh import Ranks
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:

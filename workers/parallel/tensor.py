@@ -8,7 +8,7 @@ whole experts are computed, and kept for the backward pass, for each token once 
 Split weights are DTensors over tp, so that FSDP2, checkpoints and weight export treat them as any other; the layers compute
 with the part that they hold. Embedding and head are split over the vocabulary. Key-value projections with fewer heads than
 ranks stay whole and compute the heads that a rank's queries use. Fused experts, which the plan names as parameters, stay
-whole, and so do norms and the vision tower, whose images are split instead (`workers.parallel.vision`).
+whole, and so do norms and the vision tower, whose images are split instead (`workers.parallel.vision_split`).
 
 Every weight of the model that is whole sees a part of the work, of tokens, heads or images, and gets a part of its gradient on
 each rank: `sum_partial_gradients` adds the parts, once for each optimizer step.
@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
 from dataproto.errors import InvalidConfig
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
-from workers.parallel.collectives import Peers, gather_split, sum_and_split
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.parallel.autograd_collectives import Peers, gather_split, sum_and_split
 from workers.parallel.heads import check_heads, key_value_share
-from workers.parallel.vocabulary import split_token_log_probs
+from workers.parallel.vocabulary_split import split_token_log_probs
+from workers.ranks.mesh import Ranks
 
 BUCKET_ELEMENTS = 2**26
 """Gradients summed at a time."""

@@ -16,10 +16,10 @@ from torch.nn.functional import pad
 
 from dataproto.batching import PackedRows, fill_up
 from dataproto.vlm import MediaSpans
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM, TokenShare, rows_of
-from workers.parallel.collectives import Peers, gather_shared, sum_and_split
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM, TokenShare, rows_of
+from workers.parallel.autograd_collectives import Peers, gather_shared, sum_and_split
+from workers.ranks.mesh import Ranks
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:

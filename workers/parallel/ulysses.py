@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.attention import FLASH, attend_through, packed_attention
-from workers.engine_config import EngineConfig
-from workers.mesh import Ranks
-from workers.packed import PackedVLM
-from workers.parallel.collectives import Peers, exchange
+from workers.model.attention import FLASH, attend_through, packed_attention
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.parallel.autograd_collectives import Peers, exchange
 from workers.parallel.heads import check_heads, key_value_repeats
+from workers.ranks.mesh import Ranks
 
 
 def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:

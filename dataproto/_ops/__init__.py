@@ -1,0 +1,1 @@
+"""What the verbs of `DataProto` do, as functions on columns."""

@@ -1,0 +1,113 @@
+"""Whether two columns, or two values inside them, are the same: NaN equals NaN, dtypes and shapes count, cycles end."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from dataproto.ragged import RaggedTensor
+from dataproto.serialization.image_buffers import is_image, same_image
+
+_KINDS = (torch.Tensor, np.ndarray, RaggedTensor, TensorDictBase)
+Pairs = frozenset[tuple[int, int]]  # pairs of objects whose comparison is under way, to end cycles
+
+
+def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """True for equal dtype, device, shape and values; O(1) where both look at the same memory."""
+    if left is right:
+        return True
+    if left.dtype != right.dtype or left.device != right.device or left.is_nested != right.is_nested:
+        return False
+    if left.is_nested:
+        parts = left.unbind(), right.unbind()
+        return len(parts[0]) == len(parts[1]) and all(same_tensor(a, b) for a, b in zip(*parts))
+    if left.shape != right.shape or left.layout != right.layout:
+        return False
+    if left.layout != torch.strided:
+        return same_tensor(left.to_dense(), right.to_dense())
+    if _view(left) == _view(right):
+        return True
+    if left.dtype == torch.complex32:  # which has no comparison
+        return same_tensor(torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj()))
+    if left.element_size() == 1 and left.dtype.is_floating_point:  # fp8 has no comparison: compare the bits
+        return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    if torch.equal(left, right):
+        return True
+    if not (left.dtype.is_floating_point or left.dtype.is_complex):
+        return False
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of one dtype, device and shape that read the same memory in the same way."""
+    return tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def same_array(left: np.ndarray, right: np.ndarray, pairs: Pairs = frozenset()) -> bool:
+    """True for equal dtype, shape and elements; O(1) where both look at the same memory."""
+    if left is right:
+        return True
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.__array_interface__["data"] == right.__array_interface__["data"] and left.strides == right.strides:
+        return True
+    if left.dtype != object:
+        return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
+    return all(type(a) is type(b) and same_value(a, b, pairs) for a, b in zip(left.flat, right.flat))
+
+
+def same_value(left: Any, right: Any, pairs: Pairs = frozenset()) -> bool:
+    """Deep equality of two Python values, with tensors and arrays anywhere inside.
+
+    >>> same_value({"a": [float("nan"), torch.ones(2)]}, {"a": [float("nan"), torch.ones(2)]})
+    True
+    >>> same_value([1, 2], (1, 2))
+    False
+    """
+    if left is right or (id(left), id(right)) in pairs:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and same_tensor(left, right)
+    if isinstance(left, RaggedTensor) or isinstance(right, RaggedTensor):
+        return isinstance(left, RaggedTensor) and isinstance(right, RaggedTensor) and left.equal(right)
+    pairs = pairs | {(id(left), id(right))} if isinstance(left, np.ndarray | dict | list | tuple) else pairs
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and same_array(left, right, pairs)
+    if isinstance(left, TensorDictBase) and isinstance(right, TensorDictBase):
+        return left.batch_size == right.batch_size and same_value(dict(left.items()), dict(right.items()), pairs)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_value(left[key], right[key], pairs) for key in left)
+    for kind in (list, tuple):
+        if isinstance(left, kind) and isinstance(right, kind):
+            return len(left) == len(right) and all(same_value(a, b, pairs) for a, b in zip(left, right))
+    if is_image(left) and is_image(right):
+        return same_image(left, right)
+    return _same_scalar(left, right)
+
+
+def _same_scalar(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right) or (bool(left != left) and bool(right != right))
+    except (RuntimeError, TypeError, ValueError):  # objects that refuse comparison are not known to be equal
+        return False
+
+
+def first_difference(left: Any, right: Any) -> str:
+    """Says where two columns part: their dtypes, their shapes, or the first row that differs."""
+    kinds = [next((kind for kind in _KINDS if isinstance(side, kind)), None) for side in (left, right)]
+    if kinds[0] is not kinds[1]:
+        return f"one is a {type(left).__name__}, the other a {type(right).__name__}"
+    if left.dtype != right.dtype:
+        return f"dtypes {left.dtype} and {right.dtype}"
+    if not isinstance(left, np.ndarray) and left.device != right.device:
+        return f"devices {left.device} and {right.device}"
+    if isinstance(left, RaggedTensor):
+        if len(left) != len(right) or left.tail != right.tail:
+            return f"{left!r} and {right!r}"
+    elif left.shape != right.shape:
+        return f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
+    for row in range(len(left)):
+        if not same_value(left[row], right[row]):
+            return f"row {row} differs"
+    return "contents differ"

@@ -1,0 +1,178 @@
+"""What verl's dispatch asks of ``verl.protocol`` beside ``DataProto``: futures, and the splitting and joining of arguments.
+
+Nothing here imports Ray or verl. A future is any handle whose ``future()`` is a ``concurrent.futures.Future``, as that of a Ray
+``ObjectRef`` is. Handles of verl's TransferQueue exist only where verl has loaded its bridge to it, which is used from there.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from dataproto._ops import column_ops as columnwise
+from dataproto._table import Table
+from dataproto.errors import IndivisibleBatch, InvalidColumn, InvalidIndex
+
+_padding_size_key = (
+    "_padding_size_key_x123d"  # under this name verl's dispatch tells its collection how many rows it added
+)
+
+
+@dataclass
+class DataProtoFuture:
+    """The result of a worker group that is not fetched yet; it can be an argument of another call, and nothing else.
+
+    Args:
+        collect_fn: joins the results of the futures to one.
+        futures: one handle a worker; ``handle.future()`` is a ``concurrent.futures.Future`` (Ray's ``ObjectRef`` has it).
+        dispatch_fn: picks a part of the whole, once that is there.
+
+    >>> from concurrent.futures import Future
+    >>> from types import SimpleNamespace
+    >>> from dataproto import DataProto
+    >>> done = Future()
+    >>> handle = SimpleNamespace(future=lambda: done)
+    >>> second = DataProtoFuture.concat([handle]).chunk(2)[1]  # before the result is there
+    >>> done.set_result(DataProto.from_dict({"x": torch.arange(4)}))
+    >>> second.get()["x"].tolist()
+    [2, 3]
+    """
+
+    collect_fn: Callable[[list[Any]], Any]
+    futures: list[Any]
+    dispatch_fn: Callable[[Any], Any] | None = None
+
+    @staticmethod
+    def concat(data: list[Any]) -> "DataProtoFuture":
+        """The future of all rows, from one handle a worker."""
+        return DataProtoFuture(collect_fn=_concat, futures=data)
+
+    def chunk(self, chunks: int) -> list["DataProtoFuture"]:
+        """The futures of ``chunks`` equal parts; each fetches the whole."""
+        parts = (partial(_part, number=number, chunks=chunks) for number in range(chunks))
+        return [DataProtoFuture(self.collect_fn, self.futures, part) for part in parts]
+
+    def get(self) -> Any:
+        """Waits for the futures, and returns their rows or, of a chunk, its part of them; raises what a worker raised."""
+        whole = self.collect_fn([handle.future().result() for handle in self.futures])
+        return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
+
+
+class BatchData:
+    """How verl's dispatch splits an argument and joins results, whatever they are.
+
+    Args:
+        data: a batch, a ``TensorDict``, a future or a handle of verl's TransferQueue; or, to be joined, a list of such.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def is_chunkable(self) -> bool:
+        """Whether :meth:`chunk` takes it."""
+        return isinstance(self._data, (Table, DataProtoFuture, TensorDictBase, *_queue_handles()))
+
+    def is_concatable(self) -> bool:
+        """Whether it is a list, not empty, that :meth:`concat` takes."""
+        if not isinstance(self._data, list | tuple) or len(self._data) == 0:
+            return False
+        first = self._data[0]
+        return isinstance(first, (Table, TensorDictBase, *_queue_handles())) or _is_future(first)
+
+    def chunk(self, chunks: int) -> Sequence[Any]:
+        """``chunks`` equal parts of the same type; those of a ``TensorDict`` have memory of their own."""
+        queue = _queue()
+        if isinstance(self._data, TensorDictBase):
+            return _chunk_tensordict(self._data, chunks)
+        if queue is not None and isinstance(self._data, queue.KVBatchMeta):
+            return queue.kv_batch_meta2batch_meta(self._data).chunk(chunks=chunks)  # type: ignore[no-any-return]
+        return self._data.chunk(chunks=chunks)  # type: ignore[no-any-return]
+
+    def concat(self) -> Any:
+        """All rows, as the type of the parts; of futures, a :class:`DataProtoFuture`.
+
+        Raises:
+            InvalidIndex: there is nothing to join.
+        """
+        if not self._data:
+            raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
+        queue = _queue()
+        if _is_future(self._data[0]):
+            return DataProtoFuture.concat(self._data)
+        if queue is not None and isinstance(self._data[0], queue.BatchMeta):
+            return _concat_queue_metas(self._data, queue)
+        return _concat(self._data)
+
+
+def _concat(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, TensorDictBase):
+        return _concat_tensordicts(parts)
+    if not hasattr(first, "concat"):
+        raise InvalidColumn(
+            f"a worker returned a {type(first).__name__}, not a DataProto or TensorDict, which can be joined"
+        )
+    return type(first).concat(parts)
+
+
+def _part(whole: Any, number: int, chunks: int) -> Any:
+    return whole.chunk(chunks=chunks)[number]
+
+
+def _is_future(value: Any) -> bool:
+    return callable(getattr(value, "future", None))
+
+
+def _chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDict]:
+    rows = len(data)
+    if chunks < 1 or rows % chunks:
+        raise IndivisibleBatch(f"{rows} rows do not divide into {chunks} equal parts")
+    size = rows // chunks
+    parts = []
+    for part in range(chunks):
+        bounds = slice(part * size, (part + 1) * size, 1)
+        columns = {name: columnwise.cut(column, bounds) if column.ndim else column for name, column in data.items()}
+        made = TensorDict(columns, batch_size=[size], device=data.device)
+        holds_tensors = any(isinstance(column, torch.Tensor) for column in columns.values())
+        parts.append(made.consolidate() if holds_tensors else made)
+    return parts
+
+
+def _concat_tensordicts(parts: Sequence[TensorDictBase]) -> TensorDictBase:
+    first = parts[0]
+    if not first.batch_size:  # values of the whole batch and no rows
+        return first
+    nested = [name for name, column in first.items() if isinstance(column, torch.Tensor) and column.is_nested]
+    whole: TensorDict = TensorDict.cat([part.exclude(*nested) for part in parts], dim=0)
+    for name in nested:
+        whole.set(name, columnwise.join([part.get(name) for part in parts], name))
+    return whole
+
+
+# verl's TransferQueue
+
+
+def _queue() -> Any:
+    """verl's bridge to its TransferQueue, or ``None`` where it is not loaded."""
+    return sys.modules.get("verl.utils.transferqueue_utils")
+
+
+def _queue_handles() -> tuple[type, ...]:
+    queue = _queue()
+    return () if queue is None else (queue.KVBatchMeta, queue.BatchMeta)
+
+
+def _concat_queue_metas(metas: Sequence[Any], queue: Any) -> Any:
+    """One handle of all rows, as verl's callers hold it (``KVBatchMeta``); facts are collected into lists, one value a part."""
+    facts: dict[str, list[Any]] = {}
+    for meta in metas:
+        for name, value in meta.extra_info.items():
+            facts.setdefault(name, []).append(value)
+        meta.extra_info = {}
+    whole = queue.BatchMeta.concat(metas)
+    whole.extra_info = facts
+    return queue.batch_meta2kv_batch_meta(whole)

@@ -1,0 +1,1 @@
+"""Batches as bytes: on a wire, in a file, between processes."""

@@ -1,0 +1,93 @@
+"""PIL images as the bytes they are made of, and back, without a copy where PIL can share its memory.
+
+PIL keeps a pixel of RGB in four bytes. That is the layout used here for the modes in ``SHARED``: reading then needs no decoding.
+"""
+
+import ctypes
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dataproto.serialization.buffers import Memory
+
+Palette: TypeAlias = "tuple[str, bytes] | None"  # mode and colours
+
+# Modes whose memory PIL shares, and its name for that layout.
+SHARED = {"L": "L", "P": "P", "RGB": "RGBX", "RGBA": "RGBA", "RGBX": "RGBX", "CMYK": "CMYK", "I;16": "I;16"}
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is a PIL image; where PIL was never imported, nothing is."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def pixels_of(image: Any) -> np.ndarray:
+    """The pixels ``(n,)`` uint8: the image's own memory where it is in one piece, else a copy."""
+    image.load()
+    if image.mode in SHARED and _exports_safely() and 0 not in image.size:
+        try:
+            return _own_memory(image)
+        except ValueError:  # in several pieces, as very large images are
+            pass
+    return np.frombuffer(image.tobytes("raw", SHARED.get(image.mode, image.mode)), dtype=np.uint8)
+
+
+def palette_of(image: Any) -> Palette:
+    """The colours of a mode with a palette, with their own alpha where they have one."""
+    if image.mode not in ("P", "PA"):
+        return None
+    image.load()
+    mode = image.im.getpalettemode()
+    return mode, bytes(image.getpalette(mode))
+
+
+def image_of(pixels: np.ndarray, mode: str, size: tuple[int, int], palette: Palette) -> Any:
+    """The image of pixels that :func:`pixels_of` gave, over their memory where PIL can."""
+    from PIL import Image
+
+    if mode in SHARED and pixels.size:
+        image = Image.Image()._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))
+        image.readonly = 0  # PIL copies what it believes to be others' when it is written
+    else:
+        image = Image.frombytes(mode, size, pixels)
+    if palette is not None and palette[1]:
+        image.putpalette(palette[1], palette[0])
+    return image
+
+
+def same_image(left: Any, right: Any) -> bool:
+    """True for equal mode, size, colours and pixels; not asked are the class and what ``info`` says besides transparency."""
+    if (left.mode, left.size) != (right.mode, right.size) or palette_of(left) != palette_of(right):
+        return False
+    same_alpha = left.info.get("transparency") == right.info.get("transparency")
+    return same_alpha and bool(left.tobytes() == right.tobytes())
+
+
+class _ArrowArray(ctypes.Structure):
+    """``struct ArrowArray`` of Arrow's C data interface."""
+
+
+_ArrowArray._fields_ = [
+    *((name, ctypes.c_int64) for name in ("length", "null_count", "offset", "n_buffers", "n_children")),
+    ("buffers", ctypes.POINTER(ctypes.c_void_p)),
+    ("children", ctypes.POINTER(ctypes.POINTER(_ArrowArray))),
+    *((name, ctypes.c_void_p) for name in ("dictionary", "release", "private_data")),
+]
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _exports_safely() -> bool:
+    """Before 13, Pillow crashes the process when it exports an image that lies over memory of another's."""
+    return int(sys.modules["PIL"].__version__.split(".")[0]) >= 13
+
+
+def _own_memory(image: Any) -> np.ndarray:
+    """What ``image`` exports, ``(n,)`` uint8; ValueError where its rows are not in one piece."""
+    _, capsule = image.__arrow_c_array__()
+    array = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
+    pixels = array.children[0].contents if array.n_children else array
+    width = {"L": 1, "P": 1, "I;16": 2}.get(image.mode, 4)
+    return Memory(capsule, pixels.buffers[1], image.width * image.height * width).bits()

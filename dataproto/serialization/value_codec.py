@@ -1,0 +1,370 @@
+"""Values as nodes of JSON, and back.
+
+A node is a plain JSON value, or ``{"$": kind, ...}`` for what JSON has no form of. Tensors, arrays, images and long byte strings
+stand in sections of their own, which the node names. Whatever is not a scalar gets a number when it is complete, in reading as in
+writing, so that ``{"$": "ref", "n": number}`` can stand where the same object comes again.
+"""
+
+import base64
+import math
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from dataproto._ops.column_ops import object_array
+from dataproto.errors import FileFormatError
+from dataproto.ragged import RaggedTensor
+from dataproto.serialization import image_codec as images
+from dataproto.serialization.container import CODES, Section, Sections, check_shape
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list
+
+_JSON = {type(None), bool, int, str}
+_ARRAY_KINDS = "biufcSUmM"
+_ARRAY_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
+_INLINE_BYTES = 64
+_RESERVED = {"", "__metadata__", "checksums", "header"}
+
+# Dtypes that safetensors has no name for: the dtype to write them as, and whether as pairs
+_CARRIERS = {
+    torch.complex32: (torch.float16, True),
+    torch.complex64: (torch.float32, True),
+    torch.complex128: (torch.float64, True),
+    torch.float8_e4m3fnuz: (torch.uint8, False),
+    torch.float8_e5m2fnuz: (torch.uint8, False),
+    torch.float8_e8m0fnu: (torch.uint8, False),
+}
+_CARRIED = {str(dtype).removeprefix("torch."): dtype for dtype in _CARRIERS}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_NUMPY_CODES = {
+    np.dtype(str(dtype).removeprefix("torch.")).newbyteorder("<").str: code
+    for dtype, code in CODES.items()
+    if not str(dtype).startswith(("torch.float8", "torch.bfloat16"))
+}
+
+
+class Writer:
+    """Values to nodes; what is large is put aside in ``sections``."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.sections: dict[str, Section] = {}
+        self._allow_pickle = allow_pickle
+        self._numbers: dict[Any, int] = {}  # identity of a value -> its number
+        self._alive: list[Any] = []  # by number; keeps identities unique while writing
+        self._path: list[Any] = []
+
+    def tree(self, value: Any) -> Any:
+        """The node of a value.
+
+        Raises:
+            FileFormatError: something in it is of a type that only pickle can store; says where it stands.
+        """
+        kind = type(value)
+        if kind in _JSON:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+        if kind is complex or (kind is bytes and len(value) <= _INLINE_BYTES) or _is_plain_scalar(value):
+            return _scalar_node(value)
+        if (number := self._numbers.get(identity := _identity(value))) is not None:
+            return {"$": "ref", "n": number}
+        node = self._node(value)
+        self._numbers[identity] = len(self._alive)
+        self._alive.append(value)
+        return node
+
+    def _node(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is list:
+            if _is_plain_list(value):
+                return value
+            return [self.at("item", number, item) for number, item in enumerate(value)]
+        if kind is dict:
+            if all(type(key) is str for key in value) and "$" not in value:
+                return {key: self.at("key", key, item) for key, item in value.items()}
+            items = [[self._key(key), self.at("key", key, item)] for key, item in value.items()]
+            return {"$": "dict", "items": items}
+        if kind is tuple:
+            return {"$": "tuple", "items": [self.at("item", number, item) for number, item in enumerate(value)]}
+        if kind in (set, frozenset):
+            return {"$": kind.__name__, "items": [self._key(item) for item in value]}
+        return self._large(value)
+
+    def at(self, kind: str, name: Any, value: Any) -> Any:
+        """The node of a value that stands one step deeper, for messages and names; the path stays where an error leaves it."""
+        if type(value) in _JSON:
+            return value
+        self._path.append((kind, name))
+        node = self.tree(value)
+        self._path.pop()
+        return node
+
+    def _key(self, value: Any) -> Any:
+        """The node of a key or of a member of a set: whole, without references, so that hashing it is cheap."""
+        if type(value) in (tuple, frozenset):
+            return {"$": type(value).__name__, "items": [self._key(item) for item in value]}
+        kind = type(value)
+        if kind in _JSON or kind is float:
+            return self.tree(value)
+        if kind in (bytes, complex) or _is_plain_scalar(value):
+            return _scalar_node(value)
+        raise self._refusal(value, "as a key")
+
+    def _large(self, value: Any) -> dict[str, Any]:
+        from PIL import Image
+
+        if isinstance(value, torch.Tensor) and value.layout in (torch.strided, torch.jagged) and not value.is_meta:
+            return self._tensor(value)
+        if type(value) is RaggedTensor:
+            return self._ragged(value)
+        if type(value) is TensorDict:
+            columns = [[name, self.at("column", name, column)] for name, column in value.items()]
+            size = list(value.batch_size)
+            return {"$": "tensordict", "size": size, "on_device": value.device is not None, "columns": columns}
+        if type(value) in (np.ndarray, np.memmap) and value.dtype.kind in _ARRAY_KINDS and value.dtype.itemsize:
+            return self._array(value)
+        if type(value) is np.ndarray and value.dtype == object:
+            items = [self.at("row", row, item) for row, item in enumerate(value.reshape(-1).tolist())]
+            return {"$": "objects", "shape": list(value.shape), "items": items}
+        if isinstance(value, Image.Image):
+            described, data, info = images.encode(value)
+            return {"$": "image", **described, "info": self.tree(info), "data": self._add_bytes(data)}
+        if type(value) in (bytes, bytearray):
+            return {"$": "bytes" if type(value) is bytes else "bytearray", "data": self._add_bytes(bytes(value))}
+        if self._allow_pickle:
+            return {"$": "pickle", "data": self._add_bytes(pickle.dumps(value, protocol=5))}
+        raise self._refusal(value)
+
+    def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
+        if value.is_nested:
+            layout = str(value.layout).removeprefix("torch.")
+            return {
+                "$": "nested",
+                "layout": layout,
+                "rows": [self.at("row", *each) for each in enumerate(value.unbind())],
+            }
+        dtype, pairs = _CARRIERS.get(value.dtype, (value.dtype, False))
+        if dtype not in CODES:
+            raise self._refusal(value, f"of dtype {value.dtype}")
+        shape = (*value.shape, 2) if pairs else tuple(value.shape)
+        node = {"$": "tensor", "data": self._add(CODES[dtype], shape, value, value.element_size())}
+        return node if dtype == value.dtype else {**node, "dtype": str(value.dtype).removeprefix("torch.")}
+
+    def _ragged(self, value: RaggedTensor) -> dict[str, Any]:
+        kept = value.distinct()
+        node = {"$": "ragged", "values": self.tree(kept.storage)}
+        for name in ("starts", "lengths"):
+            node[name] = self._add("I64", (len(kept),), getattr(kept, name), 8, name)
+        return node
+
+    def _array(self, value: np.ndarray) -> dict[str, Any]:
+        code, shape = _NUMPY_CODES.get(value.dtype.str), value.shape
+        data = self._add(code or "U8", shape if code else (value.nbytes,), value, value.dtype.itemsize)
+        return {"$": "array", "dtype": value.dtype.str, "shape": list(shape), "data": data}
+
+    def _add_bytes(self, data: bytes) -> str:
+        return self._add("U8", (len(data),), data, 1)
+
+    def _add(self, code: str, shape: tuple[int, ...], content: Any, item_bytes: int, suffix: str | None = None) -> str:
+        """Puts a section aside under the name of its column, or else a number, and returns the name."""
+        name = "/".join(filter(None, [*(str(step) for _, step in self._path), suffix]))
+        is_column = all(kind == "column" for kind, _ in self._path) and name.isprintable() and name not in _RESERVED
+        if not is_column or name in self.sections or name.startswith("objects/"):
+            name = f"objects/{len(self.sections)}"
+        self.sections[name] = Section(code, shape, content, math.gcd(item_bytes, 16) if item_bytes else 1)
+        return name
+
+    def _refusal(self, value: Any, role: str = "") -> FileFormatError:
+        where = ", ".join(f"{kind} {name!r}" for kind, name in self._path) or "the batch"
+        what = " ".join(filter(None, [type(value).__name__, role]))
+        return FileFormatError(f"{where} holds a {what}, which only pickle can store: give allow_pickle=True")
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    return isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS
+
+
+def _scalar_node(value: Any) -> dict[str, Any]:
+    if type(value) is complex:
+        return {"$": "complex", "value": [repr(value.real), repr(value.imag)]}
+    if type(value) is bytes:
+        return {"$": "bytes", "value": base64.b64encode(value).decode()}
+    return {"$": "scalar", "dtype": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
+
+
+def _is_plain_list(values: list[Any]) -> bool:
+    kinds = set(map(type, values))
+    return kinds <= _JSON or (kinds == {float} and all(map(math.isfinite, values)))
+
+
+def _identity(value: Any) -> Any:
+    """Equal for two values only if they are one object, or the same memory read in the same way."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested and value.numel():
+        flags = value.dtype, value.device, value.is_conj(), value.is_neg()
+        return value.data_ptr(), tuple(value.shape), value.stride(), flags
+    if isinstance(value, np.ndarray) and value.dtype != object and value.size:
+        return value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str
+    return id(value)
+
+
+class Reader:
+    """The inverse of :class:`Writer`; every claim of a node is checked before memory is taken for it."""
+
+    def __init__(self, sections: Sections, allow_pickle: bool) -> None:
+        self._sections = sections
+        self._allow_pickle = allow_pickle
+        self._made: list[Any] = []  # by number
+
+    def tree(self, node: Any) -> Any:
+        """The value of a node; FileFormatError, or what Python, numpy and torch raise for nonsense."""
+        kind = type(node)
+        if kind is not list and kind is not dict:
+            return node
+        tag = node.get("$") if kind is dict else None
+        if tag in _SCALARS and "data" not in node:
+            return _scalar(tag, node["value"], node)
+        if tag == "ref":
+            if type(node["n"]) is not int or node["n"] < 0:
+                raise FileFormatError("a reference to nothing")
+            return self._made[node["n"]]
+        value = self._value(tag, node)
+        self._made.append(value)
+        return value
+
+    def columns(self, nodes: Any) -> dict[str, Any]:
+        """The values of pairs of a name and a node; FileFormatError where a name stands twice, or is none."""
+        found = {name: self.tree(node) for name, node in nodes}
+        if len(found) != len(nodes) or not all(type(name) is str for name in found):
+            raise FileFormatError("a name of a column stands twice, or is no name")
+        return found
+
+    def _value(self, tag: Any, node: Any) -> Any:
+        if type(node) is list:
+            return [item if type(item) in _JSON else self.tree(item) for item in node]
+        if "$" not in node:
+            return {key: item if type(item) in _JSON else self.tree(item) for key, item in node.items()}
+        if tag == "dict":
+            keys = [_key(key) for key, _ in node["items"]]
+            _check_keys(keys)
+            return dict(zip(keys, [self.tree(item) for _, item in node["items"]]))
+        if tag == "tuple":
+            return tuple(self.tree(item) for item in node["items"])
+        if tag in ("set", "frozenset"):
+            members = [_key(item) for item in node["items"]]
+            _check_keys(members)
+            return set(members) if tag == "set" else frozenset(members)
+        if tag == "objects":
+            check_shape(node["shape"])
+            return object_array([self.tree(item) for item in node["items"]]).reshape(node["shape"])
+        if tag == "tensordict":
+            columns = self.columns(node["columns"])
+            if not all(isinstance(column, torch.Tensor | TensorDict) for column in columns.values()):
+                raise FileFormatError("a column of the batch is not a tensor")
+            check_shape([*node["size"], 0])
+            return TensorDict(columns, batch_size=node["size"], device="cpu" if node["on_device"] else None)
+        return self._large(tag, node)
+
+    def _large(self, tag: Any, node: dict[str, Any]) -> Any:
+        if tag == "tensor":
+            return self._tensor(node)
+        if tag == "nested":
+            rows = [self.tree(row) for row in node["rows"]]
+            if node["layout"] == "jagged":
+                return nested_tensor_from_tensor_list(rows)
+            return torch.nested.as_nested_tensor(rows, layout=torch.strided)
+        if tag == "ragged":
+            return self._ragged(node)
+        if tag == "array":
+            entry, dtype = self._sections.take(node["data"]), _dtype(node["dtype"])
+            if dtype.itemsize == 0:  # of which numpy makes elements of one byte, as many as are claimed
+                raise FileFormatError("elements of an array take no bytes")
+            if dtype.kind == "U":
+                _check_text(self._sections.checked(entry), dtype)
+            return self._sections.array(entry, dtype, tuple(node["shape"]))
+        if tag == "image":
+            info = self.tree(node["info"])
+            return images.decode(node, self._bytes(node), info)
+        if tag in ("bytes", "bytearray"):
+            return bytes(self._bytes(node)) if tag == "bytes" else bytearray(self._bytes(node))
+        if tag == "pickle":
+            if not self._allow_pickle:
+                raise FileFormatError(
+                    "it holds pickled objects, which may run code: give allow_pickle=True to trust it"
+                )
+            return pickle.loads(self._bytes(node))
+        raise FileFormatError(f"unknown kind of value {tag!r:.100}")
+
+    def _bytes(self, node: dict[str, Any]) -> memoryview:
+        return self._sections.checked(self._sections.take(node["data"]))
+
+    def _tensor(self, node: dict[str, Any]) -> torch.Tensor:
+        entry = self._sections.take(node["data"])
+        dtype, shape = _DTYPES[entry.code], entry.shape
+        if "dtype" in node:
+            carrier, pairs = _CARRIERS[_CARRIED[node["dtype"]]]
+            if dtype != carrier or (pairs and shape[-1:] != (2,)):
+                raise FileFormatError(f"a tensor of dtype {dtype} cannot stand for {node['dtype']}")
+            dtype, shape = _CARRIED[node["dtype"]], shape[:-1] if pairs else shape
+        return self._sections.tensor(entry, dtype, shape)
+
+    def _ragged(self, node: dict[str, Any]) -> RaggedTensor:
+        values = self.tree(node["values"])
+        return RaggedTensor.windows(values, self._whole_numbers(node["starts"]), self._whole_numbers(node["lengths"]))
+
+    def _whole_numbers(self, name: str) -> np.ndarray:
+        entry = self._sections.take(name)
+        self._sections.checked(entry)
+        return self._sections.array(entry, np.dtype("<i8"), entry.shape)
+
+
+_SCALARS = {"float", "complex", "bytes", "scalar"}
+
+
+def _scalar(tag: str, value: Any, node: dict[str, Any]) -> Any:
+    if tag == "float":
+        return float(value)
+    if tag == "complex":
+        return complex(*map(float, value))
+    raw = base64.b64decode(value)
+    if tag == "bytes":
+        return raw
+    dtype = _dtype(node["dtype"])
+    if len(raw) != dtype.itemsize:
+        raise FileFormatError(f"{len(raw)} bytes do not make a {dtype}")
+    if dtype.kind == "U":
+        _check_text(raw, dtype)
+    return np.frombuffer(raw, dtype=dtype)[0] if raw else np.zeros((), dtype)[()]
+
+
+def _key(node: Any) -> Any:
+    if type(node) in _JSON or type(node) is float:
+        return node
+    if node["$"] in ("tuple", "frozenset"):
+        items = [_key(item) for item in node["items"]]
+        return tuple(items) if node["$"] == "tuple" else frozenset(items)
+    if node["$"] not in _SCALARS:
+        raise FileFormatError("a key of a dict is not plain")
+    return _scalar(node["$"], node["value"], node)
+
+
+def _check_keys(keys: list[Any]) -> None:
+    """FileFormatError where keys stand twice, or are so many of one hash that a dict or set would take for ever."""
+    if len(keys) > 1000 and 4 * len(set(map(hash, keys))) < len(keys):
+        raise FileFormatError("keys were chosen to collide")
+    if len(set(keys)) != len(keys):
+        raise FileFormatError("a key stands twice")
+
+
+def _check_text(data: bytes | memoryview, dtype: np.dtype[Any]) -> None:
+    if len(data) and np.frombuffer(data, dtype=f"{dtype.str[0]}u4").max() > 0x10FFFF:
+        raise FileFormatError("a text array holds what is no character")
+
+
+def _dtype(text: Any) -> np.dtype[Any]:
+    """A plain numpy dtype from its name: never one of objects."""
+    if type(text) is not str or not _ARRAY_DTYPE.fullmatch(text):
+        raise FileFormatError(f"{text!r:.100} is not a plain array's dtype")
+    return np.dtype(text)

@@ -1,0 +1,331 @@
+"""Batches as bytes: how they are pickled, and how parts of one batch share what they hold.
+
+Pickle finds this by itself, whoever calls it (``pickle``, ``multiprocessing``, Ray). The large parts of a batch are handed over
+as the memory they are in: with protocol 5 and a ``buffer_callback`` nothing is copied, without one, once, into the result.
+
+- Each distinct image, tensor and array is written once however many rows hold it, and rows share it again after reading. A tensor
+  or array is written alone, not with the storage it looks into; two that show the same memory are written once.
+- Tensors and arrays arrive contiguous, on the device they were on where the reader has it, or else on the CPU. Images arrive
+  as plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
+- What is received may be written, and nobody else sees it. In band it is memory of its own. Out of band, buffers that may only be
+  read (Ray's, ``bytes``) are made private without a copy where the system can (see ``own_memory``); buffers that may be written
+  are used as they are, as everywhere with pickle 5: the caller must not use them any more, or must pass ``.toreadonly()``.
+"""
+
+import contextvars
+import math
+import pickle
+import uuid
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from dataproto._ops.equality import same_value
+from dataproto.serialization.buffers import bytes_of, memory_of, same_bytes
+from dataproto.serialization.image_buffers import Palette, image_of, is_image, palette_of, pixels_of
+from dataproto.serialization.leaves import is_array, leaf_key, put_together, take_apart
+from dataproto.serialization.own_memory import OwnMemory
+
+Buffer: TypeAlias = Any  # bytes, bytearray, memoryview, PickleBuffer, or a uint8 array
+Form: TypeAlias = tuple[Any, ...]  # a kind of leaf, what describes it, and last its buffer
+
+_SMALL = 1024  # bytes below which what stands inside of objects is written among the containers
+_LARGE_ROW = 65536  # bytes from which on rows of ragged tensors are put into a store one by one
+
+
+class BlobStore(Protocol):
+    """Where :func:`shared_blobs` keeps buffers. It is pickled along with the batches, so it must be cheap to pickle."""
+
+    def put(self, buffer: np.ndarray) -> Any:
+        """Stores the bytes ``(n,)`` uint8; returns what finds them again, which can be pickled."""
+
+    def get(self, ref: Any) -> Buffer:
+        """The bytes that :meth:`put` stored: any object with the buffer protocol, and best without a copy."""
+
+
+@dataclass
+class _Blobs:
+    """What has been put into a store: forms by leaf, and the leaves, so that their keys stay theirs."""
+
+    store: BlobStore
+    forms: dict[Hashable, Form] = field(default_factory=dict)
+    leaves: list[Any] = field(default_factory=list)
+    compared: dict[Hashable, Form] = field(default_factory=dict)  # forms that are still what their leaves hold
+
+
+_sharing: contextvars.ContextVar[_Blobs | None] = contextvars.ContextVar("dataproto_blobs", default=None)
+
+
+@contextmanager
+def shared_blobs(store: BlobStore) -> Iterator[None]:
+    """Inside, pickling puts each distinct image, tensor and array that stands in objects or ragged rows into ``store``.
+
+    So parts of one batch that are sent one by one send what they share once. Dense columns belong to one part each and travel
+    with it. What is put once is not looked at again: it must not be written while this is open. Reading needs nothing but the
+    pickled batch, which holds the store and the references. What was read from a store and is sent on into an equal one
+    (``==``) is compared with what is there, and put again only if it was written since: otherwise the reference travels back.
+
+    ::
+
+        with shared_blobs(store):
+            sent = [pickle.dumps(part) for part in data.chunk(8)]
+    """
+    with SharedBlobs(store).open():
+        yield
+
+
+class SharedBlobs:
+    """`shared_blobs` that opens more than once, and remembers from one time to the next what has been put. What was written in
+    between is put again.
+
+    ::
+
+        blobs = SharedBlobs(store)  # for one step of a recipe
+        with blobs.open():
+            sent = pickle.dumps(prompts)
+        with blobs.open():
+            sent = pickle.dumps(rollouts)  # shows the same images
+    """
+
+    def __init__(self, store: BlobStore) -> None:
+        self._blobs = _Blobs(store)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, pickling shares; see `shared_blobs`."""
+        self._blobs.compared = {}
+        token = _sharing.set(self._blobs)
+        try:
+            yield
+        finally:
+            _sharing.reset(token)
+
+
+def reduce_batch(data: Any, protocol: int) -> tuple[Any, ...]:
+    """What ``__reduce_ex__`` returns for a batch or an item of one: its class and its three fields."""
+    tensors = {} if data.batch is None else dict(data.batch.items())
+    arrays = [array for array in data.non_tensor_batch.values() if isinstance(array, np.ndarray)]
+    fields = type(data), plain_batch(data.batch), data.non_tensor_batch, data.meta_info
+    return reduce_value(fields, [*tensors.values(), *arrays], protocol, _batch)
+
+
+def _batch(fields: tuple[Any, ...]) -> Any:
+    made = object.__new__(fields[0])
+    _, made.batch, made.non_tensor_batch, made.meta_info = fields
+    return made
+
+
+def plain_batch(batch: Any) -> TensorDict | None:
+    """A batch of any kind of tensor dict as an ordinary one."""
+    if batch is None or type(batch) is TensorDict:
+        return batch
+    return TensorDict(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)
+
+
+def reduce_value(
+    value: Any, columns: Sequence[Any], protocol: int, make: Callable[[Any], Any] | None = None
+) -> tuple[Any, ...]:
+    """What ``__reduce_ex__`` returns for an object that is ``value``, or that ``make`` makes of it.
+
+    Args:
+        value: containers of anything.
+        columns: the tensors and arrays among it that are handed over as buffers however small, and put into no store.
+    """
+    blobs = _sharing.get()
+    skeleton, leaves, ragged = take_apart(value, math.inf if blobs is None else _LARGE_ROW)
+    dense = {leaf_key(column) for column in columns} | {leaf_key(leaves[place]) for place in ragged}
+    forms = [_encode(leaf, protocol, blobs, leaf_key(leaf) in dense) for leaf in leaves]
+    text = pickle.PickleBuffer(skeleton) if protocol >= 5 and len(skeleton) >= _SMALL else skeleton
+    return _restore, (make, text, forms, None if blobs is None else blobs.store)
+
+
+def _restore(make: Any, skeleton: Buffer, forms: list[Form], store: BlobStore | None) -> Any:
+    reading = _Reading(store)
+    value = put_together(skeleton, [reading.leaf(form) for form in forms])
+    return value if make is None else make(value)
+
+
+def copied(value: Any) -> Any:
+    """The same containers with tensors, arrays and images in memory of their own, each distinct one copied once."""
+    skeleton, leaves, _ = take_apart(value)
+    return put_together(skeleton, [_copy(leaf) for leaf in leaves])
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    return leaf.copy() if is_array(leaf) or is_image(leaf) else leaf
+
+
+# Leaves out
+
+
+def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form:
+    """Columns are handed over; what stands inside of objects is written in place where small, else put into the store if any."""
+    blobs = None if dense else blobs
+    if blobs is not None and (compared := _compared(leaf, blobs)):
+        return compared
+    *described, bits = _described(leaf)
+    if described == ["object"]:
+        return "object", leaf
+    if bits.nbytes == 0 or (bits.nbytes < _SMALL and not dense):
+        return *described, bits.tobytes()
+    if blobs is None:
+        return *described, pickle.PickleBuffer(bits) if protocol >= 5 else _Own(bytes_of(bits))
+    return _stored(leaf, described, bits, blobs)
+
+
+def _compared(leaf: Any, blobs: _Blobs) -> Form | None:
+    """The form of a leaf that was put, or compared with what was put, since the store was opened."""
+    key = leaf_key(leaf)
+    form = blobs.compared.get(key)
+    return form if form is blobs.forms.get(key) or form is _origin(key, blobs.store) else None
+
+
+def _stored(leaf: Any, described: list[Any], bits: np.ndarray, blobs: _Blobs) -> Form:
+    """The form of a leaf in the store, which is put there unless it is there already, and as it is now."""
+    key = leaf_key(leaf)
+    for form in (blobs.forms.get(key), _origin(key, blobs.store)):
+        if form is not None and _holds(form, described, bits, blobs.store):
+            break
+    else:
+        blobs.leaves.append(leaf)
+        form = blobs.forms[key] = (*described, _Stored(blobs.store.put(bits)))
+    blobs.compared[key] = form  # where one lay that came from a store and is gone, another may lie now
+    return form
+
+
+def _holds(form: Form, described: list[Any], bits: np.ndarray, store: BlobStore) -> bool:
+    """Whether what is in the store is what a leaf holds now."""
+    return same_value(list(form[:-1]), described) and same_bytes(bits, store.get(form[-1].ref))
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Takes the place of a buffer that is in the store."""
+
+    ref: Any
+    put: bytes = field(
+        default_factory=lambda: uuid.uuid4().bytes
+    )  # which put it was: a store may give equal bytes one reference
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Bytes that are read along with the batch, so that nobody else has them: before protocol 5, all of them."""
+
+    data: bytes
+
+
+def _described(leaf: Any) -> Form:
+    """The form of a leaf, with its bytes ``(n,)`` uint8 in the buffer's place."""
+    if type(leaf) is torch.Tensor and leaf.layout == torch.strided and leaf.device.type != "meta":
+        return _described_tensor(leaf)
+    if is_array(leaf):
+        return _described_array(leaf)
+    return _described_image(leaf) if is_image(leaf) else ("object", leaf)
+
+
+def _described_tensor(tensor: torch.Tensor) -> Form:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    bits = plain.view(torch.uint8).numpy() if plain.numel() else np.empty(0, dtype=np.uint8)
+    device = None if tensor.device.type == "cpu" else str(tensor.device)
+    return "tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad, device, bits
+
+
+def _described_array(array: np.ndarray) -> Form:
+    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    plain = np.ascontiguousarray(array.T if fortran else array).reshape(-1)
+    bits = plain.view(np.uint8) if plain.nbytes else np.empty(0, dtype=np.uint8)
+    return "array", array.dtype, array.shape, fortran, bits
+
+
+def _described_image(image: Any) -> Form:
+    return "image", image.mode, image.size, palette_of(image), image.info, pixels_of(image)
+
+
+# Leaves in
+
+
+class _Reading:
+    """Makes the leaves of one message. Leaves that were put into the store as one leaf are one object again."""
+
+    def __init__(self, store: BlobStore | None) -> None:
+        self._store, self._memory = store, OwnMemory()
+        self._stored: dict[bytes, Any] = {}
+
+    def leaf(self, form: Form) -> Any:
+        *described, buffer = form
+        if not isinstance(buffer, _Stored) or self._store is None:
+            return self._made(described, buffer)
+        if buffer.put not in self._stored:
+            leaf = self._stored[buffer.put] = self._made(described, self._store.get(buffer.ref))
+            _remember(leaf, (*described, buffer), self._store)  # a form of its own: the same form is the same leaf
+        return self._stored[buffer.put]
+
+    def _made(self, described: list[Any], buffer: Buffer) -> Any:
+        kind, *described = described
+        if kind == "object":
+            return buffer
+        if isinstance(buffer, _Own):  # short ones Python may share among all that are equal
+            alone = len(buffer.data) >= _SMALL
+            return _MAKERS[kind](*described, memory_of(buffer.data) if alone else self._memory.bits(buffer.data))
+        leaf = _MAKERS[kind](*described, self._memory.bits(buffer))
+        if kind == "image" and not isinstance(buffer, bytearray) and not memoryview(buffer).readonly:
+            leaf.readonly = 1  # others may have what was handed over: PIL copies it when it is written
+        return leaf
+
+
+# Leaves that were read from a store, by key, as long as they live: how they are written when they are sent on.
+_origins: dict[Hashable, tuple["weakref.ref[Any]", Form, BlobStore]] = {}
+
+
+def _remember(leaf: Any, form: Form, store: BlobStore) -> None:
+    key = leaf_key(leaf)
+
+    def forget(reference: "weakref.ref[Any]") -> None:
+        if key in _origins and _origins[key][0] is reference:
+            del _origins[key]
+
+    _origins[key] = weakref.ref(leaf, forget), form, store
+
+
+def _origin(key: Hashable, store: BlobStore) -> Form | None:
+    """How a leaf was written that came out of an equal store. It may have been written since."""
+    _, form, its_store = _origins.get(key, (None, None, None))
+    return form if form is not None and its_store == store else None
+
+
+def _tensor(
+    dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str | None, bits: np.ndarray
+) -> torch.Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    tensor = (torch.from_numpy(bits).view(kind) if bits.size else torch.empty(0, dtype=kind)).view(shape)
+    if device is not None and _is_here(torch.device(device)):
+        tensor = tensor.to(device)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _is_here(device: torch.device) -> bool:
+    here = torch.accelerator.current_accelerator()
+    return here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count()
+
+
+def _array(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool, bits: np.ndarray) -> np.ndarray:
+    flat = bits.view(dtype) if bits.size else np.empty(0, dtype=dtype)
+    return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+
+
+def _image(mode: str, size: tuple[int, int], palette: Palette, info: dict[Any, Any], bits: np.ndarray) -> Any:
+    image = image_of(bits, mode, size, palette)
+    image.info = dict(info)
+    return image
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array, "image": _image}

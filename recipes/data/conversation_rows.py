@@ -1,0 +1,190 @@
+"""Conversations to learn from, in the ways data sets write them.
+
+``python -m recipes.data.conversation_rows IN OUT.jsonl`` converts them.
+
+* chat messages: ``messages`` (or ``conversations`` with ``from`` and ``value``, as ShareGPT and LLaVA), string content with
+  ``<image>`` markers or typed parts (``image``, ``image_url``)
+* prompt and answer: ``prompt`` (a string or messages) with ``completion``, ``response`` or ``answer``
+* the_cauldron: ``images`` and ``texts`` of ``user``, ``assistant``, ``source``: one conversation about all the images
+
+Images stand in ``images`` (or ``image``) or in the parts: PIL objects, bytes, paths, data URIs.
+"""
+
+import base64
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
+from recipes.data.problem_rows import row_media
+from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables
+from rollout.prompts import invalid_row
+from rollout.prompts.images import load_image
+
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_ANSWERS = ("completion", "response", "answer")
+_PNG, _JPEG = (b"\x89PNG\r\n\x1a\n",), (b"\xff\xd8\xff",)
+
+
+def conversation_rows(source: str | Path | Sequence[str | Path], split: str = "train") -> TableRows:
+    """Open a data set of conversations; see `recipes.data.tables.open_tables` and `read_conversation_row`."""
+    tables, name = open_tables(source, split)
+    rows = TableRows(tables, partial(read_conversation_row, data_source=name))
+    if not len(rows):
+        raise InvalidConfig(f"data set {name!r} has no rows")
+    return rows
+
+
+def conversation_stream(source: str, split: str = "train", buffer: int = 1024) -> StreamRows:
+    """The same, read as it comes and shuffled within blocks of ``buffer`` rows."""
+    stream, root = open_stream(source, split)
+    if hasattr(stream, "decode"):
+        stream = stream.decode(False)  # images stay the bytes and paths they are
+    name = source if root is None else Path(source).resolve().stem
+    return StreamRows(stream, root, partial(read_conversation_row, data_source=name), buffer)
+
+
+def read_conversation_row(raw: Mapping[str, Any], index: int, data_source: str = "") -> dict[str, Any]:
+    """A row of any of the schemas: ``prompt`` (the whole conversation), ``images``, ``videos``, ``data_source``, ``index``.
+
+    Raises `InvalidRow` if it is of none.
+
+    >>> row = read_conversation_row({"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A cat."}]}, 0)
+    >>> row["prompt"]
+    [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
+    """
+    images = row_media(raw, "images", "image")
+    return {
+        "prompt": _messages(raw, index, len(images)),
+        "images": images,
+        "videos": row_media(raw, "videos", "video"),
+        "data_source": raw.get("data_source") or _source_of_texts(raw) or data_source,
+        "index": index,
+    }
+
+
+def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
+    if raw.get("texts") is not None:
+        return _cauldron_messages(raw["texts"], index, images)
+    turns = raw.get("messages") if raw.get("messages") is not None else raw.get("conversations")
+    if turns is not None:
+        return [_message(turn, index) for turn in turns]
+    prompt, answer = raw.get("prompt"), next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
+    if prompt is None or answer is None:
+        raise InvalidRow(
+            index, f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, in {sorted(raw)}"
+        )
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return asked + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer))
+
+
+def _message(turn: Any, index: int) -> Mapping[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise InvalidRow(index, f"a turn must be a mapping, not {turn!r}")
+    if "from" not in turn:
+        return turn
+    if turn["from"] not in _ROLES:
+        raise InvalidRow(index, f"a turn is from {turn['from']!r}: known are {', '.join(_ROLES)}")
+    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+
+
+def _cauldron_messages(texts: Any, index: int, images: int) -> list[dict[str, Any]]:
+    """The turns about one row's images, which all stand before the first question."""
+    messages = []
+    for number, turn in enumerate(texts):
+        if not isinstance(turn, Mapping) or not all(isinstance(turn.get(who), str) for who in ("user", "assistant")):
+            raise InvalidRow(index, f"texts[{number}] lacks a 'user' or an 'assistant': {turn!r}")
+        shown = "<image>" * images if number == 0 and "<image>" not in turn["user"] else ""
+        messages.append({"role": "user", "content": shown + turn["user"].strip()})
+        messages.append({"role": "assistant", "content": turn["assistant"].strip()})
+    return messages
+
+
+def _source_of_texts(raw: Mapping[str, Any]) -> str | None:
+    texts = raw.get("texts")
+    return texts[0].get("source") if isinstance(texts, Sequence | np.ndarray) and len(texts) else None
+
+
+class Questions(Sequence[dict[str, Any]]):
+    """Conversations as prompts: each up to its last answer, which becomes the ground truth.
+
+    >>> row = Questions([{"prompt": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}])[0]
+    >>> row["prompt"], row["reward_model"]["ground_truth"]
+    ([{'role': 'user', 'content': '2 + 2?'}], '4')
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        row = self.rows[place]
+        *asked, answer = row["prompt"]
+        if answer.get("role") != "assistant":
+            raise invalid_row(row, place, "the conversation does not end with an answer")
+        truth = answer["content"]
+        if not isinstance(truth, str):
+            truth = "".join(part.get("text") or "" for part in truth)
+        return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}
+
+
+def convert(source: str, target: Path, split: str = "train") -> int:
+    """Writes a data set as JSON Lines of ``messages`` and ``images`` (data URIs: JPEG and PNG as they are, others as PNG).
+
+    Returns:
+        How many rows it has.
+    """
+    rows = conversation_rows(source, split)
+    with target.open("x", encoding="utf-8") as file:
+        for row in rows:
+            line = {
+                "messages": [dict(message) for message in row["prompt"]],
+                "images": [_data_uri(image, row["media_root"]) for image in row["images"]],
+                "data_source": row["data_source"],
+            }
+            file.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
+    return len(rows)
+
+
+def _data_uri(image: Any, root: Any) -> str:
+    found = image.get("bytes") if isinstance(image, Mapping) else image
+    if isinstance(found, bytes) and found.startswith(_PNG + _JPEG):
+        kind, data = "png" if found.startswith(_PNG) else "jpeg", found
+    else:
+        buffer = io.BytesIO()
+        load_image(image, root).save(buffer, format="PNG")
+        kind, data = "png", buffer.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return _data_uri(value, None)
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) not in (2, 3) or arguments[0].startswith("-"):
+        print("usage: python -m recipes.data.conversation_rows DATA_SET OUT.jsonl [SPLIT]", file=sys.stderr)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    try:
+        rows = convert(arguments[0], Path(arguments[1]), *arguments[2:])
+    except (DataProtoError, OSError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    print(f"{arguments[1]}: {rows} conversations")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

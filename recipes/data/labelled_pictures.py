@@ -1,0 +1,251 @@
+"""Labelled pictures as conversations: a question about each, and its class as the answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.tables import Table, open_tables
+from recipes.synthetic.classes import CLASSES, draw_class
+from recipes.synthetic.problems import Split
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
+
+
+@dataclass(frozen=True)
+class Templates:
+    """What is asked and answered; ``{classes}`` and ``{label}`` are filled in."""
+
+    question: str = "What does the picture show?"
+    answer: str = "{label}"
+
+    def __post_init__(self) -> None:
+        if "{label}" not in self.answer:
+            raise InvalidConfig(f"answer={self.answer!r} must contain {{label}}")
+
+    def row(self, image: Any, label: str, classes: Sequence[str], source: str, place: int) -> dict[str, Any]:
+        """A conversation.
+
+        >>> row = Templates("One of: {classes}?").row("a.png", "cat", ["cat", "dog"], "pets", 0)
+        >>> [message["content"] for message in row["prompt"]]
+        ['<image>One of: cat, dog?', 'cat']
+        """
+        question = self.question.replace("{classes}", ", ".join(classes))
+        turns = (f"<image>{question}", self.answer.replace("{label}", label))
+        return {
+            "prompt": [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns)],
+            "images": [image],
+            "videos": [],
+            "data_source": source,
+            "index": place,
+        }
+
+
+class LabelledRows(Sequence[dict[str, Any]]):
+    """Conversations about (image, label) pairs, of which ``places`` are used, in that order."""
+
+    def __init__(
+        self, pairs: Any, places: Sequence[int] | range, classes: Sequence[str], templates: Templates, source: str
+    ) -> None:
+        """``pairs[i]`` is (image, label)."""
+        self.pairs, self.places, self.classes = pairs, places, tuple(classes)
+        self.templates, self.source = templates, source
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return LabelledRows(self.pairs, self.places[place], self.classes, self.templates, self.source)
+        number = int(self.places[place])
+        image, label = self.pairs[number]
+        return self.templates.row(image, label, self.classes, self.source, number)
+
+
+@dataclass(frozen=True)
+class LabelledData:
+    """Rows to train on and held-out ones, and the classes of both."""
+
+    train: LabelledRows
+    held_out: LabelledRows
+    classes: tuple[str, ...]
+
+
+class DrawnPairs:
+    """Drawn pictures of `recipes.synthetic.classes` and their classes."""
+
+    def __init__(self, seed: int, split: Split) -> None:
+        self.seed, self.split = seed, split
+
+    def __getitem__(self, place: int) -> tuple[Any, str]:
+        picture = draw_class(place, self.seed, self.split)
+        return picture.image, picture.label
+
+
+def drawn_data(rows: int, eval_rows: int, seed: int, templates: Templates) -> LabelledData:
+    """``rows`` drawn pictures, and held-out ones that are the same for every seed."""
+    train = LabelledRows(DrawnPairs(seed, "train"), range(rows), CLASSES, templates, "synthetic/classes")
+    held_out = LabelledRows(DrawnPairs(0, "test"), range(eval_rows), CLASSES, templates, "synthetic/classes")
+    return LabelledData(train, held_out, CLASSES)
+
+
+def folder_data(
+    path: Path, eval_rows: int, seed: int, templates: Templates, exclude: Sequence[str] = ()
+) -> LabelledData:
+    """A folder with one folder of images a class, as Caltech-101's; or such a folder each for ``train`` and ``test``.
+
+    Without a test folder an eighth of each class, at least one image, is held out, chosen by ``seed``. Underscores in names of
+    classes become spaces.
+
+    Raises:
+        InvalidConfig: there are fewer than two classes with two images, or a held-out class that is not trained.
+    """
+    parts = {split: _split_folder(path, names) for split, names in _SPLITS.items()}
+    train = _labelled_files(parts["train"] or path, exclude)
+    classes = tuple(dict.fromkeys(label for _, label in train))
+    if len(classes) < 2:
+        raise InvalidConfig(
+            f"{path} must hold a folder of images for each of at least two classes: found {list(classes)}"
+        )
+    source = path.resolve().name
+    if parts["test"]:
+        test = _labelled_files(parts["test"], exclude)
+        if unknown := sorted({label for _, label in test} - set(classes)):
+            raise InvalidConfig(f"{parts['test']} has classes that {path} does not train: {unknown[:5]}")
+        return _data(train, range(len(train)), test, range(len(test)), classes, templates, source, eval_rows, seed)
+    kept, held_out = _hold_out([label for _, label in train], seed)
+    return _data(train, kept, train, held_out, classes, templates, source, eval_rows, seed)
+
+
+def table_data(
+    source: str,
+    eval_rows: int,
+    seed: int,
+    templates: Templates,
+    image_column: str = "image",
+    label_column: str = "label",
+    exclude: Sequence[str] = (),
+) -> LabelledData:
+    """A data set with a column of images and one of labels (names, or numbers with names among its features).
+
+    A file's, or an eighth of each class, is held out where there is no test split.
+
+    Raises:
+        InvalidConfig: there is no such data set or column.
+    """
+    tables, name = open_tables(source, "train")
+    train = TablePairs(tables, image_column, label_column)
+    labels = train.labels
+    classes = train.names or tuple(dict.fromkeys(labels))
+    used = [place for place, label in enumerate(labels) if label not in exclude]
+    classes = tuple(label for label in classes if label not in exclude)
+    tables_of_test = _test_tables(source)
+    if tables_of_test is None:
+        kept, last = _hold_out([labels[place] for place in used], seed)
+        parts = [used[place] for place in kept], train, [used[place] for place in last]
+    else:
+        test = TablePairs(tables_of_test, image_column, label_column)
+        parts = used, test, [place for place, label in enumerate(test.labels) if label not in exclude]
+    return _data(train, *parts, classes, templates, name, eval_rows, seed)
+
+
+def _test_tables(source: str) -> list[Table] | None:
+    """The tables of the test split, if there is one."""
+    if Path(source).is_file():
+        return None
+    try:
+        return open_tables(source, "test")[0]
+    except InvalidConfig:
+        return None
+
+
+class TablePairs:
+    """(image, label) of the rows of tables, images read when asked for."""
+
+    def __init__(self, tables: Sequence[Table], image_column: str, label_column: str) -> None:
+        self.tables = [table for table, _ in tables]
+        for table in self.tables:
+            columns = getattr(table, "column_names", None)
+            for column in (image_column, label_column):
+                if columns is not None and column not in columns:
+                    raise InvalidConfig(f"there is no column {column!r}: the data set has {', '.join(columns)}")
+        self.image_column = image_column
+        features = getattr(self.tables[0], "features", None) or {}
+        self.names: tuple[str, ...] = tuple(getattr(features.get(label_column), "names", None) or ())
+        self.labels = [self._name(value) for table in self.tables for value in _column(table, label_column)]
+        self.ends = np.cumsum([len(table) for table in self.tables])
+
+    def __getitem__(self, place: int) -> tuple[Any, str]:
+        number = int(np.searchsorted(self.ends, place, side="right"))
+        table = self.tables[number]
+        arrow = table.with_format("arrow") if hasattr(table, "with_format") else table
+        row = arrow[int(place - (self.ends[number] - len(table)))]
+        value = (row.to_pylist()[0] if hasattr(row, "to_pylist") else row).get(self.image_column)
+        if value is None:
+            raise InvalidRow(place, f"its {self.image_column!r} is missing")
+        return value, self.labels[place]
+
+    def _name(self, value: Any) -> str:
+        return self.names[value] if self.names and isinstance(value, int) else str(value).strip()
+
+
+def _column(table: Any, name: str) -> Sequence[Any]:
+    if hasattr(table, "select_columns"):
+        found: Sequence[Any] = table.select_columns([name])[name]
+        return found
+    return [row[name] for row in table]
+
+
+def _data(
+    train: Any,
+    train_places: Sequence[int] | range,
+    test: Any,
+    test_places: Sequence[int] | range,
+    classes: tuple[str, ...],
+    templates: Templates,
+    source: str,
+    eval_rows: int,
+    seed: int,
+) -> LabelledData:
+    """Held-out rows are a random ``eval_rows`` of theirs, as classes come one after the other."""
+    order = np.random.default_rng([seed, 1]).permutation(len(test_places))[:eval_rows]
+    chosen = [int(test_places[place]) for place in order.tolist()]
+    return LabelledData(
+        LabelledRows(train, train_places, classes, templates, source),
+        LabelledRows(test, chosen, classes, templates, source),
+        classes,
+    )
+
+
+def _hold_out(labels: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
+    """Places to train on and to hold out: of each class an eighth, at least one of two."""
+    by_class: dict[str, list[int]] = {}
+    for place, label in enumerate(labels):
+        by_class.setdefault(label, []).append(place)
+    held_out: set[int] = set()
+    for number, label in enumerate(sorted(by_class)):
+        places = by_class[label]
+        count = max(len(places) // 8, 1) if len(places) > 1 else 0
+        held_out |= {
+            places[at] for at in np.random.default_rng([seed, number]).permutation(len(places))[:count].tolist()
+        }
+    return [place for place in range(len(labels)) if place not in held_out], sorted(held_out)
+
+
+def _split_folder(path: Path, names: Sequence[str]) -> Path | None:
+    return next((path / name for name in names if (path / name).is_dir()), None)
+
+
+def _labelled_files(path: Path, exclude: Sequence[str]) -> list[tuple[Path, str]]:
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    return [
+        (file, folder.name.replace("_", " "))
+        for folder in folders
+        if folder.name not in exclude
+        for file in sorted(folder.iterdir())
+        if file.suffix.lower() in IMAGES
+    ]

@@ -1,0 +1,68 @@
+"""Several data sets as one, each drawn from as often as its weight says."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from dataproto.errors import InvalidConfig
+from recipes.data.loader import Draw, draws
+
+BLOCK = 4096  # draws that are decided at a time
+
+
+class Mixture:
+    """Rows of several sources, of which each draw takes the next of one source, chosen at random by weight.
+
+    Within a source rows come in its own order, epoch after epoch, whatever the others do. What is drawn depends on
+    (seed, number of the draw) alone.
+
+    >>> rows = Mixture([["a", "b"], ["c"]], weights=[1, 3])
+    >>> places = [place for _, (_, place, _) in zip(range(1000), rows.draws(seed=0, shuffle=True, start=0))]
+    >>> 0.7 < places.count(2) / 1000 < 0.8, abs(places.count(0) - places.count(1)) <= 1
+    (True, True)
+    """
+
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float]) -> None:
+        """``sources`` have a length and integer indices, or ``draws`` of their own (see `recipes.data.loader.draws`)."""
+        if not sources or len(sources) != len(weights):
+            raise InvalidConfig(f"{len(sources)} data sets, but {len(weights)} weights")
+        if not all(np.isfinite(weight) and weight > 0 for weight in weights):
+            raise InvalidConfig(f"weights={list(weights)}: each must be above 0")
+        self.sources = list(sources)
+        self.shares = np.asarray(weights, dtype=np.float64) / sum(weights)
+        sizes = [len(source) if hasattr(source, "__len__") else 2**40 for source in self.sources]
+        self.starts = [0, *accumulate(sizes)][:-1]
+
+    def __getitem__(self, place: int) -> Any:
+        number = self._source(place)
+        return self.sources[number][place - self.starts[number]]
+
+    def read_row(self, raw: Any, place: int) -> Any:
+        number = self._source(place)
+        return self.sources[number].read_row(raw, place - self.starts[number])
+
+    def draws(self, seed: int, shuffle: bool, start: int) -> Iterator[Draw]:
+        """Name of the occurrence, place and raw row of each draw, from the ``start``-th on."""
+        block, skipped = divmod(start, BLOCK)
+        before = np.zeros(len(self.sources), dtype=np.int64)
+        for done in range(block):
+            before += np.bincount(self._choices(seed, done), minlength=len(self.sources))
+        chosen = self._choices(seed, block)
+        before += np.bincount(chosen[:skipped], minlength=len(self.sources))
+        streams = [
+            draws(source, seed + number, shuffle, int(before[number])) for number, source in enumerate(self.sources)
+        ]
+        while True:
+            for number in chosen[skipped:].tolist():
+                uid, place, raw = next(streams[number])
+                yield f"{number}-{uid}", self.starts[number] + place, raw
+            block, skipped = block + 1, 0
+            chosen = self._choices(seed, block)
+
+    def _choices(self, seed: int, block: int) -> np.ndarray:
+        return np.random.default_rng([seed, block]).choice(len(self.sources), size=BLOCK, p=self.shares)
+
+    def _source(self, place: int) -> int:
+        return int(np.searchsorted(self.starts, place, side="right")) - 1

@@ -1,0 +1,115 @@
+"""Data sets of pictured problems, in the schemas that Geometry3K's users have.
+
+* verl: ``data_source, prompt, images, ability, reward_model {style, ground_truth}, extra_info``
+* EasyR1, as in ``hiyouga/geometry3k``: ``problem, answer, images``; the instruction below is added to the problem
+* chat messages, typed parts or markers: ``messages`` (or ``prompt``), with ``answer`` or ``solution``
+
+Files are read as data only, paths in them as images only; relative paths start at the file's folder.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
+from recipes.data.tables import Table, TableRows, open_tables
+from rollout.prompts.images import media_list
+
+__all__ = ["INSTRUCTION", "EvaluationLoader", "Geo3KDataset", "PromptLoader", "drop_overlong", "load_rows", "read_row"]
+
+INSTRUCTION = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+    "The reasoning process MUST BE enclosed within <think> </think> tags. "
+    r"The final answer MUST BE put in \boxed{}."
+)
+"""What verl (``examples/data_preprocess/geo3k.py``) and EasyR1 (``examples/format_prompt/math.jinja``) ask of the model."""
+
+_MEDIA = ("images", "image", "videos", "video")
+_ANSWERS = ("answer", "solution", "ground_truth")
+
+
+class Geo3KDataset(TableRows):
+    """Rows for `PromptBuilder`, read from disk when asked for.
+
+    ``rows[i]`` holds ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``,
+    ``index`` (i), ``media_root``. Raises `InvalidRow` for a row of none of the schemas.
+    """
+
+    def __init__(self, tables: Sequence[Table], split: str, data_source: str, instruction: str = INSTRUCTION) -> None:
+        """``tables``: `datasets.Dataset` objects, each with the folder where its relative paths start."""
+        self.split, self.data_source, self.instruction = split, data_source, instruction
+        super().__init__(tables, partial(read_row, split=split, data_source=data_source, instruction=instruction))
+
+
+def load_rows(
+    source: str | Path | Sequence[str | Path],
+    split: str = "train",
+    data_source: str | None = None,
+    instruction: str = INSTRUCTION,
+) -> Geo3KDataset:
+    """Open a data set: parquet (or JSON) file or files, a folder of them, or a name on the Hugging Face hub.
+
+    Args:
+        split: which files of a folder (``train-00000-of-00001.parquet``, ``train.parquet``, also under ``data/``), or
+            which split on the hub. A file is taken whole.
+        data_source: for rows that do not name theirs; the hub's name, or the file's or folder's, unless given.
+        instruction: what is added to the problem of an EasyR1 row.
+
+    Raises:
+        InvalidConfig: no such file, folder or data set.
+        FileFormatError: a file cannot be read.
+    """
+    tables, name = open_tables(source, split)
+    rows = Geo3KDataset(tables, split, data_source or name, instruction)
+    if not len(rows):
+        raise InvalidConfig(f"data set {name!r} has no rows")
+    return rows
+
+
+def read_row(
+    raw: Mapping[str, Any], index: int, split: str = "", data_source: str = "", instruction: str = INSTRUCTION
+) -> dict[str, Any]:
+    """A row of any of the schemas, in verl's. Raises `InvalidRow` if it is of none.
+
+    >>> row = read_row({"problem": "<image>Find x.", "answer": "9", "images": ["a.png"]}, index=3, split="train")
+    >>> row["prompt"][0]["content"][:24], row["reward_model"], row["extra_info"]["index"]
+    ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
+    """
+    messages, problem = raw.get("messages"), raw.get("problem")
+    prompt = raw.get("prompt") if messages is None else messages
+    if prompt is None and isinstance(problem, str):
+        prompt = [{"role": "user", "content": f"{problem} {instruction}".strip()}]
+    if prompt is None:
+        raise InvalidRow(index, f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
+    if not isinstance(prompt, (Sequence, np.ndarray)) or not all(isinstance(message, Mapping) for message in prompt):
+        raise InvalidRow(index, f"the prompt must be a string or a list of messages, not {prompt!r}")
+    if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # a worked example: ask for it again
+        answer = prompt[-1].get("content") if answer is None else answer
+        prompt = prompt[:-1]
+    extra = {"split": split, "index": index, "answer": answer, "question": problem}
+    extra |= {
+        name: value for name, value in raw.items() if name not in (*_MEDIA, *_ANSWERS, "prompt", "messages", "problem")
+    }
+    return {
+        "prompt": prompt,
+        "images": row_media(raw, "images", "image"),
+        "videos": row_media(raw, "videos", "video"),
+        "data_source": raw.get("data_source") or data_source,
+        "ability": raw.get("ability") or "math",
+        "reward_model": raw.get("reward_model") or {"style": "rule", "ground_truth": answer},
+        "extra_info": raw.get("extra_info") or extra,
+        "index": index,
+    }
+
+
+def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
+    if raw.get(several) is not None:
+        return media_list(raw[several])
+    return [] if raw.get(single) is None else [raw[single]]

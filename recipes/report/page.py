@@ -1,0 +1,364 @@
+"""A run as one self-contained page: ``python -m recipes.report RUN_DIR`` writes ``RUN_DIR/report.html``.
+
+It reads ``metrics.jsonl``, ``config.json``, ``environment.json`` and ``rollouts/``, whatever of them is there. All text that
+comes from models and data is escaped; the page fetches nothing and runs nothing.
+"""
+
+import base64
+import io
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from dataproto.errors import DataProtoError, FileFormatError
+from recipes.report.charts import COLOURS, Series, line_chart, number, safe_text
+from recipes.report.confusion import MOST, Confusion, confusion_picture, latest_confusion
+from recipes.report.samples import RolloutSample, load_rollouts, rollout_samples, rollout_steps, save_rollouts
+from recipes.report.style import PAGE, STYLE
+from recipes.run.metrics import METRICS_FILE, read_metrics
+from recipes.run.progress import format_seconds
+
+__all__ = ["environment", "held_out_accuracy", "load_rollouts", "rollout_samples", "save_rollouts", "write_report"]
+
+Rows = Sequence[Mapping[str, float]]
+
+MAX_CARDS = 24
+TINY = 160  # pictures narrower than this are shown enlarged
+ACCURACY = "val-core/*/acc/mean@*"
+PACKAGES = ("torch", "transformers", "tensordict", "numpy", "pillow", "vllm", "ray", "dataproto-vlm")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture of some metrics: name patterns, each with the label of its line (``None``: what ``*`` stands for)."""
+
+    title: str
+    note: str
+    lines: Mapping[str, str | None]
+    percent: bool = False
+
+
+CHARTS = (
+    Chart("Held-out accuracy", "Greedy answers to problems never trained on", {ACCURACY: None}, percent=True),
+    Chart("Loss", "Of the tokens to be learnt, each in nats", {"train/loss": "training"}),
+    Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out"}),
+    Chart(
+        "Reward",
+        "Mean of the sampled responses",
+        {"critic/score/mean": "reward", "reward/acc": "right answers"},
+    ),
+    Chart(
+        "KL divergence",
+        "Per token: to the reference, and of one update",
+        {"actor/kl_loss": "reference", "actor/ppo_kl": "update"},
+    ),
+    Chart("Entropy", "Of the policy, per token, in nats", {"actor/entropy": "entropy"}),
+    Chart(
+        "Response length",
+        "Tokens",
+        {"response_length/mean": "mean", "response_length/max": "longest", "response_length/min": "shortest"},
+    ),
+    Chart("Time", "Seconds in each stage of a step", {"timing_s/*": None}),
+    Chart("Gradient norm", "Before clipping", {"actor/grad_norm": "norm"}),
+    Chart(
+        "Clipped",
+        "Share of tokens, and of responses cut at the length limit",
+        {
+            "actor/pg_clipfrac": "policy ratio",
+            "actor/pg_clipfrac_lower": "dual clip",
+            "response_length/clip_ratio": "length",
+        },
+    ),
+    Chart("Learning rate", "Of the last update in a step", {"actor/lr": "rate"}),
+    Chart("Throughput", "Tokens per second and device", {"perf/throughput": "tokens/s"}),
+)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes ``report.html`` into a run's directory and returns its path.
+
+    Raises:
+        FileFormatError: the directory is absent, or a file in it is damaged.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileFormatError(f"{run_dir} is not the directory of a run")
+    rows = read_metrics(run_dir / METRICS_FILE)
+    steps = rollout_steps(run_dir)
+    shown = {step: load_rollouts(run_dir, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])}
+    config = _read_json(run_dir / "config.json")
+    recorded = _read_json(run_dir / "environment.json")
+    body = [
+        _tiles(rows),
+        _section("Curves", "", _charts(rows), "charts"),
+        _rollouts(shown),
+        _confusion(latest_confusion(run_dir)),
+        _table("Configuration", _flatten(config)),
+        _table("Environment" if recorded else "Environment of this report", _flatten(recorded or environment())),
+        _metrics_table(rows),
+    ]
+    page = PAGE.substitute(
+        title=safe_text(run_dir.resolve().name),
+        subtitle=_subtitle(rows),
+        style=STYLE,
+        body="\n".join(filter(None, body)),
+    )
+    path, temporary = run_dir / "report.html", run_dir / "report.html.tmp"
+    temporary.write_text(page, encoding="utf-8", errors="replace")
+    return temporary.replace(path)
+
+
+def environment() -> dict[str, str]:
+    """Versions of what a run stands on, for ``environment.json``."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def held_out_accuracy(rows: Rows) -> dict[str, tuple[float, float]]:
+    """For each held-out set, the first and the last accuracy."""
+    found = {}
+    for name in _names(rows, ACCURACY):
+        values = _finite(rows, name)
+        if values:
+            found[_star(ACCURACY, name)] = (values[0][1], values[-1][1])
+    return found
+
+
+def _tiles(rows: Rows) -> str:
+    tiles = []
+    for source, (before, after) in list(held_out_accuracy(rows).items())[:3]:
+        change = (after - before) * 100
+        way = "up" if change > 0 else "down" if change < 0 else "soft"
+        text = f'{before * 100:.1f}% → {after * 100:.1f}% <small class="{way}">{change:+.1f}</small>'
+        tiles.append(_tile(f"Held-out accuracy, {source}", text, "wide"))
+    for name, metric in (("Sampled reward", "critic/score/mean"), ("Held-out loss", "val/loss")):
+        if values := _finite(rows, metric):
+            tiles.append(_tile(name, f"{values[0][1]:.2f} → {values[-1][1]:.2f}"))
+    if rows:
+        tiles.append(_tile("Steps", f"{int(rows[-1]['step']):,}"))
+    if seconds := [value for _, value in _finite(rows, "timing_s/step") or _finite(rows, "perf/time_per_step")]:
+        total = math.fsum(seconds)
+        tiles.append(
+            _tile("Time in steps", f"{format_seconds(total)} <small>{total / len(seconds):.2f} s each</small>")
+        )
+    if speed := _finite(rows, "perf/throughput"):
+        tiles.append(
+            _tile("Tokens per second and device", f"{math.fsum(value for _, value in speed) / len(speed):,.0f}")
+        )
+    return f'<div class="grid tiles">{"".join(tiles)}</div>' if tiles else ""
+
+
+def _charts(rows: Rows) -> list[str]:
+    cards = []
+    for chart in CHARTS:
+        series = _series(rows, chart)
+        if drawing := line_chart(series, chart.percent, chart.title):
+            legend = "".join(_legend(line, index % COLOURS, chart.percent) for index, line in enumerate(series))
+            cards.append(
+                f'<div class="card"><h3>{chart.title}</h3><p class="soft">{chart.note}</p>{drawing}'
+                f'<ul class="legend">{legend}</ul></div>'
+            )
+    return cards
+
+
+def _series(rows: Rows, chart: Chart) -> list[Series]:
+    """The chart's lines that most steps add to, at most as many as there are colours; matches of ``*`` largest first."""
+    lines = []
+    for pattern, label in chart.lines.items():
+        found = [Series(label or _star(pattern, name), _finite(rows, name)) for name in _names(rows, pattern)]
+        often = max((len(line.points) for line in found), default=0) / 2  # what happens seldom would hide the rest
+        lines += sorted((line for line in found if len(line.points) > often), key=lambda line: -line.points[-1][1])
+    return lines[:COLOURS]
+
+
+def _legend(line: Series, colour: int, percent: bool) -> str:
+    last = line.points[-1][1]
+    shown = f"{last * 100:.1f}%" if percent else number(last)
+    return f'<li class="c{colour}">{safe_text(line.label)} <b>{shown}</b></li>'
+
+
+def _rollouts(shown: Mapping[int, Sequence[RolloutSample]]) -> str:
+    """Cards of the problems of the first evaluation, with the answers of the last one beside."""
+    if not shown:
+        return ""
+    first, last = min(shown), max(shown)
+    problems = {sample.key: sample for sample in shown[first]}
+    if first == last:
+        cards = [_card([("", first, sample)]) for sample in list(problems.values())[:MAX_CARDS]]
+        return _section("Rollouts", f"Held-out problems, answered at step {first}.", cards, "cards")
+    later = {sample.key: sample for sample in shown[last]}
+    pairs = [(sample, later[key]) for key, sample in problems.items() if key in later]
+    cards = [_card([("Before", first, before), ("After", last, after)]) for before, after in pairs[:MAX_CARDS]]
+    note = f"The first {len(cards)} held-out problems, as they come. {_change(pairs)}"
+    return _section("Rollouts before and after", note, cards, "cards")
+
+
+def _change(pairs: Sequence[tuple[RolloutSample, RolloutSample]]) -> str:
+    verdicts = [(a.accuracy, b.accuracy) for a, b in pairs]
+    judged = [(a >= 0.5, b >= 0.5) for a, b in verdicts if a is not None and b is not None]
+    if not judged:
+        return ""
+    gained, lost = judged.count((False, True)), judged.count((True, False))
+    return f"Of the {len(judged)} problems kept, {gained} went from wrong to right and {lost} from right to wrong."
+
+
+def _confusion(found: tuple[int, Confusion] | None) -> str:
+    """Which class was taken for which at the last evaluation."""
+    if found is None:
+        return ""
+    step, confusion = found
+    drawn = f"; the first {MOST} are drawn" if len(confusion.classes) > MOST else ""
+    note = (
+        f"{len(confusion.classes)} classes downwards, answers to the right, the last column for every other answer, at step "
+        f"{step}{drawn}. {confusion.accuracy * 100:.1f}% are right."
+    )
+    mistakes = "".join(
+        f"<li>{safe_text(truth)} taken for {safe_text(answer)}: {count}</li>"
+        for truth, answer, count in confusion.worst()
+    )
+    card = f'<div class="card">{confusion_picture(confusion)}{f"<ul>{mistakes}</ul>" if mistakes else ""}</div>'
+    return _section("Confusion", note, [card], "wide")
+
+
+def _card(answers: Sequence[tuple[str, int, RolloutSample]]) -> str:
+    problem = answers[0][2]
+    pictures = "".join(_picture(image) for image in problem.images)
+    pictures = f'<div class="pictures">{pictures}</div>' if pictures else ""
+    return (
+        f'<article class="card rollout"><div class="top">{pictures}<div class="question">'
+        f'<p class="prompt">{safe_text(problem.prompt)}</p>'
+        f'<p class="truth"><span class="soft">Answer</span> <b>{safe_text(problem.ground_truth)}</b></p></div></div>'
+        f'<div class="answers">{"".join(_answer(*answer) for answer in answers)}</div></article>'
+    )
+
+
+def _answer(when: str, step: int, sample: RolloutSample) -> str:
+    badge = ""
+    if sample.accuracy is not None:
+        right = sample.accuracy >= 0.5
+        badge = f'<span class="badge {"good" if right else "bad"}">{"correct" if right else "incorrect"}</span>'
+    title = f"<b>{when}</b> " if when else ""
+    return (
+        f'<section class="answer"><header><span class="when">{title}<span class="soft">step {step}</span></span>{badge}'
+        f'<span class="badge">reward {number(sample.reward)}</span></header>'
+        f"<pre>{safe_text(sample.response) or '<i>(empty)</i>'}</pre></section>"
+    )
+
+
+def _picture(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    kind = ' class="tiny"' if image.width < TINY else ""
+    size = f'width="{image.width}" height="{image.height}"'
+    return f'<img{kind} src="data:image/png;base64,{data}" {size} alt="picture of the problem">'
+
+
+def _metrics_table(rows: Rows) -> str:
+    lines = []
+    for name in _names(rows, "*"):
+        values = [value for _, value in _finite(rows, name)]
+        if name != "step" and values:
+            cells = (values[0], values[-1], min(values), max(values))
+            lines.append(
+                f"<tr><td>{safe_text(name)}</td>{''.join(f'<td>{number(value)}</td>' for value in cells)}</tr>"
+            )
+    if not lines:
+        return ""
+    heads = "".join(f"<th>{head}</th>" for head in ("metric", "first", "last", "lowest", "highest"))
+    return (
+        f'<details class="card"><summary>All {len(lines)} metrics</summary><div class="scroll">'
+        f'<table class="numbers"><tr>{heads}</tr>{"".join(lines)}</table></div></details>'
+    )
+
+
+def _table(title: str, entries: Mapping[str, Any]) -> str:
+    if not entries:
+        return ""
+    lines = "".join(
+        f"<tr><th>{safe_text(name)}</th><td>{safe_text(value)}</td></tr>" for name, value in entries.items()
+    )
+    return f'<details class="card"><summary>{title}</summary><div class="scroll"><table>{lines}</table></div></details>'
+
+
+def _section(title: str, note: str, cards: Sequence[str], kind: str) -> str:
+    if not cards:
+        return ""
+    note = f'<p class="soft">{note}</p>' if note else ""
+    return f'<h2>{title}</h2>{note}<div class="grid {kind}">{"".join(cards)}</div>'
+
+
+def _tile(name: str, value: str, kind: str = "") -> str:
+    return f'<div class="card tile {kind}"><p class="soft">{safe_text(name)}</p><div class="value">{value}</div></div>'
+
+
+def _subtitle(rows: Rows) -> str:
+    if not rows:
+        return "No step has been recorded yet."
+    return f"{len(rows):,} rows of metrics, steps {int(rows[0]['step']):,} to {int(rows[-1]['step']):,}"
+
+
+def _names(rows: Rows, pattern: str) -> list[str]:
+    """The metrics that match, in the order in which they first appear."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if fnmatchcase(name, pattern)]
+
+
+def _star(pattern: str, name: str) -> str:
+    """What the first ``*`` of a pattern stands for in a name.
+
+    >>> _star("val-core/*/acc/mean@*", "val-core/geo/3k/acc/mean@1")
+    'geo/3k'
+    """
+    before, after = pattern.split("*")[:2]
+    end = name.rindex(after) if after else len(name)
+    return name[len(before) : end]
+
+
+def _finite(rows: Rows, name: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """
+    >>> _flatten({"model": {"path": "x", "sizes": [1, 2]}, "seed": 0})
+    {'model.path': 'x', 'model.sizes': [1, 2], 'seed': 0}
+    """
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    entries = (_flatten(inner, f"{prefix}.{name}" if prefix else str(name)) for name, inner in value.items())
+    return {name: inner for part in entries for name, inner in part.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise FileFormatError(f"{path}: not JSON ({error})") from error
+    return found if isinstance(found, dict) else {"value": found}
+
+
+def main(arguments: Iterable[str]) -> int:
+    paths = list(arguments)
+    if len(paths) != 1 or paths[0].startswith("-"):
+        print("usage: python -m recipes.report RUN_DIR", file=sys.stderr)
+        return 0 if paths in (["-h"], ["--help"]) else 2
+    try:
+        print(write_report(paths[0]))
+    except (DataProtoError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

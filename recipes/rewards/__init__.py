@@ -1,0 +1,1 @@
+"""Rewards: functions from responses to scores."""

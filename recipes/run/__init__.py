@@ -1,0 +1,1 @@
+"""What surrounds a step: data, evaluation, checkpoints, metrics."""

@@ -1,0 +1,42 @@
+"""Greedy answers to held-out problems, scored and kept for the report."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dataproto import DataProto
+from recipes.report.samples import rollout_samples, save_rollouts
+from recipes.run.metrics import timed, validation_metrics
+from rollout.engine import SamplingParams
+from rollout.prompts import PromptBuilder
+from workers.cluster.launch import Roles
+
+REPORTED_ROLLOUTS = 24  # of each evaluation
+
+
+def evaluate_answers(
+    roles: Roles, held_out: Iterable[DataProto], max_tokens: int, output_dir: Path, step: int
+) -> tuple[dict[str, float], list[DataProto]]:
+    """``val-core/<source>/{acc,reward}/mean@1`` of greedy answers, some of which go to ``output_dir/rollouts``; and the
+    scored batches.
+    """
+    metrics: dict[str, float] = {}
+    batches = []
+    with timed(metrics, "testing"):
+        for prompts in held_out:
+            data = roles.rollout.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
+            data |= roles.reward.score(data)
+            batches.append(data)
+    samples = [sample for data in batches for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
+    save_rollouts(output_dir, step, samples[:REPORTED_ROLLOUTS])
+    columns = {name: [value for data in batches if name in data for value in data[name]] for name in ("acc", "format")}
+    columns["reward"] = [value for data in batches for value in data["score"]]
+    sources = [source for data in batches for source in data["data_source"]]
+    uids = [uid for data in batches for uid in data["uid"]]
+    present = {name: values for name, values in columns.items() if len(values) == len(uids)}
+    return metrics | validation_metrics(sources, uids, present), batches
+
+
+def save_processors(builder: PromptBuilder, directory: Path) -> None:
+    """Tokenizer and image processor beside exported weights, so that the directory is a whole checkpoint."""
+    builder.tokenizer.save_pretrained(directory)
+    builder.image_processor.save_pretrained(directory)

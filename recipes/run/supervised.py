@@ -1,0 +1,204 @@
+"""What supervised recipes share: their options, one step, held-out loss, and the run around them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from torch import Tensor
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from recipes.data.loader import OnBadRow
+from recipes.report.page import write_report
+from recipes.run.evaluation import save_processors
+from recipes.run.loop import Loader, RunConfig, train, with_restarts
+from recipes.run.metrics import speed_metrics, timed
+from recipes.run.place import check_place
+from recipes.run.run_directory import open_run_directory, over_the_run, with_schedules
+from recipes.tiny import make_tiny_model
+from rollout.prompts import PromptBuilder
+from workers.cluster.launch import Roles, launch
+from workers.cluster.ray_config import RayConfig
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import Outputs
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig
+from workers.roles.reward import RewardRow
+from workers.roles.rollout_worker import RolloutConfig
+from workers.training.loading import checkpoint_family
+from workers.training.optimizer import OptimizerConfig
+
+TINY_MODEL = "model"  # folder of the small model in a run's directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig:
+    """How rows become batches, whatever they come from."""
+
+    batch_size: int = 64  # rows of a step
+    eval_rows: int = 256  # held-out rows
+    max_length: int = 4096  # tokens, image tokens included; longer rows are left out
+    max_response_length: int = 128  # tokens of an answer to a held-out question; 0: none is asked
+    min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
+    max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
+    on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
+    num_workers: int = 0  # processes that prepare rows ahead
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "eval_rows", "max_length"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("num_workers", "max_response_length"):
+            if getattr(self, name) < 0:
+                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig:
+    """Model, optimizer and run; written to config.json in the run's directory."""
+
+    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
+    engine: str = "hf"  # what answers held-out questions
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
+    compute: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
+    layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
+    ray: RayConfig = field(default_factory=RayConfig)
+    max_restarts: int = 0  # after a worker has failed: start again from the last checkpoint, at most so often
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
+
+    def __post_init__(self) -> None:
+        check_place(self)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe brings to `run_supervised`."""
+
+    builder: PromptBuilder
+    loader: Loader
+    evaluate: Callable[[Roles, int], dict[str, float]]
+    longest: int  # tokens of a question and its answer
+
+
+def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> Path:
+    """Runs a recipe and returns the path of its report, which an interrupted run leaves too.
+
+    Args:
+        prepare: the task, given the path of the model.
+    """
+    if config.model_path is not None:
+        checkpoint_family(config.model_path)  # refuses what cannot run before anything is written
+    config = with_schedules(config.run, config, optimizer=1)
+    directory = open_run_directory(config.run, config)
+    model_path = config.model_path or str(tiny_model(directory, config.run.seed))
+    task = prepare(model_path)
+
+    def attempt(run: RunConfig) -> None:
+        limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
+        with start(config, model_path, limits) as roles:
+            train(
+                run,
+                roles,
+                task.loader,
+                lambda rows, _: sft_step(roles, rows),
+                lambda step: task.evaluate(roles, step),
+                lambda target: save_processors(task.builder, target),
+                NothingCarried(),
+                measure_rows,
+            )
+
+    try:
+        with_restarts(attempt, config.run, task.loader, config.max_restarts)
+    finally:
+        report = write_report(directory)
+    return report
+
+
+def tiny_model(directory: Path, seed: int) -> Path:
+    """The small model of a run, random, made if it is not there yet."""
+    path = directory / TINY_MODEL
+    return path if (path / "config.json").is_file() else make_tiny_model(path, seed)
+
+
+def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
+    """The roles; an engine that processes images itself is told of ``limits``, which are options of its own.
+
+    Without them, for a program that trains step by step, vLLM keeps the weights that it was given while others work.
+    """
+    actor = ActorConfig(
+        model_path=model_path,
+        optimizer=over_the_run(config.optimizer, config.run.steps),
+        **vars(config.compute),
+    )
+    engine_options = dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}
+    return launch(
+        actor=actor,
+        reward=exact_match,
+        rollout=RolloutConfig(model_path, config.engine, engine_options | dict(config.engine_options)),
+        on=config.on,
+        layout=config.layout,
+        **(vars(config.ray) if config.on == "ray" else {}),
+    )
+
+
+def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
+    """One update on the mean log-prob of all tokens to be learnt; returns the rows and the metrics of the step."""
+    metrics: dict[str, float] = {}
+    with timed(metrics, "update_actor"):
+        metrics |= roles.actor.update(rows, next_token_loss, aggregation="token-mean")
+    metrics["train/loss"] = metrics.pop("actor/loss")
+    roles.sync_weights()
+    return rows, metrics
+
+
+def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-probs of the given tokens."""
+    return -outputs.log_probs, {}
+
+
+def measure_rows(rows: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
+    """Lengths, tokens learnt, images, and speed of a step."""
+    lengths, learnt = rows["attention_mask"].sum(1), rows["response_mask"].sum(1)
+    sizes = {f"row_length/{name}": float(getattr(lengths.double(), name)()) for name in ("mean", "max", "min")}
+    shown = sum(bool(media) for media in rows["multi_modal_inputs"])
+    return {
+        **sizes,
+        "data/learnt_tokens": int(learnt.sum()),
+        "data/rows_with_media": shown,
+        **speed_metrics(rows, metrics, devices),
+    }
+
+
+def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float]:
+    """``val/loss``: the mean over all tokens to be learnt, as that of a step."""
+    total, tokens = 0.0, 0
+    for rows in batches:
+        log_probs = roles.actor.log_probs(rows, into="log_probs")["log_probs"]
+        mask = rows["response_mask"].bool()
+        total -= float(log_probs[mask].double().sum())
+        tokens += int(mask.sum())
+    return {"val/loss": total / tokens} if tokens else {}
+
+
+def exact_match(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+    """1 for an answer that is the truth, but for space around it.
+
+    >>> exact_match([RewardRow("a cat ", "a cat"), RewardRow("A cat", "a cat")])
+    [{'score': 1.0, 'acc': 1.0}, {'score': 0.0, 'acc': 0.0}]
+    """
+    right = [float(row.solution_str.strip() == str(row.ground_truth).strip()) for row in rows]
+    return [{"score": value, "acc": value} for value in right]
+
+
+class NothingCarried:
+    """Supervised training carries nothing from step to step but weights, optimizer and data position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to load."""

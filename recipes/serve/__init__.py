@@ -1,0 +1,1 @@
+"""Training driven step by step by another program."""

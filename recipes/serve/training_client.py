@@ -1,0 +1,190 @@
+"""Programs that drive training step by step, in the manner of the Tinker API: its objects go in, plain values come out.
+
+with start(config, model_path) as roles:
+    client = TrainingClient(roles, ChunkRenderer(builder))
+    client.forward_backward(data, "importance_sampling")
+    client.optim_step(tinker.AdamParams(learning_rate=1e-4))
+    client.save_weights_for_sampler()
+    client.sample(prompt, num_samples=4, sampling_params=tinker.SamplingParams(max_tokens=64))
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from dataproto.chunks import Datum, read_model_input
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.datum_losses import datum_loss
+from rollout.engine import SamplingParams
+from rollout.prompts import ChunkRenderer, token_values
+from workers.cluster.launch import Roles
+from workers.roles.step_by_step import LOSS_SUM
+from workers.training.forward_pass import LossFn
+from workers.training.optimizer import AdamParams
+
+DEFAULT_MAX_TOKENS = 1024
+CLIENT_FILE = "client.json"
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """``metrics`` are sums over tokens (``loss:sum``); ``loss_fn_outputs``, if asked for, hold for each datum ``logprobs``
+    ``(its input tokens,)``, 0 where a target has no log-prob.
+    """
+
+    metrics: dict[str, float]
+    loss_fn_outputs: list[dict[str, Tensor]]
+
+    @property
+    def loss(self) -> float:
+        return self.metrics[LOSS_SUM]
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One answer: its tokens, their log-probs under the policy, and why it ended."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: Literal["stop", "length"]
+
+
+class TrainingClient:
+    """One policy that is sampled from and trained, by calls that are each usable alone.
+
+    Inputs, data and parameters are those of the ``tinker`` package or of `dataproto.chunks`. Gradients add up until
+    `optim_step`; samples come from the weights of the last `save_weights_for_sampler`.
+    """
+
+    def __init__(self, roles: Roles, renderer: ChunkRenderer) -> None:
+        """Gives the engine that samples the weights as they are now."""
+        self.roles = roles
+        self.renderer = renderer
+        self._samplings = 0
+        self.save_weights_for_sampler()
+
+    def forward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossFn = "cross_entropy",
+        loss_fn_config: Mapping[str, Any] | None = None,
+        per_token: bool = False,
+    ) -> ForwardBackwardOutput:
+        """The loss, without gradients. ``per_token`` also returns the log-probs of all targets, which costs a little."""
+        return self._pass(self.roles.actor.forward, data, loss_fn, loss_fn_config, per_token)
+
+    def forward_backward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str | LossFn = "cross_entropy",
+        loss_fn_config: Mapping[str, Any] | None = None,
+        per_token: bool = False,
+    ) -> ForwardBackwardOutput:
+        """The loss, and its gradients added to those that stand.
+
+        Args:
+            loss_fn: a name of `DATUM_LOSSES`, or a function ``(outputs, rows) -> (B, R)`` losses, metrics.
+            loss_fn_config: the named loss's options.
+
+        Raises:
+            InvalidRow: a datum cannot be used; names its number.
+            InvalidConfig, MissingColumn: see `datum_loss`.
+        """
+        return self._pass(self.roles.actor.forward_backward, data, loss_fn, loss_fn_config, per_token)
+
+    def _pass(
+        self,
+        method: Any,
+        data: Sequence[Any],
+        loss_fn: str | LossFn,
+        config: Mapping[str, Any] | None,
+        per_token: bool,
+    ) -> ForwardBackwardOutput:
+        if isinstance(loss_fn, str):
+            loss_fn = datum_loss(loss_fn, **(config or {}))
+        passed = method(self.renderer.rows(data), loss_fn, per_token)
+        outputs = [{"logprobs": values} for values in token_values(passed.log_probs, data)] if per_token else []
+        return ForwardBackwardOutput(dict(passed.metrics), outputs)
+
+    def optim_step(self, params: Any) -> dict[str, float]:
+        """One AdamW step with a ``tinker.AdamParams`` or `AdamParams`; ``grad_norm`` before clipping, ``lr``."""
+        metrics: dict[str, float] = self.roles.actor.optim_step(AdamParams.of(params))
+        return metrics
+
+    def compute_logprobs(self, prompt: Any) -> list[float | None]:
+        """Of each token of a prompt, given those before; ``None`` for the first, and where images are or begin or end."""
+        model_input = read_model_input(prompt)
+        targets = [*self.renderer.token_ids(model_input)[1:], 0]  # of the last nothing is wanted
+        rows = self.renderer.rows([Datum(model_input, {"target_tokens": targets})])
+        found = self.roles.actor.compute_logprobs(rows)[0, : len(targets)].tolist()
+        return [None if math.isnan(value) else value for value in found]
+
+    def sample(self, prompt: Any, num_samples: int = 1, sampling_params: Any = None) -> list[SampledSequence]:
+        """Answers to a prompt, by a ``tinker.SamplingParams`` or any object with some of its attributes.
+
+        Raises:
+            InvalidRow: the prompt cannot be rendered.
+            InvalidConfig: impossible parameters; a stop sequence of more than one token, or none at all.
+        """
+        sampling = self._sampling(sampling_params, num_samples)
+        self._samplings += 1
+        prompts = self.renderer.prompts([prompt])
+        prompts["uid"] = np.array(["prompt"], dtype=object)  # what is sampled depends on the seed alone
+        data = self.roles.sample(prompts, sampling)
+        answers = []
+        for row, (length, cut) in enumerate(zip(data["response_mask"].sum(1).tolist(), data["truncated"].tolist())):
+            tokens, log_probs = (data[name][row, :length].tolist() for name in ("responses", "rollout_log_probs"))
+            answers.append(SampledSequence(tokens, log_probs, "length" if cut else "stop"))
+        return answers if sampling.temperature else answers * num_samples
+
+    def _sampling(self, params: Any, num_samples: int) -> SamplingParams:
+        temperature = float(getattr(params, "temperature", 1.0))
+        seed = getattr(params, "seed", None)
+        return SamplingParams(
+            n=num_samples if temperature else 1,
+            temperature=temperature,
+            top_p=float(getattr(params, "top_p", 1.0)),
+            top_k=max(int(getattr(params, "top_k", -1)), 0),
+            max_tokens=getattr(params, "max_tokens", None) or DEFAULT_MAX_TOKENS,
+            stop_token_ids=self._stop_tokens(getattr(params, "stop", None)),
+            seed=self._samplings if seed is None else int(seed),
+        )
+
+    def _stop_tokens(self, stop: Any) -> tuple[int, ...]:
+        """Besides the model's own."""
+        if stop is None:
+            return ()
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if not stops:
+            raise InvalidConfig("stop=[]: the model's own end tokens always end an answer")
+        tokens = []
+        for one in stops:
+            ids = self.renderer.builder.encode_text(one) if isinstance(one, str) else [int(one)]
+            if len(ids) != 1:
+                raise InvalidConfig(f"stop sequence {one!r} is {len(ids)} tokens: only single tokens end an answer")
+            tokens += ids
+        return tuple(tokens)
+
+    def save_state(self, path: str | Path) -> None:
+        """Writes weights, optimizer and how often was sampled to a directory."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.roles.actor.save_state(Path(path).absolute())
+        (Path(path) / CLIENT_FILE).write_text(json.dumps({"samplings": self._samplings}))
+
+    def load_state(self, path: str | Path) -> None:
+        """Reads what `save_state` wrote. Samples still come from the weights last given to the sampler; those without a seed of
+        their own go on with the random streams that follow.
+        """
+        self.roles.actor.load_state(Path(path).absolute())
+        if (Path(path) / CLIENT_FILE).exists():
+            self._samplings = int(json.loads((Path(path) / CLIENT_FILE).read_text())["samplings"])
+
+    def save_weights_for_sampler(self) -> None:
+        """Gives the weights as they are now to the engine that samples."""
+        self.roles.save_weights_for_sampler()

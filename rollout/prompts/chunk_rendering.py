@@ -1,0 +1,261 @@
+"""Chunks to what engines and training take: the one place where an image chunk becomes pixels and tokens.
+
+Where an image stands is told by its chunk's position, never by looking for token ids. Letters: B rows, L tokens of the longest
+row, R = L - 1.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dataproto import DataProto, RaggedTensor
+from dataproto.chunks import (
+    Datum,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    read_datum,
+    read_model_input,
+)
+from dataproto.collation import pad_rows
+from dataproto.errors import DataProtoError, InvalidChunk, InvalidMedia, InvalidPrompt, InvalidRow
+from rollout.prompts.conversations import collate_rows
+from rollout.prompts.images import load_image
+from rollout.prompts.messages import Conversation
+from rollout.prompts.prompt_builder import ProcessedImage, Prompt, PromptBuilder
+
+Resolver = Callable[[str], bytes]
+"""The ``location`` of an `ImageAssetPointerChunk` to the bytes of its file."""
+
+Ids = npt.NDArray[np.int64]
+
+COLUMN_OF = {"weights": "loss_weights", "logprobs": "rollout_log_probs", "advantages": "advantages"}
+"""Where loss inputs go; ``target_tokens`` are the tokens themselves, ``mask`` is ``response_mask``."""
+
+
+class Part(NamedTuple):
+    """What a chunk becomes: ids, and for an image types, with a placeholder a feature."""
+
+    ids: Ids
+    types: npt.NDArray[np.int8] | None = None
+
+
+class ChunkRenderer:
+    """Model inputs and data, of `dataproto.chunks` or of the ``tinker`` package, to batches.
+
+    An image chunk takes the tokens that its model's processor puts in a placeholder's stead. Images with the same bytes are
+    decoded and processed once a batch.
+    """
+
+    def __init__(self, builder: PromptBuilder, resolve: Resolver | None = None) -> None:
+        """``builder`` has tokens, image processor and limits; ``resolve`` fetches assets (nothing is fetched without it)."""
+        self.builder = builder
+        self.resolve = resolve
+        self._vocabulary = int(builder.config.text_config.vocab_size)
+        self._known = np.ones(self._vocabulary, dtype=bool)
+        self._known[list(builder.family.banned_ids(builder.config))] = False
+
+    def length(self, model_input: Any) -> int:
+        """Tokens that a model input takes, images included. Raises `InvalidChunk`."""
+        return len(self.token_ids(model_input))
+
+    def token_ids(self, model_input: Any) -> list[int]:
+        """Its tokens, a placeholder for each feature of an image. Raises `InvalidChunk`."""
+        parts, _ = self._parts(model_input, {})
+        ids: list[int] = _joined(parts)[0].tolist()
+        return ids
+
+    # For engines
+
+    def prompts(self, inputs: Sequence[Any]) -> DataProto:
+        """The prompt batch of model inputs, as `PromptBuilder.collate` makes it: ``raw_prompt_ids`` with one placeholder an
+        image, PIL images, and the same expanded, left-padded.
+
+        Raises:
+            InvalidRow: an input cannot be rendered, is too long, or is empty; names its number, and the chunk.
+        """
+        seen: dict[Any, ProcessedImage] = {}
+        prompts = [self._numbered(number, self._prompt, value, seen) for number, value in enumerate(inputs)]
+        return self.builder.collate(prompts)
+
+    def _prompt(self, model_input: Any, seen: dict[Any, ProcessedImage]) -> Prompt:
+        parts, images = self._parts(model_input, seen)
+        ids, types = _joined(parts)
+        image = self.builder.media_tokens.image
+        raw_ids = [token for part in parts for token in (part.ids.tolist() if part.types is None else [image])]
+        if raw_ids.count(image) != len(images):
+            raise InvalidPrompt(
+                f"its text chunks contain token {image}, the placeholder of an image: engines would look for one more image"
+            )
+        if not len(ids):
+            raise InvalidPrompt("it is empty: there is nothing to continue")
+        self.builder.check_length(len(ids))
+        return Prompt(ids, types, raw_ids, Conversation([], [], []), images, (), {})
+
+    # For training
+
+    def rows(self, data: Sequence[Any]) -> DataProto:
+        """The training batch of data: a row is its input and, behind it, its last target.
+
+        Besides the columns of `collate_rows`: ``loss_weights``, ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32, for
+        ``weights``, ``logprobs`` and ``advantages``. ``response_mask`` is ``mask`` or, without it, 1 where one of the others is
+        not 0. Position i of a loss input stands in column i. A text token may have any id: types tell text from images.
+        The column ``targets`` is there only if some target is not the next token of its sequence.
+
+        Raises:
+            InvalidRow: a datum cannot be rendered, its loss inputs are not one number a token, or it wants the log-prob of a
+                token that the policy never gives; names its number.
+        """
+        seen: dict[Any, ProcessedImage] = {}
+        rows, inputs = zip(*(self._numbered(number, self._row, value, seen) for number, value in enumerate(data)))
+        names = inputs[0].keys()
+        for number, found in enumerate(inputs):
+            if found.keys() != names:
+                raise InvalidRow(number, f"its loss inputs are {sorted(found)}, those of row 0 {sorted(names)}")
+        flat = {name: np.concatenate([found[name] for found in inputs]) for name in names}
+        lengths = np.array([len(found["target_tokens"]) for found in inputs])
+        mask = self._mask(flat, lengths)
+        behind = np.zeros(len(mask) + len(rows), dtype=np.uint8)  # a row's first token follows none
+        behind[_not_first(lengths + 1)] = mask
+        batch = collate_rows(
+            self.builder,
+            rows,
+            RaggedTensor(torch.from_numpy(behind), lengths + 1),
+            {"uid": self.builder.uids(rows)},
+        )
+        columns = {COLUMN_OF[name]: flat[name] for name in COLUMN_OF if name in names}
+        if np.any(np.concatenate([row.input_ids[1:] for row in rows]) != flat["target_tokens"]):
+            columns["targets"] = flat["target_tokens"]
+        width = batch["response_mask"].shape[1]
+        for column, values in columns.items():
+            batch[column] = pad_rows(RaggedTensor(torch.from_numpy(values), lengths), width, 0)[0]
+        return batch
+
+    def _row(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[Prompt, dict[str, npt.NDArray[Any]]]:
+        """The sequence, its last target behind it, and the loss inputs."""
+        datum = read_datum(value)
+        inputs = dict(datum.loss_fn_inputs)
+        if "target_tokens" not in inputs:
+            raise InvalidPrompt("its loss_fn_inputs lack 'target_tokens'")
+        parts, images = self._parts(datum.model_input, seen)
+        tokens = sum(len(part.ids) for part in parts)
+        for name, values in inputs.items():
+            if len(values) != tokens:
+                raise InvalidPrompt(f"loss_fn_inputs[{name!r}] has {len(values)} numbers for {tokens} input tokens")
+        if not tokens:
+            raise InvalidPrompt("its model input is empty")
+        ids, types = _joined([*parts, Part(inputs["target_tokens"][-1:])])
+        return Prompt(ids, types, [], Conversation([], [], []), images, (), {}), inputs
+
+    def _mask(self, flat: dict[str, npt.NDArray[Any]], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which targets of all rows are to be learnt: those need a log-prob under the policy."""
+        targets = flat["target_tokens"]
+        mask = np.zeros(len(targets), dtype=bool)
+        for name in ("mask",) if "mask" in flat else COLUMN_OF:
+            if name in flat:
+                mask |= flat[name] != 0
+        inside = (targets >= 0) & (targets < self._vocabulary)
+        wrong = np.flatnonzero(mask & ~(inside & self._known[np.where(inside, targets, 0)]))
+        if wrong.size:
+            ends = np.cumsum(lengths)
+            row = int(np.searchsorted(ends, wrong[0], side="right"))
+            raise InvalidRow(
+                row,
+                f"target_tokens[{wrong[0] - ends[row] + lengths[row]}] = {targets[wrong[0]]} is no token of the model, or stands "
+                "for media or encloses them: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0",
+            )
+        return mask
+
+    # One input
+
+    def _parts(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[list[Part], tuple[ProcessedImage, ...]]:
+        images: list[ProcessedImage] = []
+        parts: list[Part] = []
+        for number, chunk in enumerate(read_model_input(value).chunks):
+            try:
+                if isinstance(chunk, EncodedTextChunk):
+                    parts.append(self._text(chunk))
+                else:
+                    image = self._image(chunk, seen)
+                    parts.append(self._image_tokens(image, chunk.expected_tokens))
+                    images.append(image)
+            except DataProtoError as error:
+                raise InvalidChunk(f"chunk {number} ({chunk.type}): {error}") from error
+        return parts, tuple(images)
+
+    def _text(self, chunk: EncodedTextChunk) -> Part:
+        ids = chunk.ids()
+        if ids.size and ids.view(np.uint64).max() >= self._vocabulary:  # negative ones too
+            place = int(np.argmax((ids < 0) | (ids >= self._vocabulary)))
+            raise InvalidChunk(f"token {place} is {ids[place]}, but the model knows 0 to {self._vocabulary - 1}")
+        return Part(ids)
+
+    def _image(self, chunk: ImageChunk | ImageAssetPointerChunk, seen: dict[Any, ProcessedImage]) -> ProcessedImage:
+        key = bytes(chunk.data) if isinstance(chunk, ImageChunk) else chunk.location
+        if key not in seen:
+            data = chunk.data if isinstance(chunk, ImageChunk) else self._fetch(chunk)
+            seen[key] = self.builder.process_image(load_image(bytes(data)))
+        return seen[key]
+
+    def _fetch(self, chunk: ImageAssetPointerChunk) -> bytes:
+        if self.resolve is None:
+            raise InvalidMedia(f"asset {chunk.location!r} cannot be fetched: give the renderer a resolver")
+        try:
+            data = self.resolve(chunk.location)
+        except DataProtoError:
+            raise
+        except Exception as error:  # the user's function may raise anything
+            raise InvalidMedia(f"asset {chunk.location!r} cannot be fetched: {error}") from error
+        return bytes(ImageChunk(data, chunk.format).data)
+
+    def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
+        placeholder = self.builder.media_tokens.image
+        ids, types = self.builder.family.expand(
+            [placeholder], [image.inputs], self.builder.config, encode_text=self.builder.encode_text
+        )
+        if expected is not None and expected != len(ids):
+            width, height = image.image.size
+            raise InvalidChunk(f"expected_tokens={expected}, but its {width} x {height} pixels make {len(ids)} tokens")
+        return Part(ids, types)
+
+    def _numbered(self, number: int, render: Callable[..., Any], value: Any, seen: dict[Any, ProcessedImage]) -> Any:
+        try:
+            return render(value, seen)
+        except DataProtoError as error:
+            raise InvalidRow(number, str(error)) from error
+
+
+def _not_first(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Over rows one after the other: all places but the first of each row."""
+    places = np.ones(int(lengths.sum()), dtype=bool)
+    places[np.cumsum(lengths) - lengths] = False
+    return places
+
+
+def _joined(parts: Sequence[Part]) -> tuple[Ids, npt.NDArray[np.int8]]:
+    """Ids and token types of parts one after the other."""
+    ids = np.concatenate([part.ids for part in parts]) if parts else np.zeros(0, np.int64)
+    types = np.zeros(len(ids), dtype=np.int8)
+    place = 0
+    for part in parts:
+        if part.types is not None:
+            types[place : place + len(part.ids)] = part.types
+        place += len(part.ids)
+    return ids, types
+
+
+def token_values(column: Tensor, data: Iterable[Datum | Any]) -> list[Tensor]:
+    """What stands in a ``(B, R)`` column for each datum, ``(its input tokens,)``: the way back from `ChunkRenderer.rows`.
+
+    >>> import torch
+    >>> from dataproto.chunks import ModelInput
+    >>> one, two = ({"target_tokens": targets} for targets in ([6, 7], [9]))
+    >>> token_values(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), [Datum(ModelInput([]), one), Datum(ModelInput([]), two)])
+    [tensor([1., 2.]), tensor([3.])]
+    """
+    lengths = [len(read_datum(datum).loss_fn_inputs["target_tokens"]) for datum in data]
+    return [row[:length] for row, length in zip(column, lengths, strict=True)]

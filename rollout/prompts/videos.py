@@ -1,0 +1,151 @@
+"""Videos: frames that are given, or a file that ``qwen_vl_utils`` decodes (which needs torchvision).
+
+Frames go through the image processor, so given frames need no torchvision either, and are resized under the limits for
+images. Letters: T frames, H and W pixels.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dataproto.errors import InvalidMedia
+from dataproto.vlm.placeholders import frame_seconds
+from rollout.prompts.images import load_image
+
+DEFAULT_FPS = 2.0  # of frames that come without metadata, as in qwen_vl_utils
+DECODER_MERGE_SIZE = 2  # patches along each side of a feature that qwen_vl_utils takes for granted
+
+_PAYLOADS = ("video", "video_url", "url", "path")
+
+
+@dataclass(frozen=True)
+class ProcessedVideo:
+    """Frames ``(T, H, W, 3)`` uint8 with their metadata, for engines, and the model's inputs for one video."""
+
+    key: bytes
+    frames: np.ndarray
+    metadata: dict[str, Any]
+    inputs: dict[str, Tensor]  # pixel_values_videos (patches, dim), video_grid_thw (1, 3), second_per_grid_ts (1,)
+    seconds: list[float]  # time of each temporal patch
+
+
+def process_video(
+    source: Any, image_processor: Any, options: Mapping[str, Any], root: str | os.PathLike[str] | None = None
+) -> ProcessedVideo:
+    """Read a video and make the model's inputs, with ``options`` for the image processor. Raises `InvalidMedia`.
+
+    ``source``: ``(frames, metadata)``, frames alone (PIL images, or whatever `load_image` takes, or an array), a path,
+    or a mapping with one of them under ``video``.
+    """
+    # The decoder resizes to whole patches of merged features; otherwise the image processor would resize once more.
+    patch_size = int(image_processor.patch_size) * int(image_processor.merge_size) // DECODER_MERGE_SIZE
+    frames, metadata = read_video(source, root, patch_size)
+    made = image_processor(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt", **options)
+    step = int(image_processor.temporal_patch_size)
+    height, width = made["image_grid_thw"][0, 1:].tolist()
+    patches = pair_frames(made["pixel_values"].float(), len(frames), step, int(image_processor.patch_size))
+    grid = torch.tensor([[len(patches) // (height * width), height, width]])
+    key = blake2b(repr((frames.shape, metadata)).encode() + frames.tobytes(), digest_size=16).digest()
+    indices, fps = metadata["frames_indices"], metadata["fps"]
+    sampled_fps = fps * len(indices) / max(1, metadata["total_num_frames"])
+    inputs = {
+        "pixel_values_videos": patches,
+        "video_grid_thw": grid,
+        "second_per_grid_ts": torch.tensor([step / sampled_fps]),
+    }
+    return ProcessedVideo(key, frames, metadata, inputs, frame_seconds(indices, fps, step))
+
+
+def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Tensor:
+    """Patches of frames processed as images, each repeated ``step`` times in time, to patches of a video.
+
+    ``patches``: ``(T * n, channels * step * patch_size ** 2)``; the result has ``(ceil(T / step) * n, same)``. The last
+    frame fills the last temporal patch.
+    """
+    split = patches.view(frames, -1, patches.shape[1] // (step * patch_size**2), step, patch_size**2)[:, :, :, 0]
+    split = torch.cat([split, split[-1:].expand(-frames % step, -1, -1, -1)])
+    times = split.unflatten(0, (-1, step)).permute(0, 2, 3, 1, 4)
+    return times.reshape(-1, patches.shape[1])
+
+
+def read_video(
+    source: Any, root: str | os.PathLike[str] | None = None, patch_size: int = 14
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Frames ``(T, H, W, 3)`` uint8 and metadata ``{"fps", "frames_indices", "total_num_frames", ...}``.
+
+    A file's frames are resized to multiples of ``patch_size`` times `DECODER_MERGE_SIZE` pixels, given frames are not.
+    """
+    metadata: Mapping[str, Any] = {}
+    options: dict[str, Any] = {}
+    while isinstance(source, Mapping):
+        options |= {name: value for name, value in source.items() if name not in _PAYLOADS and value is not None}
+        source = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
+    if isinstance(source, tuple) and len(source) == 2 and (source[1] is None or isinstance(source[1], Mapping)):
+        source, metadata = source[0], source[1] or {}
+    if source is None:
+        raise InvalidMedia("the video is missing (None)")
+    if isinstance(source, (str, os.PathLike)):
+        frames, metadata = _decode(source, root, options, patch_size)
+    else:
+        frames = _stack(source, root)
+    described = {
+        "fps": float(options.get("sample_fps", options.get("fps", DEFAULT_FPS))),
+        "frames_indices": list(range(len(frames))),
+        "total_num_frames": len(frames),
+        "do_sample_frames": False,
+        **{name: value for name, value in metadata.items() if value is not None},
+    }
+    described["frames_indices"] = [int(index) for index in described["frames_indices"]]
+    if described["fps"] <= 0 or len(described["frames_indices"]) != len(frames):
+        raise InvalidMedia(
+            f"a video of {len(frames)} frames has metadata for {len(described['frames_indices'])} frames at "
+            f"{described['fps']} frames a second"
+        )
+    return frames, described
+
+
+def _stack(frames: Any, root: str | os.PathLike[str] | None) -> np.ndarray:
+    if isinstance(frames, (np.ndarray, Tensor)):
+        array = np.asarray(frames)
+        if array.ndim == 4 and array.shape[-1] != 3 and array.shape[1] == 3:
+            array = array.transpose(0, 2, 3, 1)
+        if array.ndim != 4 or array.shape[-1] != 3 or not len(array) or array.dtype != np.uint8:
+            raise InvalidMedia(f"video frames must be (T, H, W, 3) uint8, not {array.shape} {array.dtype}")
+        return np.ascontiguousarray(array)
+    if not isinstance(frames, Sequence) or not len(frames):
+        raise InvalidMedia(f"a video must be frames or a path, not {type(frames).__name__}")
+    arrays = [np.asarray(load_image(frame, root)) for frame in frames]
+    if len({array.shape for array in arrays}) > 1:
+        raise InvalidMedia(f"video frames differ in size: {sorted({array.shape[:2] for array in arrays})}")
+    return np.stack(arrays)
+
+
+def _decode(
+    path: str | os.PathLike[str], root: str | os.PathLike[str] | None, options: Mapping[str, Any], patch_size: int
+) -> tuple[np.ndarray, dict[str, Any]]:
+    text = os.fspath(path).removeprefix("file://")
+    file = Path(root or ".") / text
+    if not file.is_file():
+        raise InvalidMedia(f"video {text!r}: there is no such file")
+    try:
+        from qwen_vl_utils import fetch_video
+    except Exception as error:  # a torchvision that does not fit torch raises more than ImportError
+        raise InvalidMedia(
+            f"video {text!r}: decoding a video file needs qwen-vl-utils with a torchvision that fits the installed "
+            f"torch (pip install torchvision); or give its frames as (frames, metadata). The import said: {error}"
+        ) from error
+    try:
+        element = {**options, "video": str(file)}
+        frames, metadata = fetch_video(element, image_patch_size=patch_size, return_video_metadata=True)
+    except Exception as error:
+        raise InvalidMedia(f"video {text!r} cannot be decoded: {error}") from error
+    array = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    return np.ascontiguousarray(array), dict(metadata)

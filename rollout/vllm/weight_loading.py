@@ -1,0 +1,117 @@
+"""Weights into vLLM's model, and out of it again for comparison: functions that run in vLLM's worker, in this process."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.vllm.versions import EXPERT_WEIGHTS, EXPERTS_MODULE, JOINED_WEIGHTS, is_packed, loading, model_of
+
+Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
+
+
+def load_weights(worker: Any, weights: Weights) -> set[str]:
+    """Streams the weights into the running model; returns the names of its parameters that none of them filled."""
+    parameters = {name for name, _ in model_of(worker).named_parameters()}
+    with loading(worker) as model:
+        loader: Any = model
+        filled = set(loader.load_weights(weights))
+    return unfilled(parameters, filled)
+
+
+def unfilled(parameters: set[str], filled: set[str]) -> set[str]:
+    """The parameters that are not among those that vLLM says it has filled.
+
+    >>> unfilled({"experts.routed_experts.w2_weight", "norm.weight"}, {"experts.w2_weight"})
+    {'norm.weight'}
+    """
+    return {name for name in parameters - filled if name.replace(EXPERTS_MODULE, "") not in filled}
+
+
+@torch.no_grad()
+def differing_weights(worker: Any, weights: Weights) -> list[str]:
+    """Names of parameters that hold anything else than this rank's part of the weights, or that no weight belongs to."""
+    model: Any = model_of(worker)
+    left = {name for name, _ in model.named_parameters()}
+    differing = []
+    for name, parts in _by_parameter(model, weights):
+        left.discard(name)
+        module = model.get_submodule(name.rpartition(".")[0])
+        held = _held(module, name)
+        wanted = _wanted(module, parts, held).to(held.dtype)
+        held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
+        if is_packed(model) and name.endswith(tuple(EXPERT_WEIGHTS.values())):  # in the order that its kernels like
+            held, wanted = held.flatten(1).sort().values, wanted.flatten(1).sort().values
+        if not torch.equal(held, wanted):
+            differing.append(name)
+    return differing + sorted(left)
+
+
+def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tensor]]]:
+    """Parameters of vLLM's model, each with the weights that it joins, in its order."""
+    places = {
+        source: (target, number, len(sources))
+        for target, sources in JOINED_WEIGHTS.items()
+        for number, source in enumerate(sources)
+    }
+    waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for source_name, weight in weights:
+        for name in model.hf_to_vllm_mapper.apply_list([source_name]):
+            path, _, kind = name.rpartition(".")
+            if kind in EXPERT_WEIGHTS:
+                yield _within(model, path, EXPERT_WEIGHTS[kind]), [weight.transpose(1, 2)]
+                continue
+            parent, _, leaf = path.rpartition(".")
+            target, number, count = places.get(leaf, (leaf, 0, 1))
+            joined = f"{parent}.{target}.{kind}"
+            waiting[joined][number] = weight
+            if len(waiting[joined]) == count:
+                parts = waiting.pop(joined)
+                yield joined, [parts[number] for number in range(count)]
+
+
+def _within(model: nn.Module, path: str, kind: str) -> str:
+    """Name of the parameter of this kind in the module at ``path``, however deep."""
+    (name,) = (name for name, _ in model.get_submodule(path).named_parameters() if name.endswith(kind))
+    return f"{path}.{name}"
+
+
+def _held(module: nn.Module, name: str) -> Tensor:
+    """What the module computes with. Where it keeps a linear layer's weight only packed, that is read off its products."""
+    parameter = getattr(module, name.rpartition(".")[2])
+    if parameter.numel():
+        return parameter.detach()
+    layer: Any = module
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)  # the latter where the layer is not split
+    identity = torch.eye(inputs, dtype=parameter.dtype, device=parameter.device)
+    return layer.quant_method.apply(layer, identity, None).T
+
+
+def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
+    """This rank's part of the weights that a parameter joins."""
+    vocabulary = getattr(module, "shard_indices", None)
+    if vocabulary is not None:
+        return parts[0][vocabulary.org_vocab_start_index : vocabulary.org_vocab_end_index]
+    sizes = getattr(module, "output_partition_sizes", [])
+    if len(sizes) > 1 and len(parts) == 1:  # joined in the checkpoint already
+        scale = len(parts[0]) // sum(sizes)
+        parts = list(parts[0].split([size * scale for size in sizes]))
+    if len(parts) == 1:
+        return _part(parts[0], tuple(held.shape))
+    return torch.cat([_part(part, (size, *held.shape[1:])) for part, size in zip(parts, sizes, strict=True)])
+
+
+def _part(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The rank's slice of this shape; where there are more ranks than slices, neighbours hold the same."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    if whole.ndim != len(shape):
+        return whole
+    for axis, (size, wanted) in enumerate(zip(whole.shape, shape)):
+        if wanted < size:
+            start = rank * (size // wanted) // ranks * wanted
+            whole = whole.narrow(axis, start, wanted)
+    return whole

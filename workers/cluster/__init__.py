@@ -1,0 +1,1 @@
+"""Workers in processes: in this one, or in many by Ray."""

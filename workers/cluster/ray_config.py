@@ -1,0 +1,31 @@
+"""Where the processes of a run are placed on Ray. This module does not load Ray."""
+
+from dataclasses import dataclass
+
+from dataproto.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Where processes run and how long they may take."""
+
+    address: str | None = None  # of a running cluster, or "auto"; by default one starts here, seen by this machine only
+    cpus: float = 1.0  # of each process
+    gpus: float | None = None  # of each process; default: 1 if the cluster has any
+    rollout_processes: int = 0  # with engines on devices of their own; 0: each actor process has one
+    reward_processes: int = 1  # that share the rows to be scored by a function
+    reward_timeout_s: float = 600.0  # of scoring a batch
+    timeout_s: float = 1800.0  # of one call; a rank that takes longer counts as hanging
+    object_store_gib: float | None = None  # of a cluster started here; Ray's own default: 30 % of the memory
+
+    def __post_init__(self) -> None:
+        if min(self.timeout_s, self.reward_timeout_s) <= 0 or self.cpus < 0:
+            raise InvalidConfig(
+                f"ray: timeout_s={self.timeout_s} and reward_timeout_s={self.reward_timeout_s} must be above 0, "
+                f"cpus={self.cpus} at least 0"
+            )
+        if self.rollout_processes < 0 or self.reward_processes < 1:
+            raise InvalidConfig(
+                f"ray: rollout_processes={self.rollout_processes} must be at least 0, "
+                f"reward_processes={self.reward_processes} at least 1"
+            )

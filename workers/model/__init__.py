@@ -1,0 +1,1 @@
+"""The packed model that training runs."""

@@ -1,0 +1,133 @@
+"""The model as training sees it: packed rows in, log-probs of response tokens out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from dataproto.batching import PackedRows
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import MediaSpans, VLMFamily
+from workers.model.attention import use_packed_attention
+from workers.model.logprobs import token_log_probs
+from workers.model.patch_embedding import use_patch_products
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a loss function sees of a forward pass."""
+
+    log_probs: Tensor  # (B, R) float32, 0 where response_mask is 0
+    entropy_or_none: Tensor | None = None
+
+    @property
+    def entropy(self) -> Tensor:
+        """``(B, R)`` entropy of the policy at each response token, in nats, with gradient."""
+        if self.entropy_or_none is None:
+            raise InvalidConfig("the entropy was not computed: pass entropy=True to update() or log_probs()")
+        return self.entropy_or_none
+
+    @property
+    def scores(self) -> Tensor:
+        """What the model says of each response token, with gradient: of a policy, the log-probs."""
+        return self.log_probs
+
+
+class TokenShare:
+    """Which of the packed tokens this process computes: all of them, unless ranks share one sequence.
+
+    Ranks that share a sequence (`workers.parallel.tokens`) are given the same rows, and each returns all log-probs.
+    """
+
+    def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
+        """The rows with what this process needs of ``input_ids`` and ``position_ids``, and the media among its tokens, on the
+        device of the rows.
+        """
+        return rows, spans.to(rows.input_ids.device)
+
+    def held(self, tokens: int) -> int:
+        """How many states this process has, between layers, of a sequence of ``tokens``."""
+        return tokens
+
+    def attention(self) -> dict[str, Any]:
+        """Further keywords of the language model's attention function."""
+        return {}
+
+    def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        """States ``(n, H)`` that predict response tokens, out of this process's ``(S, H)``, and their targets ``(n,)``."""
+        return rows_of(hidden, rows.predictors), rows.targets
+
+    def join(self, values: Tensor, rows: PackedRows) -> Tensor:
+        """``(n,)`` of this process's targets to ``(N,)`` of all."""
+        return values
+
+
+def rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """``x[index]`` of ``x (S, H)``, some rows of which are wanted several times: their gradients are added up in the same order
+    every time, where those of an index come from several threads at once.
+    """
+    return embedding(index, x)
+
+
+class PackedVLM(nn.Module):
+    """A Hugging Face VLM behind one packed forward; the root that parallel wrappers wrap.
+
+    Transforms in `workers.parallel` replace ``tokens``, ``features``, ``score`` and, where layers are spread over stages,
+    ``forward``.
+    """
+
+    outputs: Callable[[Tensor, Tensor | None], Any] = Outputs
+    """What a loss function sees, of scores and entropies ``(B, R)``."""
+
+    makes_logits = True
+    """Whether the head turns each state into a logit for each token of the vocabulary."""
+
+    def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
+        super().__init__()
+        use_packed_attention(model)
+        use_patch_products(model)
+        self.model = model
+        self.family = family
+        self.temperature = temperature
+        self.banned_ids = tuple(family.banned_ids(model.config))
+        self.tokens = TokenShare()
+        self.features: Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] = family.features
+        self.score = token_log_probs
+
+    def forward(
+        self, rows: PackedRows, media: Mapping[str, Tensor], spans: MediaSpans, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs ``(N,)`` of the rows' response tokens and, if asked for, entropies ``(N,)``."""
+        features = self.features(self.model, media) if media else None
+        mine, spans = self.tokens.rows(rows, spans)
+        embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
+        return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
+
+    def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
+        """States ``(1, S, H)`` of this process's tokens behind the decoder; ``rows`` are those of `TokenShare.rows`."""
+        return self.family.decode(
+            self.model,
+            embeddings,
+            rows.position_ids,
+            extras,
+            use_cache=False,
+            cu_seq_lens_q=rows.cu_seqlens,
+            cu_seq_lens_k=rows.key_cu_seqlens,
+            max_length_q=rows.max_length,
+            max_length_k=rows.key_max_length,
+            key_index=rows.key_index,
+            **self.tokens.attention(),
+        )
+
+    def finish(self, hidden: Tensor, rows: PackedRows, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probs ``(N,)`` and, if asked for, entropies, from states ``(1, S, H)``."""
+        scores, entropies = self.head(*self.tokens.states(hidden[0], rows), entropy)
+        return self.tokens.join(scores, rows), None if entropies is None else self.tokens.join(entropies, rows)
+
+    def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Scores ``(n,)`` of ``targets`` ``(n,)``, and entropies if asked for, from the states ``(n, H)`` that predict them."""
+        weight = self.family.lm_head(self.model).weight
+        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy)

@@ -1,0 +1,88 @@
+"""Activation checkpointing: what of the repeated layers the backward pass computes again instead of keeping.
+
+``full`` keeps a layer's input alone and computes the layer again (a third more work). ``selective`` keeps what matrix products,
+attention and other ranks gave as well, so that only norms, activations and rotary embeddings are computed again; the tokens that
+a split layer gathers, which would be the whole sequence on every rank, are gathered again (arXiv:2205.05198).
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.parallel.layers import repeated_layers
+from workers.ranks.mesh import Ranks
+
+# Operators whose results are kept by ``selective``, by name, since not every build of torch has each.
+COSTLY = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten._grouped_mm.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._flash_attention_forward.default",
+    "torch_attn._varlen_attn.default",
+    "dataproto.segment_attention.default",
+    "dataproto.flash_attention_4.default",
+    "_c10d_functional.all_to_all_single.default",  # what other ranks would have to send again
+    "_c10d_functional.reduce_scatter_tensor.default",
+)
+
+
+def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+    """Makes every repeated layer forget what it can compute again; does nothing for ``none``.
+
+    Only ``forward`` of each layer instance is replaced, so names of parameters and hooks stay as they are.
+    """
+    if options.activation_checkpointing == "none":
+        return
+    for layer in repeated_layers(module):
+        # instance attribute: FSDP's hooks stay outside, torch.compile sees the checkpoint inside
+        layer.forward = Checkpointed(layer.forward, options.activation_checkpointing == "selective")
+
+
+class Checkpointed:
+    """A forward function whose activations are computed again in the backward pass."""
+
+    def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
+        self.forward = forward
+        self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if selective:
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_costly)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, **self.options, **kwargs)
+
+
+def keep_costly(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy for `create_selective_checkpoint_contexts`."""
+    return CheckpointPolicy.MUST_SAVE if operator in costly_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def costly_operators() -> frozenset[Any]:
+    """The operators of `COSTLY` that this torch has."""
+    found = []
+    for name in COSTLY:
+        operator: Any = torch.ops
+        for part in name.split("."):
+            operator = getattr(operator, part, None)
+            if operator is None:
+                break
+        else:
+            found.append(operator)
+    return frozenset(found)

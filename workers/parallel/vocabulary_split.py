@@ -1,0 +1,123 @@
+"""Log-probs and entropy where each rank of a tp group holds a part of the vocabulary: `workers.model.logprobs`, for split logits.
+
+A rank's logits never leave it. Of each token it sends three numbers: the logarithm of its part of the normaliser, the mean of
+its logits under its part of the distribution, and the target's logit if that is its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from rollout.sampling import BANNED_LOGIT, project
+from workers.model.logprobs import add_product, chunk_size
+from workers.parallel.autograd_collectives import Peers, all_gather, all_reduce
+
+
+def split_token_log_probs(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    banned_ids: Sequence[int] = (),
+    entropy: bool = False,
+    chunk_elements: int | None = None,
+    compiled: bool = False,
+    *,
+    peers: Peers,
+) -> tuple[Tensor, Tensor | None]:
+    """`token_log_probs` with a DTensor ``head_weight (V, H)`` that is split along V over ``peers``.
+
+    Every rank gives the same ``hidden (N, H)`` and ``targets (N,)`` and gets the same log-probs and entropies ``(N,)``.
+    """
+    weight = cast(DTensor, head_weight).to_local()
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    first = peers.rank * len(weight)
+    banned = torch.tensor([i - first for i in banned_ids if 0 <= i - first < len(weight)], device=hidden.device)
+    size = chunk_size(len(weight), hidden.device, chunk_elements)
+    with torch.autocast(device, enabled=False):
+        log_probs, entropies = _SplitLogProbs.apply(
+            hidden, weight, targets - first, temperature, banned.long(), entropy, size, peers
+        )
+    return log_probs, entropies if entropy else None
+
+
+class _SplitLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        banned: Tensor,
+        entropy: bool,
+        size: int,
+        peers: Peers,
+    ) -> tuple[Tensor, Tensor]:
+        w = weight.to(hidden.dtype)
+        parts = []
+        for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = _policy_logits(states, w, temperature, banned)
+            inside, place = _inside(chosen, len(w))
+            picked = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), 0.0)
+            normaliser = logits.logsumexp(1)
+            mean = (logits.sub(normaliser[:, None]).exp_() * logits).sum(1) if entropy else torch.zeros_like(picked)
+            parts.append(torch.stack([normaliser, mean, picked]))
+        normalisers, means, picked = (
+            all_gather(torch.cat(parts, 1)[None], peers).transpose(0, 1).unbind(0)
+        )  # (size, N) each
+        normaliser = normalisers.logsumexp(0)
+        log_probs = picked.sum(0) - normaliser
+        entropies = normaliser - ((normalisers - normaliser).exp() * means).sum(0)
+        ctx.save_for_backward(hidden, weight, targets, banned, normaliser, entropies)
+        ctx.settings = temperature, entropy, size, peers
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, banned, normaliser, entropies = ctx.saved_tensors
+        temperature, entropy, size, peers = ctx.settings
+        w = weight.to(hidden.dtype)
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = None
+        for start in range(0, len(targets), size):
+            at = slice(start, start + size)
+            every = _policy_logits(hidden[at], w, temperature, banned).sub_(
+                normaliser[at, None]
+            )  # log-probs (n, V / size)
+            slope = -grad[at, None]
+            if entropy:  # of the entropy H by logit j: -p_j (log p_j + H)
+                slope = slope - entropy_grad[at, None] * (every + entropies[at, None])
+            inside, place = _inside(targets[at], len(w))
+            part = every.exp_().mul_(slope).scatter_add_(1, place[:, None], torch.where(inside, grad[at], 0.0)[:, None])
+            part = part.index_fill_(1, banned, 0.0).div_(temperature).to(hidden.dtype)
+            if to_hidden is not None:
+                torch.mm(part, w, out=to_hidden[at])
+            if ctx.needs_input_grad[1]:
+                to_weight = add_product(to_weight, part.t(), hidden[at])
+        if to_weight is None and ctx.needs_input_grad[1]:  # of no token, where another rank has some: zero, not absent
+            to_weight = torch.zeros_like(weight)
+        if to_hidden is not None:
+            to_hidden = all_reduce(to_hidden, peers.name)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+
+
+def _policy_logits(states: Tensor, weight: Tensor, temperature: float, banned: Tensor) -> Tensor:
+    """This rank's part ``(n, V / size)`` of the policy's logits, float32 or float64."""
+    logits = project(states, weight)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return logits.index_fill_(1, banned, BANNED_LOGIT)
+
+
+def _inside(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Which targets ``(n,)`` are this rank's, and where, 0 for the others."""
+    inside = (targets >= 0) & (targets < vocabulary)
+    return inside, torch.where(inside, targets, 0)

@@ -1,0 +1,1 @@
+"""Ranks, the layout they form, and how a call is split over them."""

@@ -1,0 +1,1 @@
+"""The role workers: actor, reference, critic, rollout, reward."""

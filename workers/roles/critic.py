@@ -1,0 +1,123 @@
+"""The critic: what the rest of a response is worth, token by token."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import VLMFamily
+from workers.model.engine_config import EngineConfig
+from workers.model.packed_model import PackedVLM
+from workers.model.precision import HalfWeights
+from workers.ranks.group import dispatch
+from workers.ranks.mesh import Ranks
+from workers.roles.actor import TrainedWorker
+from workers.roles.model_worker import ModelWorker
+from workers.training.optimizer import OptimizerConfig
+from workers.training.training_state import load_weights
+
+
+@dataclass(frozen=True)
+class CriticConfig(EngineConfig):
+    """A critic: the checkpoint it starts from, the policy's own as a rule, and how it is updated."""
+
+    model_path: str
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a critic's loss function sees of a forward pass."""
+
+    values: Tensor  # (B, R) float32, 0 where response_mask is 0
+    entropy_or_none: Tensor | None = None
+
+    @property
+    def scores(self) -> Tensor:
+        return self.values
+
+
+class PackedCritic(PackedVLM):
+    """The packed model with a value in place of logits: the product of a state and one vector, in float32.
+
+    The vector is zero at first, so that every value is: the first advantages are the rewards to come.
+    """
+
+    outputs = Values
+    makes_logits = False
+
+    def __init__(self, model: PreTrainedModel, family: VLMFamily) -> None:
+        """Takes the language-model head out of ``model``; tied embeddings stay where they are looked up."""
+        super().__init__(model, family, temperature=1.0)
+        head = family.lm_head(model)
+        holder, _, name = family.head.rpartition(".")
+        delattr(model.get_submodule(holder), name)
+        self.value_head = nn.Linear(head.weight.shape[1], 1, bias=False, device=head.weight.device)
+        nn.init.zeros_(self.value_head.weight)
+
+    def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, None]:
+        """Values ``(n,)`` of the states ``(n, H)``, whatever token comes next."""
+        if entropy:
+            raise InvalidConfig("a critic has no entropy")
+        with torch.autocast(states.device.type, enabled=False):
+            return states.float() @ self.value_head.weight[0].float(), None
+
+
+class ValueWorker(ModelWorker):
+    """Values of responses.
+
+    The value at response token t is that of the state before it is sampled: of the hidden state that predicts it. So it stands
+    in the column of the token's own log-prob, reward and advantage, as in verl.
+    """
+
+    def __init__(self, config: CriticConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
+        super().__init__(config, device, ranks)
+        self.half_weights = HalfWeights(self.module.model)  # the value head stays in float32
+
+    def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedCritic:
+        critic = PackedCritic(model, family)
+        critic.value_head.requires_grad_(self.trains)
+        return critic
+
+    @dispatch("dp")
+    def values(self, data: DataProto, into: str = "values") -> DataProto:
+        """Values of the responses as column ``into`` ``(B, R)`` float32, 0 where ``response_mask`` is 0.
+
+        Raises:
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
+            RankFailure: another rank's rows were refused.
+        """
+        return self.scores(data, into)
+
+
+class FrozenCriticWorker(ValueWorker):
+    """A critic that is not trained any more: its weights, without gradients and optimizer."""
+
+    trains = False
+
+    def load(self, directory: Path) -> None:
+        """Reads the weights that `CriticWorker.save` wrote, in this layout or another. Every rank calls it.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, or of another model.
+            RankFailure: another rank cannot read it.
+        """
+        load_weights(directory, self.module, self.ranks)
+
+
+class CriticWorker(TrainedWorker, ValueWorker):
+    """Values of responses, and the update by a loss function that the recipe hands in.
+
+    `update` is that of `TrainedWorker`; its loss function sees `Values`.
+    """
+
+    role = "critic"
+
+    @dispatch("all")
+    def save(self, directory: Path, behind: bool = False) -> None:
+        """Writes what training goes on from, the value head with the rest; ``behind`` as the actor's."""
+        self.saving.save_training(directory, self.module, self.optimizer, behind)

@@ -1,0 +1,107 @@
+"""The role that scores responses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from dataproto import DataProto
+from dataproto.columns import require
+from dataproto.errors import RewardError
+from workers.ranks.group import dispatch
+from workers.ranks.mesh import Ranks
+
+
+@dataclass(frozen=True)
+class RewardRow:
+    """What a reward function may look at."""
+
+    solution_str: str  # the response, special tokens left out
+    ground_truth: Any
+    data_source: str = ""
+    extra_info: Mapping[str, Any] | None = None
+    prompt: Any = None  # messages
+
+
+# One {"score": float, ...} for each row; further numbers become columns.
+RewardFunction = Callable[[Sequence[RewardRow]], Sequence[Mapping[str, float]]]
+
+
+class RewardWorker:
+    """Decodes responses and scores them with a function."""
+
+    def __init__(self, score_rows: RewardFunction, model_path: str, ranks: Ranks | None = None) -> None:
+        """``model_path`` is where the tokenizer of the responses lives; ``ranks`` score together, as those of a model do."""
+        self.score_rows = score_rows
+        self.ranks = ranks or Ranks()
+        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+
+    @dispatch("dp")
+    def score(self, data: DataProto) -> DataProto:
+        """``token_level_rewards`` ``(B, R)`` with each score on the last response token, and a column for each number.
+
+        Columns ``(B,)``: ``score``, whatever other numbers the function returned (``acc``, ``format``), and ``response_text``.
+
+        Raises:
+            MissingColumn: a column that is read is absent.
+            RewardError: the function returned something else than one finite score a row; names the row.
+        """
+        with self.ranks.all_or_none():
+            require(data, "responses", "response_mask")
+            texts = self.decode(data)
+        results = list(self.results(data, texts))
+        check_results(results, len(data))
+        scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)
+        names = sorted({name for result in results for name in result})
+        numbers = {name: np.array([result.get(name) for result in results], dtype=object) for name in names}
+        return DataProto.from_dict(
+            {"token_level_rewards": place_on_last_token(scores, data["response_mask"])},
+            non_tensors=numbers | {"response_text": np.array(texts, dtype=object)},
+        )
+
+    def results(self, data: DataProto, texts: Sequence[str]) -> Sequence[Mapping[str, float]]:
+        """One ``{"score": float, ...}`` for each row."""
+        return self.score_rows(reward_rows(data, texts))
+
+    def decode(self, data: DataProto) -> list[str]:
+        mask = data["response_mask"].bool()
+        ids = [row[kept].tolist() for row, kept in zip(data["responses"], mask, strict=True)]
+        return list(self.tokenizer.batch_decode(ids, skip_special_tokens=True)) if ids else []
+
+
+def place_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """``(B,)`` to ``(B, R)``: each score on its row's last response token; nowhere for a row without one.
+
+    >>> place_on_last_token(torch.tensor([1.0, 2.0]), torch.tensor([[1, 1, 0], [0, 0, 0]])).tolist()
+    [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    mask = response_mask.bool()
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, columns, -1).max(dim=1).values if mask.shape[1] else mask.new_full((len(mask),), -1).long()
+    return torch.where(columns == last[:, None], scores[:, None], 0.0)
+
+
+def reward_rows(data: DataProto, texts: Sequence[str]) -> list[RewardRow]:
+    models = data["reward_model"] if "reward_model" in data else [{}] * len(data)
+    sources = data["data_source"] if "data_source" in data else [""] * len(data)
+    extras = data["extra_info"] if "extra_info" in data else [None] * len(data)
+    prompts = data["raw_prompt"] if "raw_prompt" in data else [None] * len(data)
+    return [
+        RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt)
+        for text, model, source, extra, prompt in zip(texts, models, sources, extras, prompts, strict=True)
+    ]
+
+
+def check_results(results: Sequence[Any], rows: int) -> None:
+    if len(results) != rows:
+        raise RewardError(f"the reward function returned {len(results)} results for {rows} rows")
+    for row, result in enumerate(results):
+        score = result.get("score") if isinstance(result, Mapping) else None
+        if not isinstance(score, (int, float, np.number)) or not np.isfinite(score):
+            raise RewardError(
+                f"row {row}: the reward function returned {result!r}, not a mapping with a finite 'score'"
+            )

@@ -1,0 +1,113 @@
+"""The role that turns prompts into responses."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from dataproto import DataProto
+from rollout.engine import SamplingParams, create_engine
+from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
+from workers.ranks.dispatch import Arguments, dispatch, join_rows, split_rows
+from workers.ranks.mesh import Ranks
+from workers.roles.sharding_manager import ShardingManager, neighbours
+from workers.training.loading import checkpoint_family
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Which engine generates, and its own options."""
+
+    model_path: str
+    engine: str = "hf"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def split_prompts(call: Arguments, parts: int) -> list[Arguments]:
+    """As `split_rows`; rows of one uid are numbered before they are parted."""
+    args = tuple(number_occurrences(value) if isinstance(value, DataProto) else value for value in call.args)
+    kwargs = {
+        name: number_occurrences(value) if isinstance(value, DataProto) else value
+        for name, value in call.kwargs.items()
+    }
+    return split_rows(Arguments(args, kwargs), parts)
+
+
+class RolloutWorker:
+    """Generates with an engine whose weights follow the actor's."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        weights: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]],
+        ranks: Ranks | None = None,
+        shares_device: bool = True,
+    ) -> None:
+        """``weights`` gives the actor's (name, tensor) pairs; it is asked, with the engine's dtype, whenever they have changed.
+
+        ``ranks`` is this process's place in the training layout, by which rows come and go; the engine's option
+        ``tensor_parallel`` is independent of it. ``shares_device``: whether others need the engine's memory between rollouts.
+        """
+        self.ranks = ranks = ranks or Ranks()
+        tensor_parallel = int(config.options.get("tensor_parallel", 1))
+        block = neighbours(ranks, tensor_parallel)
+        self.engine = create_engine(config.engine, config.model_path, **config.options)
+        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
+        self.family = checkpoint_family(config.model_path)
+        self._calls = 0
+        tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+        self.pad_token_id = int(
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        )
+
+    @dispatch(split=split_prompts, join=join_rows)
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """``sampling.n`` rows for each prompt row, next to each other, with prompt and response columns.
+
+        A sample's random stream derives from ``sampling.seed``, the row's ``uid`` and the number among the samples of that uid:
+        ``prompts.repeat(4)`` with ``n=1`` gives what ``prompts`` gives with ``n=4``, and the same prompts with the same seed
+        give the same samples again. Rows without uids draw other streams in every call, counted from the worker's start.
+        """
+        self._calls += 1
+        with self.sharding as sharding:
+            with self.ranks.all_or_none():  # a row refused by one engine would leave the others waiting
+                shared = sharding.preprocess_data(self._numbered(prompts))
+                completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
+                rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
+            with self.ranks.all_or_none():
+                own = sharding.postprocess_data(rollouts)
+                own.pop(non_tensor_batch_keys=[OCCURRENCE])
+                return own
+
+    def _numbered(self, prompts: DataProto) -> DataProto:
+        """With the column `OCCURRENCE`, over all data-parallel ranks where each brings rows of its own."""
+        if OCCURRENCE in prompts:
+            return prompts
+        everybody = self.ranks.gather(prompt_names(prompts), "dp")
+        return number_occurrences(prompts, [name for names in everybody[: self.ranks.rank("dp")] for name in names])
+
+    @dispatch("rank_zero")
+    def weights_dtype(self) -> torch.dtype:
+        """What the engine keeps its weights in."""
+        return self.engine.dtype
+
+    @dispatch("all")
+    def mark_stale(self) -> None:
+        """The actor has changed: its weights are streamed before the next generation."""
+        self.sharding.mark_stale()
+
+    @dispatch("all")
+    def refresh(self) -> None:
+        """Streams the actor's weights now if they are stale; where they come from elsewhere, the actor sends meanwhile."""
+        with self.sharding:
+            pass
+
+    @dispatch("all")
+    def differing_weights(self) -> list[str]:
+        """Names of the engine's weights that are not the actor's; a check, for it reads all of both."""
+        with self.sharding:
+            return self.engine.differing_weights(self.sharding.weights())

@@ -1,0 +1,243 @@
+"""Between the training layout and the rollout layout.
+
+Training splits a batch over dp; all pp x sp x tp ranks of one dp position come with the same rows. A rollout engine runs on as
+many neighbouring ranks as its own tensor-parallel size, and all of them must see the same rows. So ranks exchange rows within
+blocks: the smallest sets of ranks that hold both wholly. They need not be neighbours, as two stages of a pipeline are not.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from dataproto import DataProto
+from dataproto._ops.widths import other_response_columns, token_widths, widen
+from dataproto.distributed import all_gather
+from dataproto.errors import InvalidConfig, RowCountMismatch
+from rollout.engine import RolloutEngine
+from rollout.randomness import derive_seed
+from workers.ranks.mesh import Ranks
+from workers.training.checkpoint import random_states, seed_everything, set_random_states
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The ranks that exchange rows with this one, and this one: a block, in order of rank.
+
+    >>> alone = Neighbours()
+    >>> alone.rank, alone.engine
+    (0, 0)
+    """
+
+    group: ProcessGroup | None = None  # None: this rank keeps to itself
+    holders: tuple[int, ...] = (0,)  # of each rank, its dp position: those that share it come with the same rows
+    engines: tuple[int, ...] = (
+        0,
+    )  # of each rank, the number of its engine among all: those that share it run it together
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the block."""
+        return 0 if self.group is None else distributed.get_rank(self.group)
+
+    @property
+    def engine(self) -> int:
+        """Number of the engine that this rank runs."""
+        return self.engines[self.rank]
+
+
+def neighbours(ranks: Ranks, tensor_parallel: int) -> Neighbours:
+    """The block of this rank; every rank of the layout calls it.
+
+    Raises:
+        InvalidConfig: engines of this size do not divide the ranks.
+    """
+    layout, world = ranks.layout, ranks.layout.world_size
+    if tensor_parallel < 1 or world % tensor_parallel:
+        raise InvalidConfig(
+            f"rollout tensor_parallel={tensor_parallel} does not fit {layout}: it must divide pp x dp x sp x tp = {world}"
+        )
+    holders = [layout.coordinates(rank)["dp"] for rank in range(world)]
+    engines = [rank // tensor_parallel for rank in range(world)]  # vLLM's external launcher takes neighbours
+    blocks = joined_blocks(holders, engines)
+    if len(blocks) == world:
+        rank = 0 if ranks.mesh is None else distributed.get_rank()
+        return Neighbours(None, (holders[rank],), (engines[rank],))
+    group, _ = distributed.new_subgroups_by_enumeration(blocks)
+    members = distributed.get_process_group_ranks(group)
+    return Neighbours(group, tuple(holders[rank] for rank in members), tuple(engines[rank] for rank in members))
+
+
+def joined_blocks(*partitions: Sequence[int]) -> list[list[int]]:
+    """The smallest blocks of ranks that hold the groups of every partition wholly, in order of their first ranks.
+
+    A partition has one label for each rank; ranks of one label are a group. Two stages of two dp positions, first with engines of
+    one rank, then of two:
+
+    >>> joined_blocks([0, 1, 0, 1], [0, 1, 2, 3])
+    [[0, 2], [1, 3]]
+    >>> joined_blocks([0, 1, 0, 1], [0, 0, 1, 1])
+    [[0, 1, 2, 3]]
+    """
+    blocks: list[set[int]] = []
+    for labels in partitions:
+        for label in set(labels):
+            group = {rank for rank, other in enumerate(labels) if other == label}
+            apart = [block for block in blocks if not block & group]
+            blocks = [*apart, group.union(*(block for block in blocks if block & group))]
+    return sorted(sorted(block) for block in blocks)
+
+
+def first_places(labels: Sequence[int]) -> dict[int, int]:
+    """Where each label stands first, in that order.
+
+    >>> first_places([7, 7, 2, 7, 2])
+    {7: 0, 2: 2}
+    """
+    return {label: labels.index(label) for label in labels}
+
+
+def rows_by_holder(holders: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+    """Number of rows of each dp position, in order of its first rank, from each rank's dp position and number of rows.
+
+    >>> rows_by_holder([0, 1, 0, 1], [3, 2, 3, 2])
+    {0: 3, 1: 2}
+
+    Raises:
+        RowCountMismatch: ranks of one position differ.
+    """
+    rows = {holder: counts[first] for holder, first in first_places(holders).items()}
+    for holder, count in zip(holders, counts, strict=True):
+        if count != rows[holder]:
+            raise RowCountMismatch(
+                f"ranks of one dp position come with the same rows, but those of position {holder} have {rows[holder]} and "
+                f"{count}"
+            )
+    return rows
+
+
+class ShardingManager:
+    """A context in which the engine is awake, holds the actor's weights, and sees the rows its ranks must share.
+
+    Random states are the rollout's own inside: the same on all ranks of an engine, different between engines, and going on
+    where they were left; those of training stay as they were.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        neighbours: Neighbours | None = None,
+        shares_device: bool = True,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """``weights`` gives the actor's (name, full tensor) pairs; asked once for each entry where the engine lacks them.
+
+        An engine that has its device to itself (``shares_device=False``) stays awake, and keeps the weights it was sent.
+        ``ranks`` are those whose engines take weights at the same time.
+        """
+        self.ranks = ranks or Ranks()
+        self.engine = engine
+        self.weights = weights
+        self.neighbours = neighbours or Neighbours()
+        self.shares_device = shares_device
+        self.stale = True
+        self._rows: dict[int, int] = {}  # of each dp position in the block, in the batch that is being generated
+        self._training_random: dict[str, Any] = {}
+        self._rollout_random: dict[str, Any] | None = None
+
+    def mark_stale(self) -> None:
+        """The actor has changed: the next entry streams its weights."""
+        self.stale = True
+
+    def __enter__(self) -> "ShardingManager":
+        """Raises on all ranks what one engine raises as it wakes or takes its weights; see `Ranks.all_or_none`."""
+        try:
+            with self.ranks.all_or_none():
+                kept = self.engine.wake()
+            if self.stale or not kept:
+                with self.ranks.all_or_none():
+                    self._load_weights()
+        except BaseException:
+            self._rest()  # what training needs must not stay with an engine that is not used
+            raise
+        self.stale = False
+        self._training_random = random_states()
+        if self._rollout_random is None:
+            seed_everything(derive_seed("rollout engine", self.neighbours.engine))
+        else:
+            set_random_states(self._rollout_random)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rollout_random = random_states()
+        set_random_states(self._training_random)
+        self._rest()
+
+    def _load_weights(self) -> None:
+        weights = iter(self.weights())
+        try:
+            self.engine.load_weights(weights)
+        except Exception:
+            for _ in weights:  # the others go on gathering and taking them
+                pass
+            raise
+
+    def _rest(self) -> None:
+        if self.shares_device:
+            self.engine.sleep()
+
+    def preprocess_data(self, data: DataProto) -> DataProto:
+        """The rows that this rank's engine generates for: its share of those of all dp positions in the block, in their order.
+
+        Raises:
+            RowCountMismatch: ranks of one dp position came with different numbers of rows; on all ranks of the block.
+        """
+        block = self.neighbours
+        if block.group is None:
+            return data
+        counts = [len(data)] * len(block.holders)
+        distributed.all_gather_object(counts, len(data), block.group)
+        self._rows = rows_by_holder(block.holders, counts)
+        everything = data if len(self._rows) == 1 else _gathered(data, block, block.holders)
+        engines = list(first_places(block.engines))
+        number = engines.index(block.engine)
+        return everything[number * len(everything) // len(engines) : (number + 1) * len(everything) // len(engines)]
+
+    def postprocess_data(self, data: DataProto) -> DataProto:
+        """This rank's own rows out of those that the block's engines generated; ``n`` for each row that it came with.
+
+        Raises:
+            RowCountMismatch: the engines did not return the same number of rows for each prompt.
+        """
+        block = self.neighbours
+        if block.group is None:
+            return data
+        if len(set(block.engines)) > 1:
+            data = _gathered(data, block, block.engines)
+        prompts = sum(self._rows.values())
+        samples, left = divmod(len(data), max(prompts, 1))
+        if left:
+            raise RowCountMismatch(f"the engines returned {len(data)} rows for {prompts} prompts")
+        holder = block.holders[block.rank]
+        stop = dict(zip(self._rows, accumulate(self._rows.values()), strict=True))[holder]
+        return data[samples * (stop - self._rows[holder]) : samples * stop]
+
+
+def _gathered(data: DataProto, block: Neighbours, labels: Sequence[int]) -> DataProto:
+    """The rows of the first rank of each label, as wide as the widest, on every rank; ``meta_info`` stays each rank's own."""
+    told = [(token_widths(data), other_response_columns(data))] * len(block.holders)
+    distributed.all_gather_object(told, told[0], block.group)
+    widths, others = zip(*told)
+    prompt, response = map(max, zip(*widths))
+    data = widen(data, prompt, response, set.intersection(*others))
+    contributes = block.rank in first_places(labels).values()
+    gathered = all_gather(data.select(meta_info_keys=[]) if contributes else DataProto(), block.group)
+    gathered.meta_info = dict(data.meta_info)
+    return gathered

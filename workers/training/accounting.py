@@ -1,0 +1,236 @@
+"""What a training step requires and what of the device it uses, in verl's metric names.
+
+The operations counted are those the step requires: each distinct image once, a prompt that rows share once, logits of response
+tokens alone, and nothing that is computed again (activation checkpointing, chunks of logits). MFU is their number over the time
+of the whole step and the devices' peak.
+"""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dataproto import DataProto
+from workers.model.packed_model import PackedVLM
+from workers.ranks.mesh import AXES, Ranks
+from workers.training.forward_pass import media_of, sharing
+
+# Dense bfloat16 operations per second by the makers' data sheets; the first name that is part of the device's counts.
+PEAKS = (
+    ("B300", 2.25e15),
+    ("B200", 2.25e15),
+    ("H200", 989e12),  # the GH200 too
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("MI300X", 1307e12),
+    ("MI325X", 1307e12),
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 operations per second of a known accelerator, ``None`` for others and for a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS if part in name), None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of forward and backward pass, and packed tokens, prompts that rows share counted once."""
+
+    vision: float = 0.0
+    language: float = 0.0
+    tokens: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.vision + self.language
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.vision + other.vision, self.language + other.language, self.tokens + other.tokens)
+
+
+def required_work(module: PackedVLM, data: DataProto) -> Work:
+    """What one update over ``data`` requires.
+
+    The backward pass takes twice the forward pass where weights are trained, once where gradients only pass through (a
+    decoder with adapters), and nothing in a frozen vision tower.
+    """
+    family, config = module.family, module.model.config
+    attended, width = data["attention_mask"], data["response_mask"].shape[1]
+    whole = attended.sum(1)
+    saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
+    logit_tokens = int(data["response_mask"].sum()) if module.makes_logits else 0
+    rows = family.flops(config, whole, _distinct_grids(module, data), logit_tokens=logit_tokens)
+    # Segments of response tokens alone see the keys of their prompt: all of the row's pairs but those within the prompt.
+    shared = family.flops(config, saved, logit_tokens=0)
+    return Work(
+        vision=rows.vision * _passes(module, family.vision_tower, frozen=1),
+        language=(rows.language - shared.language) * _passes(module, family.decoder_layers, frozen=2),
+        tokens=int((whole - saved).sum()),
+    )
+
+
+def whole_work(stages: Sequence[Work]) -> Work:
+    """What the update requires, from what each stage of a pipeline makes of it: those without a tower know no training of it."""
+    vision, language = (max(getattr(work, part) for work in stages) for part in ("vision", "language"))
+    return Work(vision, language, stages[0].tokens)
+
+
+def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
+    """Grids ``(N, 3)`` of the images and videos that rows hold, each object once."""
+    pictures, config = module.family.pictures, module.model.config
+    found: dict[tuple[int, ...], torch.Tensor] = {}
+    for kind in ("image", "video"):
+        for row in media_of(data):
+            held = {name: row[name] for name in pictures.names(kind) if row.get(name) is not None}
+            key = tuple(map(id, held.values()))
+            if held and key not in found:
+                found[key] = pictures.grids(kind, held, config).cpu()
+    return torch.cat(list(found.values())) if found else None
+
+
+def _passes(module: PackedVLM, path: str, frozen: int) -> int:
+    """Forward passes' worth of operations: 3 where the weights of a submodule themselves (not adapters) are trained."""
+    parameters = module.model.get_submodule(path).named_parameters()
+    return 3 if any(weight.requires_grad for name, weight in parameters if "lora_" not in name) else frozen
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank did in an update."""
+
+    work: Work  # of its rows; nothing where another rank with the same rows counts them
+    seconds: float  # from begin to end
+    phases: Mapping[str, float]  # seconds
+    peak: float | None  # operations per second of its device, if known
+    memory: Mapping[str, float]  # metric to bytes
+
+
+def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
+    """Metrics of an update from what all its ranks did.
+
+    - ``timing_s/update_<role>/<phase>``: of the slowest rank.
+    - ``perf/throughput/<role>``: packed tokens of all ranks per second, of the slowest, and device.
+    - ``perf/mfu/<role>``: operations of all ranks over the time of the slowest and the peak of all devices together, and
+      ``perf/mfu/<role>/language`` of the language model alone; absent where a device's peak is not known.
+    - ``perf/max_memory_allocated_gb`` and ``perf/max_memory_reserved_gb``: of the fullest device, in GiB.
+
+    >>> ranks = [Figures(Work(1e12, 3e12, 100), 2.0, {"forward": 1.0}, 4e12, {}), Figures(Work(), 1.0, {}, 4e12, {})]
+    >>> for name, value in joined_metrics(ranks, "actor").items():
+    ...     print(name, value)
+    timing_s/update_actor/forward 1.0
+    perf/throughput/actor 25.0
+    perf/mfu/actor 0.25
+    perf/mfu/actor/language 0.1875
+    """
+    work, seconds = sum((each.work for each in figures), Work()), max(each.seconds for each in figures)
+    found: dict[str, float] = {}
+    for each in figures:
+        for phase, taken in each.phases.items():
+            name = f"timing_s/update_{role}/{phase}"
+            found[name] = max(found.get(name, 0.0), taken)
+    found[f"perf/throughput/{role}"] = work.tokens / seconds / len(figures)
+    peaks = [each.peak for each in figures if each.peak is not None]
+    if len(peaks) == len(figures):
+        found[f"perf/mfu/{role}"] = work.total / (seconds * sum(peaks))
+        found[f"perf/mfu/{role}/language"] = work.language / (seconds * sum(peaks))
+    for name in figures[0].memory:
+        found[name] = max(each.memory[name] for each in figures) / 2**30
+    return found
+
+
+def real_peak(peak: int, reserved: int, used: int) -> int:
+    """The most bytes that a process held on its device, from what torch believes it held.
+
+    vLLM allocates through torch, and when it sleeps it gives its memory back to the device behind torch's back: torch counts it
+    all the while (its peak read 166 GiB on a device of 140). What torch held ``reserved`` beyond the ``used`` bytes of the whole
+    device, at one moment before the peak, is such memory. ``used`` includes what else the device holds, such as CUDA's own
+    context, by which the result may be too large, but never more than the device held.
+
+    >>> real_peak(peak=150, reserved=80, used=30), real_peak(peak=60, reserved=20, used=30)
+    (100, 60)
+    """
+    return peak - max(reserved - used, 0)
+
+
+class Accounting:
+    """Counts and times what a worker does while it is `recording`.
+
+    >>> accounting = Accounting(torch.device("cpu"))
+    >>> with accounting.recording():
+    ...     with accounting.phase("forward"):
+    ...         accounting.add(Work(vision=1e9, language=3e9, tokens=100))
+    ...     sorted(accounting.metrics("actor"))
+    ['perf/throughput/actor', 'timing_s/update_actor/forward']
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        """``ranks`` work on the same updates."""
+        self.device, self.ranks = device, ranks or Ranks()
+        self.peak = peak_flops(device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.active = False
+        self.work = Work()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """From here on until the end of the block; outside nothing is timed and nothing kept."""
+        self._forget()
+        self.active, self.started = True, time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.held = torch.cuda.memory_reserved(self.device), total - free
+        try:
+            yield
+        finally:
+            self._forget()
+
+    def add(self, work: Work) -> None:
+        """More work is going to be done."""
+        self.work += work
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a block; on CUDA by the device's own clock, so that nothing waits."""
+        if not self.active:
+            yield
+        elif self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self.events.append((name, begin, end))
+        else:
+            begin_at = time.perf_counter()
+            yield
+            self.seconds[name] += time.perf_counter() - begin_at
+
+    def metrics(self, role: str) -> dict[str, float]:
+        """The figures since `recording` began, of all ranks, each of which calls it; see `joined_metrics`."""
+        memory: dict[str, float] = {}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            memory["perf/max_memory_allocated_gb"] = real_peak(torch.cuda.max_memory_allocated(self.device), *self.held)
+            memory["perf/max_memory_reserved_gb"] = real_peak(torch.cuda.max_memory_reserved(self.device), *self.held)
+        seconds = time.perf_counter() - self.started
+        for name, begin, end in self.events:
+            self.seconds[name] += begin.elapsed_time(end) / 1e3
+        counts = all(self.ranks.rank(axis) == 0 for axis in ("pp", "sp", "tp"))  # others have the same rows
+        mine = Figures(self.work if counts else Work(), seconds, dict(self.seconds), self.peak, memory)
+        return joined_metrics(self.ranks.gather(mine, *AXES), role)

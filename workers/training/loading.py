@@ -1,0 +1,103 @@
+"""Checkpoints into packed models, whole or spread over ranks."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import VLMFamily, family_of
+from workers.model.attention import use_packed_attention
+from workers.model.engine_config import EngineConfig
+from workers.model.lora import add_adapters
+from workers.model.packed_model import PackedVLM
+from workers.parallel import parallelize
+from workers.ranks.mesh import Ranks
+
+Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
+
+
+def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, wrap: Wrap) -> PackedVLM:
+    """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
+
+    Where FSDP spreads it, the first rank (of each pipeline stage) reads the checkpoint into its host memory and the others
+    receive their parts; with tensor parallelism or offload each rank reads it, and keeps its own part.
+
+    Args:
+        config: an `EngineConfig` with a ``model_path``.
+        wrap: the packed model around a loaded one.
+    """
+    family = checkpoint_family(config.model_path)
+    one_reads = ranks.size("dp", "sp") > 1 == ranks.size("tp") and not config.offload
+    reader = ranks.rank("dp") == ranks.rank("sp") == 0
+    if one_reads and not reader:
+        model = hollow_model(config.model_path)
+    else:
+        model = AutoModelForImageTextToText.from_pretrained(
+            config.model_path, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    freeze(model, family, config, trains)
+    if ranks.mesh is None:
+        model.to(device)  # type: ignore[arg-type]
+    module = wrap(model, family)
+    use_packed_attention(model, config.flash_attention)  # instead of the usual kernel
+    weights = module.state_dict() if one_reads and reader else {}
+    parallelize(module, ranks, config)
+    if one_reads:
+        receive(module, weights, device, ranks)
+    return module
+
+
+def hollow_model(model_path: str) -> PreTrainedModel:
+    """The checkpoint's model without storage, on the meta device."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+            AutoConfig.from_pretrained(model_path), dtype=torch.float32, attn_implementation="sdpa"
+        )
+    return model.eval()
+
+
+def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ranks: Ranks) -> None:
+    """Fills sharded parameters, and buffers, from the whole ones of the first rank of dp x sp, one after the other."""
+    if not weights:
+        module.to_empty(device=device)
+    group = ranks.group("dp", "sp")
+    send = partial(distributed.broadcast, src=distributed.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
+    for name, parameter in module.named_parameters():
+        whole = weights[name].to(device) if weights else torch.empty(parameter.shape, device=device)
+        send(whole)
+        sharded: Any = parameter.data
+        shape, offset = compute_local_shape_and_global_offset(whole.shape, sharded.device_mesh, sharded.placements)
+        part = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
+        sharded.to_local().copy_(whole[part])
+    for buffer in module.buffers():
+        send(buffer)
+
+
+def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trains: bool) -> None:
+    """Leaves gradients to what is trained, and adds the adapters if it is they, also where nothing is trained any more."""
+    if config.lora_rank:
+        add_adapters(model, family, config)
+    if not trains:
+        model.requires_grad_(False)
+    if config.freeze_vision:
+        for path in (family.vision_tower, *family.mergers):
+            model.get_submodule(path).requires_grad_(False)
+
+
+def checkpoint_family(model_path: str) -> VLMFamily:
+    """The family of a checkpoint directory or hub name.
+
+    Raises:
+        InvalidConfig: there is no such checkpoint.
+        UnknownModel: it is of no registered family.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {str(error).splitlines()[0]}") from error
+    return family_of(config)

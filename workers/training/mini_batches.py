@@ -1,0 +1,97 @@
+"""Which data-parallel rank gets which rows of an update: mini-batches are cut from the whole batch, then each is balanced."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataproto import DataProto
+from dataproto.batching import balance, cut_minibatches, places_in_groups
+from workers.ranks.dispatch import Arguments
+
+TOLERANCE = 1.1
+"""How much more than the average the busiest rank may have to do before the samples of a prompt are parted."""
+
+# Where a batch has no column "cost": in units of a token's linear layers, as in a model of 7 billion weights.
+IMAGE_TOKEN = 0.4  # what the vision tower adds for an image token
+ATTENTION = 1 / 43_000  # what attention adds for a pair of tokens
+
+
+ROW = "_row"
+"""The column that says which row of the whole batch a row is."""
+MINIBATCH = "_minibatch"
+"""The column that says which rows make one step together, by number."""
+
+
+def split_update(call: Arguments, parts: int) -> list[Arguments]:
+    """The call ``update(data, loss_fn, minibatch, ...)`` for each of ``parts`` data-parallel ranks, see `share_out`."""
+    named = dict(zip(("data", "loss_fn", "minibatch"), call.args)) | call.kwargs
+    shares = share_out(named["data"], parts, named.get("minibatch"))
+    if "data" in call.kwargs:
+        return [Arguments(call.args, call.kwargs | {"data": share}) for share in shares]
+    return [Arguments((share, *call.args[1:]), call.kwargs) for share in shares]
+
+
+def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list[DataProto]:
+    """The rows of each of ``parts`` ranks, with the columns `ROW` and `MINIBATCH`.
+
+    A mini-batch is ``minibatch`` prompts of the whole batch (all of it if ``None``), and its work is spread evenly. Samples of
+    a prompt stay on one rank, where the prompt is computed once, unless that leaves a rank with `TOLERANCE` times the
+    average. Work is read from the column ``cost`` ``(B,)`` if there is one (`dataproto.vlm.row_costs`), else estimated.
+    """
+    groups = np.asarray(data["uid"] if "uid" in data else np.arange(len(data)))
+    own, lead = row_work(data)
+    numbers = np.zeros(len(data), dtype=np.int64)
+    shares: list[list[np.ndarray]] = [[] for _ in range(parts)]
+    batches = [np.arange(len(data))] if minibatch is None else cut_minibatches(groups, minibatch)
+    for number, rows in enumerate(batches):
+        numbers[rows] = number
+        for share, chosen in zip(shares, spread(own[rows], lead[rows], groups[rows].tolist(), parts), strict=True):
+            share.append(rows[chosen])
+    numbered = data[:]
+    numbered[MINIBATCH], numbered[ROW] = numbers, np.arange(len(data))
+    return [numbered[np.concatenate(share)] for share in shares]
+
+
+def row_work(data: DataProto) -> tuple[np.ndarray, np.ndarray]:
+    """Work of each row ``(B,)`` without its prompt, and of its prompt."""
+    attended = np.asarray(data["attention_mask"].cpu(), dtype=np.float64)
+    prompt = attended.shape[1] - data["response_mask"].shape[1]
+    tokens, prompts = attended.sum(1), attended[:, :prompt].sum(1)
+    images = np.zeros(len(data))
+    if "mm_token_type_ids" in data:
+        images = np.asarray((data["mm_token_type_ids"] > 0).sum(1).cpu(), dtype=np.float64)
+    lead = prompts + IMAGE_TOKEN * images + ATTENTION * prompts**2
+    whole = tokens + IMAGE_TOKEN * images + ATTENTION * tokens**2
+    if "cost" in data:
+        cost = np.asarray(data["cost"], dtype=np.float64)
+        lead, whole = cost * lead / np.maximum(whole, 1), cost
+    return whole - lead, lead
+
+
+def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: int) -> list[np.ndarray]:
+    """Row indices, ascending, of ``parts`` parts of about equal work.
+
+    Args:
+        own, lead: ``(B,)`` work of each row, and what it is more for the first row of its group in a part.
+        groups: ``(B,)`` what stays together unless that leaves a part with too much.
+
+    >>> [part.tolist() for part in spread(np.ones(4), np.ones(4), ["a", "a", "b", "b"], parts=2)]
+    [[0, 1], [2, 3]]
+    >>> [part.tolist() for part in spread(np.ones(4), np.ones(4), ["a", "a", "a", "a"], parts=2)]
+    [[0, 1], [2, 3]]
+    """
+    best: list[np.ndarray] = []
+    least, pieces = np.inf, 1
+    order = places_in_groups(groups)
+    largest = int(order.max(initial=0)) + 1
+    while True:
+        size = -(-largest // pieces)  # rows of a piece
+        keys = [(group, int(place) // size) for group, place in zip(groups, order, strict=True)]
+        costs = own + np.where(order % size == 0, lead, 0.0)
+        found = balance(costs, parts, groups=keys)
+        busiest = max(float(costs[part].sum()) for part in found)
+        if busiest < least:
+            best, least = found, busiest
+        if busiest <= TOLERANCE * costs.sum() / parts or size == 1:
+            return best
+        pieces *= 2
