@@ -1,0 +1,53 @@
+"""The source tree keeps its order: few files in a folder, one module of each name, stated public names, no import by string."""
+
+import ast
+import importlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("dataproto", "rollout", "workers", "recipes")
+MODULES = sorted(path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+FOLDERS = sorted({path.parent for path in MODULES})
+MOST_FILES = 12  # beside `__init__` and `__main__`
+# Where a backend, which may not be installed or is slow to import, is chosen by name.
+LAZY_TABLES = {
+    Path("dataproto/_verl_conversion.py"),
+    Path("dataproto/vlm/family.py"),
+    Path("rollout/engine.py"),
+    Path("workers/cluster/launch.py"),
+}
+
+
+def names_of(folder: Path) -> list[str]:
+    return [path.stem for path in MODULES if path.parent == folder and path.stem not in ("__init__", "__main__")]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_a_folder_holds_about_a_dozen_files_at_most(folder: Path) -> None:
+    assert len(names_of(folder)) <= MOST_FILES
+
+
+def test_no_two_modules_have_the_same_name() -> None:
+    counts = Counter(path.stem for path in MODULES if path.stem not in ("__init__", "__main__"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_a_package_states_its_public_names_and_has_them(folder: Path) -> None:
+    package = importlib.import_module(".".join(folder.parts))
+    assert package.__doc__
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
+
+
+def test_modules_are_imported_by_statements_except_where_a_backend_is_chosen() -> None:
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in ("import_module", "__import__"):
+                    found.add(path)
+    assert found <= LAZY_TABLES
