@@ -1,17 +1,9 @@
 """A batch of vision-language rows that travels between the workers of a reinforcement-learning loop."""
 
-from dataproto._ops.column_ops import object_array
-from dataproto.batching import (
-    BinLayout,
-    balance,
-    collate_supervised,
-    first_fit_decreasing,
-    pack_supervised,
-    split_by_budget,
-    split_into,
-)
+from dataproto.collation import BinLayout, collate_supervised, pack_supervised
 from dataproto.columns import COLUMNS, require
 from dataproto.distributed import all_gather, broadcast, gather, scatter
+from dataproto.planning import balance, first_fit_decreasing, split_by_budget, split_into
 from dataproto.protocol import (
     DataProto,
     DataProtoConfig,
@@ -29,6 +21,7 @@ from dataproto.protocol import (
 )
 from dataproto.ragged import RaggedTensor
 from dataproto.serialization.wire import BlobStore, shared_blobs
+from dataproto.tensordict_utils import object_array
 
 __all__ = [
     "COLUMNS",

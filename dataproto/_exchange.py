@@ -1,6 +1,6 @@
 """Bytes between the ranks of a process group, and agreement before and after, so that no rank waits for one that has failed.
 
-Ranks are counted within the group. Bytes are tensors ``(n,)`` uint8, since every backend carries those, whatever they mean.
+GroupRanks are counted within the group. Bytes are tensors ``(n,)`` uint8, since every backend carries those, whatever they mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class GroupRanks:
     """This rank's place in a group.
 
     Raises:
@@ -57,7 +57,7 @@ class Ranks:
     size: int
 
     @classmethod
-    def of(cls, group: Any) -> "Ranks":
+    def of(cls, group: Any) -> "GroupRanks":
         rank = dist.get_rank(group)
         if rank < 0:
             raise InvalidIndex("this process is not a rank of the group")

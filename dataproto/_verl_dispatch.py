@@ -14,7 +14,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from dataproto._ops import column_ops as columnwise
-from dataproto._table import Table
 from dataproto.errors import IndivisibleBatch, InvalidColumn, InvalidIndex
 
 _padding_size_key = (
@@ -74,14 +73,15 @@ class BatchData:
 
     def is_chunkable(self) -> bool:
         """Whether :meth:`chunk` takes it."""
-        return isinstance(self._data, (Table, DataProtoFuture, TensorDictBase, *_queue_handles()))
+        kinds = (DataProtoFuture, TensorDictBase, *_queue_handles())
+        return isinstance(self._data, kinds) or _is_batch(self._data)
 
     def is_concatable(self) -> bool:
         """Whether it is a list, not empty, that :meth:`concat` takes."""
         if not isinstance(self._data, list | tuple) or len(self._data) == 0:
             return False
         first = self._data[0]
-        return isinstance(first, (Table, TensorDictBase, *_queue_handles())) or _is_future(first)
+        return isinstance(first, (TensorDictBase, *_queue_handles())) or _is_batch(first) or _is_future(first)
 
     def chunk(self, chunks: int) -> Sequence[Any]:
         """``chunks`` equal parts of the same type; those of a ``TensorDict`` have memory of their own."""
@@ -123,6 +123,11 @@ def _part(whole: Any, number: int, chunks: int) -> Any:
     return whole.chunk(chunks=chunks)[number]
 
 
+def _is_batch(value: Any) -> bool:
+    """Whether a value is a `DataProto`, by what it can do: that class imports this module."""
+    return hasattr(value, "non_tensor_batch") and callable(getattr(value, "chunk", None))
+
+
 def _is_future(value: Any) -> bool:
     return callable(getattr(value, "future", None))
 
@@ -149,7 +154,7 @@ def _concat_tensordicts(parts: Sequence[TensorDictBase]) -> TensorDictBase:
     nested = [name for name, column in first.items() if isinstance(column, torch.Tensor) and column.is_nested]
     whole: TensorDict = TensorDict.cat([part.exclude(*nested) for part in parts], dim=0)
     for name in nested:
-        whole.set(name, columnwise.join([part.get(name) for part in parts], name))
+        whole.set(name, columnwise.concat([part.get(name) for part in parts], name))
     return whole
 
 

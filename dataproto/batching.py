@@ -1,13 +1,8 @@
-"""Batches in other forms: rows packed, parts planned, tokens collated.
+"""The names of `packing`, `collation` and `planning` under one, until all callers name the module."""
 
-One name for four modules: ``packing`` (padded rows to one sequence and back), ``balancing`` (which rows go into which
-micro-batch, rank or bin), ``collation`` (token lists to padded columns) and ``bins`` (supervised rows side by side).
-"""
-
-from dataproto.bins import BinLayout, pack_supervised
-from dataproto.collation import collate_supervised, pad_rows, ragged_rows
-from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
-from dataproto.planning import (
+from dataproto.collation import BinLayout, collate_supervised, pack_supervised, pad_rows, ragged_rows  # noqa: F401
+from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells  # noqa: F401
+from dataproto.planning import (  # noqa: F401
     balance,
     cut_minibatches,
     first_fit_decreasing,
@@ -16,23 +11,3 @@ from dataproto.planning import (
     split_by_tokens,
     split_into,
 )
-
-__all__ = [
-    "BinLayout",
-    "PackedRows",
-    "balance",
-    "collate_supervised",
-    "cut_minibatches",
-    "fill_up",
-    "first_fit_decreasing",
-    "pack_rows",
-    "pack_supervised",
-    "pad_rows",
-    "places_in_groups",
-    "prompt_sharing",
-    "ragged_rows",
-    "split_by_budget",
-    "split_by_tokens",
-    "split_into",
-    "unpack_cells",
-]

@@ -1,11 +1,15 @@
-"""Token lists to padded columns; ``bins`` packs them.
+"""Supervised rows as columns: token lists padded to one width, or side by side in bins.
 
-Letters: B rows, L tokens of the longest row, R = L - 1. Rows are lists of numbers, arrays, tensors, or one :class:`RaggedTensor`,
-of which nothing needs to be converted.
+Rows are lists of numbers, arrays, tensors, or one :class:`RaggedTensor`, which needs no conversion.
+
+Dimension letters: B rows, L tokens of the longest row, R = L - 1; S segments: the rows and, at the end of each bin that is not
+full, the cells that are left.
 """
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,8 +17,10 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidColumn, InvalidRow, RowCountMismatch
+from dataproto.planning import first_fit_decreasing
 from dataproto.protocol import DataProto
 from dataproto.ragged import RaggedTensor
+from dataproto.tensordict_utils import rows_at
 
 Rows: TypeAlias = Sequence[Any] | RaggedTensor
 Code: TypeAlias = Literal["q", "B", "f"]
@@ -136,3 +142,174 @@ def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor
             if (numbers > most).any():
                 raise InvalidRow(row, f"{name} are numbers from 0 to {most}, not {numbers.tolist()}")
     return made
+
+
+# Bins
+
+NO_LABEL = -100
+"""The label that losses of PyTorch and Hugging Face pass over."""
+
+
+@dataclass(frozen=True)
+class BinLayout:
+    """Where rows stand in a grid ``(bins, capacity)``: one after the other, each from a multiple of ``align`` on.
+
+    >>> layout = BinLayout.of([3, 2, 4], [np.array([0, 1]), np.array([2])], capacity=6)
+    >>> layout.position_ids.tolist(), layout.cu_seqlens.values.tolist()
+    ([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 1]], [0, 3, 5, 6, 0, 4, 6])
+    >>> layout.place(RaggedTensor(torch.arange(9), [3, 2, 4]), -1).tolist()
+    [[0, 1, 2, 3, 4, -1], [5, 6, 7, 8, -1, -1]]
+    """
+
+    bins: int
+    capacity: int
+    rows: np.ndarray  # (S,) which row each segment is, -1 at the ends of bins
+    tokens: np.ndarray  # (S,) how many tokens it holds
+    sizes: np.ndarray  # (S,) how many cells it takes up
+    segments: np.ndarray  # (bins,) how many segments each bin has
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int] | np.ndarray | Tensor, bins: Sequence[np.ndarray], capacity: int, align: int = 1
+    ) -> "BinLayout":
+        """Rows of ``lengths (B,)`` in ``bins`` of row indices, as `first_fit_decreasing` gives them.
+
+        Raises:
+            InvalidColumn: the bins do not hold every row once, or one holds more than fits; names it.
+        """
+        each, rows = np.asarray(lengths, dtype=np.int64), np.concatenate([np.zeros(0, dtype=np.int64), *bins])
+        if not np.array_equal(np.sort(rows), np.arange(len(each))):
+            raise InvalidColumn(f"bins hold each of {len(each)} rows once, not {rows.tolist()}")
+        tokens = each[rows]
+        sizes = -(-tokens // align) * align
+        counts = np.fromiter(map(len, bins), np.int64, len(bins))
+        ends = np.cumsum(counts)
+        left = capacity - np.diff(np.append(0, np.cumsum(sizes))[ends], prepend=0)
+        if (wrong := np.flatnonzero(left < 0)).size:
+            raise InvalidColumn(f"bin {wrong[0]} holds {capacity - left[wrong[0]]} tokens, more than {capacity}")
+        places, rest = ends[left > 0], left[left > 0]
+        return cls(
+            bins=len(bins),
+            capacity=capacity,
+            rows=np.insert(rows, places, -1),
+            tokens=np.insert(tokens, places, 0),
+            sizes=np.insert(sizes, places, rest),
+            segments=counts + (left > 0),
+        )
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Each cell's place in its segment, ``(bins, capacity)`` int64."""
+        return torch.from_numpy(runs(np.zeros_like(self.sizes), self.sizes)).view(self.bins, self.capacity)
+
+    @cached_property
+    def filled(self) -> Tensor:
+        """Which cells hold tokens, ``(bins, capacity)`` bool."""
+        spans = np.stack([self.tokens, self.sizes - self.tokens], axis=1).ravel()
+        return torch.from_numpy(np.repeat(np.arange(len(spans)) % 2 == 0, spans)).view(self.bins, self.capacity)
+
+    @cached_property
+    def cu_seqlens(self) -> RaggedTensor:
+        """Where the segments of each bin begin and the last one ends, int32: what attention by segment asks for."""
+        first = np.cumsum(self.segments) - self.segments
+        ends = np.cumsum(self.sizes) - np.repeat(np.arange(self.bins) * self.capacity, self.segments)
+        return RaggedTensor(torch.from_numpy(np.insert(ends, first, 0).astype(np.int32)), self.segments + 1)
+
+    def place(self, rows: RaggedTensor, fill: float) -> Tensor:
+        """Rows ``(n_i, *tail)`` in their cells ``(bins, capacity, *tail)``, ``fill`` in the others; gradients flow.
+
+        Raises:
+            InvalidColumn: the rows' lengths are not those of the layout.
+        """
+        standing = self.rows >= 0
+        order = self.rows[standing]
+        if len(rows) != len(order) or not np.array_equal(rows.lengths.numpy()[order], self.tokens[standing]):
+            raise InvalidColumn(f"{rows!r} are not the rows of this layout")
+        if len(rows) == 0 or len(rows.storage) == 0:
+            return rows.storage.new_full((self.bins, self.capacity, *rows.tail), fill)
+        chosen = rows_at(rows.storage, torch.from_numpy(self._sources(rows)).to(rows.device))
+        empty = ~self.filled.to(rows.device).view(self.bins, self.capacity, *[1] * len(rows.tail))
+        return chosen.view(self.bins, self.capacity, *rows.tail).masked_fill_(empty, fill)
+
+    def _sources(self, rows: RaggedTensor) -> np.ndarray:
+        """Where each cell's value stands in the rows' storage, ``(bins * capacity,)``; columns that lie alike share one."""
+        key = (len(rows.storage), rows.starts.numpy().tobytes())
+        if key not in self._found:
+            first = np.where(self.rows >= 0, rows.starts.numpy()[self.rows], 0)
+            small = len(rows.storage) + self.capacity < 2**31
+            index = runs(first, self.sizes, np.int32 if small else np.int64)
+            if (first + self.sizes > len(rows.storage)).any():
+                np.minimum(index, len(rows.storage) - 1, out=index)  # of cells without tokens
+            self._found[key] = index
+        return self._found[key]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, bytes], np.ndarray]:
+        return {}
+
+    def take(self, grid: Tensor) -> RaggedTensor:
+        """The inverse of :meth:`place`: the rows that stand in ``(bins, capacity, *tail)``, in their own order."""
+        standing = self.rows >= 0
+        return RaggedTensor(grid[self.filled.to(grid.device)], self.tokens[standing])[np.argsort(self.rows[standing])]
+
+
+def runs(first: np.ndarray, sizes: np.ndarray, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
+    """Each first number and those that follow it, ``sizes`` in all, one run after the other; no other array of that length.
+
+    >>> runs(np.array([0, 7, 5]), np.array([3, 0, 2]))
+    array([0, 1, 2, 5, 6])
+    """
+    first, sizes = first[sizes > 0], sizes[sizes > 0]
+    numbers = np.ones(int(sizes.sum()), dtype=dtype)
+    if len(sizes):
+        numbers[0] = first[0]
+        numbers[np.cumsum(sizes)[:-1]] = np.diff(first) - sizes[:-1] + 1
+    return np.cumsum(numbers, dtype=dtype, out=numbers)
+
+
+def pack_supervised(
+    input_ids: Rows,
+    loss_mask: Rows | None = None,
+    *,
+    capacity: int,
+    pad_token_id: int,
+    bins: Sequence[np.ndarray] | None = None,
+    align: int = 1,
+) -> DataProto:
+    """Supervised rows packed into bins: a batch with one row a bin.
+
+    ``input_ids``, ``position_ids`` (from 0 in each segment) and ``shift_labels`` ``(bins, capacity)`` int64; ``cu_seqlens``,
+    ragged int32. A label is the token that follows, and -100 where none follows in the same row or none is to be learnt:
+    Hugging Face's models take it under this name and do not shift it again. Other columns of the rows go the same way through
+    a `BinLayout`.
+
+    Args:
+        loss_mask: 1 on tokens to be learnt, 0 elsewhere; all of them unless given. A row's first token is never learnt.
+        bins: row indices of each bin; those of `first_fit_decreasing` unless given.
+        align: each row begins at a multiple of it.
+
+    Raises:
+        InvalidRow: a row is longer than ``capacity``, or holds no such numbers.
+        InvalidColumn: loss masks of other lengths, or bins that do not hold every row once or hold too much.
+
+    >>> data = pack_supervised([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]], capacity=6, pad_token_id=0)
+    >>> data["input_ids"].tolist(), data["shift_labels"].tolist()
+    ([[5, 6, 7, 8, 9, 0]], [[-100, 7, -100, 9, -100, -100]])
+    """
+    ids = ragged_rows(input_ids, name="input_ids")
+    if bins is None:
+        bins = first_fit_decreasing(ids.lengths, capacity, align)
+    layout = BinLayout.of(ids.lengths, bins, capacity, align)
+    tokens = layout.place(ids, pad_token_id)
+    learnt = layout.filled if loss_mask is None else layout.place(loss_masks(loss_mask, ids), 0).bool()
+    follows = learnt.view(-1)[1:] & (
+        layout.position_ids.view(-1)[1:] > 0
+    )  # a row's first token follows none of its row
+    labels = torch.empty_like(tokens)
+    flat = labels.view(-1)
+    torch.where(follows, tokens.view(-1)[1:], torch.tensor(NO_LABEL), out=flat[:-1])
+    flat[-1:] = NO_LABEL
+    return DataProto.from_dict(
+        {"input_ids": tokens, "position_ids": layout.position_ids, "shift_labels": labels},
+        {"cu_seqlens": layout.cu_seqlens},
+    )

@@ -1,23 +1,42 @@
-"""The well-known columns: what each holds, in which shape, who writes it and who reads it.
+"""The well-known columns: what each holds, in which shape, who writes it and who reads it; and checks against that table.
 
 Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens. Batches of prompts have R = 0.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from dataproto.errors import MissingColumn
+import numpy as np
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from dataproto.protocol import DataProto
+from dataproto.errors import InvalidColumn, MissingColumn
+
+
+class HasColumns(Protocol):
+    """A batch, as far as the functions here and in `dataproto.packing` know it."""
+
+    meta_info: dict[str, Any]
+
+    def names(self) -> list[str]:
+        """The names of its columns."""
+
+    def __getitem__(self, item: Any, /) -> Any:
+        """A column by its name; rows by a slice."""
+
+    def __setitem__(self, name: str, column: Any, /) -> None:
+        """Adds or replaces a column."""
 
 
 @dataclass(frozen=True)
 class Column:
     """One line of the table.
 
-    ``shape`` in dimension letters, alternatives apart by ``|``; ``inert`` is the object that stands in rows that must change
-    nothing (``None``: no particular one); ``allowed`` are the only numbers that may stand there.
+    Args:
+        shape: dimension letters; ``|`` separates alternatives.
+        inert: the value of a column of objects in inert rows (see ``pad_inert``); ``None``: any value.
+        allowed: the only values that the column may hold; empty: any.
     """
 
     name: str
@@ -36,7 +55,7 @@ class Column:
 
     @property
     def shape_text(self) -> str:
-        """The shape as it is written elsewhere.
+        """The shape as error messages and documents write it.
 
         >>> COLUMNS["position_ids"].shape_text, COLUMNS["uid"].shape_text
         ('(B, 4, L) or (B, L)', '(B,)')
@@ -44,7 +63,7 @@ class Column:
         return " or ".join(f"({', '.join(letters)}{',' * (len(letters) == 1)})" for letters in self.shapes)
 
     def inert_row(self, row: int) -> Any:
-        """A fresh inert object for the ``row``-th inert row; strings are numbered, so that no two rows share one."""
+        """A new inert object for the ``row``-th inert row. Strings get a number, so that no two rows share a ``uid``."""
         return f"{self.inert}-{row}" if isinstance(self.inert, str) else type(self.inert)(self.inert)
 
 
@@ -163,7 +182,7 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def require(data: "DataProto", *names: str) -> None:
+def require(data: HasColumns, *names: str) -> None:
     """Checks that a batch has the columns that the caller reads.
 
     Raises:
@@ -174,9 +193,9 @@ def require(data: "DataProto", *names: str) -> None:
     Traceback (most recent call last):
     dataproto.errors.MissingColumn: missing column: 'old_log_probs' (written by ActorWorker.log_probs); present: 'uid'
     """
-    absent = [name for name in names if name not in data]
-    if absent:
-        raise MissingColumn(missing_message(absent, data.names()))
+    present = data.names()
+    if absent := [name for name in names if name not in present]:
+        raise MissingColumn(missing_message(absent, present))
 
 
 def missing_message(absent: list[str], present: list[str]) -> str:
@@ -193,3 +212,171 @@ def columns_table() -> str:
         cells = (f"`{each.name}`", each.dtype, each.shape_text, each.written_by, each.read_by, each.meaning)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+# Validation
+
+Sizes = dict[str, tuple[int, str]]  # a dimension letter to its size and the column that it is known from
+
+
+def validate(columns: Mapping[str, Any]) -> None:
+    """See ``DataProto.validate``; columns that the table does not list pass."""
+    known = {name: column for name, column in columns.items() if name in COLUMNS}
+    sizes: Sizes = {}
+    for name, column in known.items():
+        _check_form(COLUMNS[name], column, sizes)
+    _check_lengths(sizes)
+    for name, column in known.items():
+        _check_values(COLUMNS[name], column)
+    _check_padding(known, sizes)
+    _check_tokens(known)
+    _check_media(known)
+
+
+def _check_rows(name: str, wrong: Tensor, expected: str, found: str | Callable[[int], str]) -> None:
+    """Raises for the first row that is ``wrong (B,)``."""
+    rows = wrong.nonzero()
+    if len(rows):
+        row = int(rows[0])
+        there = found if isinstance(found, str) else found(row)
+        raise InvalidColumn(f"column {name!r}, row {row}: expected {expected}, found {there}")
+
+
+# Dtypes and shapes
+
+
+def _check_form(law: Column, column: Any, sizes: Sizes) -> None:
+    if law.dtype == "object":
+        if not isinstance(column, np.ndarray):
+            raise InvalidColumn(f"column {law.name!r}: expected an array of objects, found {_form(column)}")
+        return
+    expected = f"{law.dtype} {law.shape_text}"
+    dense = isinstance(column, Tensor) and not column.is_nested and column.dtype == getattr(torch, law.dtype)
+    letters = next((letters for letters in law.shapes if dense and _fits(letters, column.shape)), None)
+    if letters is None:
+        raise InvalidColumn(f"column {law.name!r}: expected {expected}, found {_form(column)}")
+    for letter, size in zip(letters, column.shape):
+        known, where = sizes.setdefault(letter, (size, law.name))
+        if known != size:
+            known_from = f"{letter} = {known} as in {where!r}"
+            raise InvalidColumn(f"column {law.name!r}: expected {expected} with {known_from}, found {_form(column)}")
+
+
+def _fits(letters: list[str], shape: torch.Size) -> bool:
+    return len(letters) == len(shape) and all(
+        not letter.isdigit() or int(letter) == size for letter, size in zip(letters, shape)
+    )
+
+
+def _form(column: Any) -> str:
+    if isinstance(column, np.ndarray):
+        return f"an array of {column.dtype} {column.shape}"
+    if isinstance(column, Tensor) and not column.is_nested:
+        return f"{str(column.dtype).removeprefix('torch.')} {tuple(column.shape)}"
+    return f"a {type(column).__name__}"
+
+
+def _check_lengths(sizes: Sizes) -> None:
+    """L = P + R, and a token before every response."""
+    if "L" not in sizes or "R" not in sizes:
+        return
+    (tokens, where), (response, there) = sizes["L"], sizes["R"]
+    if "P" in sizes and tokens != sizes["P"][0] + response:
+        parts = f"L = P + R = {sizes['P'][0]} + {response} tokens as in {sizes['P'][1]!r} and {there!r}"
+        raise InvalidColumn(f"column {where!r}: expected {parts}, found {tokens}")
+    if tokens <= response:
+        raise InvalidColumn(f"column {there!r}: expected fewer than the {tokens} tokens of {where!r}, found {response}")
+
+
+# Values
+
+
+def _check_values(law: Column, column: Any) -> None:
+    if law.allowed:
+        odd = ~torch.isin(column, torch.tensor(law.allowed, dtype=column.dtype, device=column.device))
+        expected = f"only {', '.join(map(str, law.allowed))}"
+        _check_rows(law.name, odd.any(1), expected, lambda row: str(column[row][odd[row]][0].item()))
+    if isinstance(law.inert, dict):
+        for row, value in enumerate(column):
+            if not isinstance(value, Mapping):
+                raise InvalidColumn(f"column {law.name!r}, row {row}: expected a dict, found a {type(value).__name__}")
+
+
+def _check_padding(known: Mapping[str, Any], sizes: Sizes) -> None:
+    """Prompts are padded on the left, responses on the right; where it is not known where they meet, tokens lie together."""
+    mask = known.get("attention_mask")
+    if mask is None:
+        return
+    starts = torch.nn.functional.pad(mask, (1, 0)).diff(dim=1) > 0
+    _check_rows("attention_mask", starts.sum(1) > 1, "tokens next to each other", "padding between them")
+    if "R" not in sizes:
+        return
+    response = mask[:, sizes["L"][0] - sizes["R"][0] :]
+    prompt = mask[:, : sizes["L"][0] - sizes["R"][0]]
+    _check_rows(
+        "attention_mask", (prompt.diff(dim=1) < 0).any(1), "a prompt padded on the left", "padding on its right"
+    )
+    _check_rows(
+        "attention_mask", (response.diff(dim=1) > 0).any(1), "a response padded on the right", "padding on its left"
+    )
+    if "response_mask" in known:
+        padding = known["response_mask"].bool() & (response == 0)
+        _check_rows("response_mask", padding.any(1), "1 only where attention_mask is 1", "1 on padding")
+
+
+def _check_tokens(known: Mapping[str, Any]) -> None:
+    """``input_ids`` are the prompt and then the response; media stand on attended tokens."""
+    ids, prompts, responses = (known.get(name) for name in ("input_ids", "prompts", "responses"))
+    if ids is not None and responses is not None:
+        last = ids[:, ids.shape[1] - responses.shape[1] :]
+        _check_rows("responses", (last != responses).any(1), "the last tokens of 'input_ids'", "others")
+    if ids is not None and prompts is not None:
+        _check_rows(
+            "prompts", (ids[:, : prompts.shape[1]] != prompts).any(1), "the first tokens of 'input_ids'", "others"
+        )
+    types, mask = known.get("mm_token_type_ids"), known.get("attention_mask")
+    if types is not None and mask is not None:
+        padding = (types != 0) & (mask == 0)
+        _check_rows("mm_token_type_ids", padding.any(1), "0 where attention_mask is 0", "a placeholder on padding")
+
+
+# Media
+
+
+def _check_media(known: Mapping[str, Any]) -> None:
+    """As many media for the models as for the engine, and as many patches as the placeholder tokens stand for."""
+    inputs, objects = known.get("multi_modal_inputs"), known.get("multi_modal_data")
+    if inputs is None:
+        return
+    types = known.get("mm_token_type_ids")
+    for number, (kind, pixels) in enumerate((("image", "pixel_values"), ("video", "pixel_values_videos")), start=1):
+        if objects is not None:
+            for row, (media, given) in enumerate(zip(inputs, objects)):
+                grid = media.get(f"{kind}_grid_thw")
+                objects_given = given.get(kind)
+                if grid is not None and objects_given is not None and len(grid) != len(objects_given):
+                    expected = f"{len(objects_given)} {kind}s as in 'multi_modal_data'"
+                    raise InvalidColumn(
+                        f"column 'multi_modal_inputs', row {row}: expected {expected}, found {len(grid)}"
+                    )
+        if types is not None:
+            _check_patches(inputs, (types == number).sum(1).tolist(), kind, pixels)
+
+
+def _check_patches(inputs: np.ndarray, tokens: Sequence[int], kind: str, pixels: str) -> None:
+    """A token stands for as many patches in all rows. Media without grids are only there or not."""
+    share: int | None = None
+    for row, (media, count) in enumerate(zip(inputs, tokens)):
+        where = f"column 'multi_modal_inputs', row {row}: expected"
+        if (there := media.get(pixels) is not None) != (count > 0):
+            raise InvalidColumn(f"{where} {kind}s for {count} tokens, found {'some' if there else 'none'}")
+        if count == 0 or (grid := media.get(f"{kind}_grid_thw")) is None:
+            continue
+        patches = int(torch.as_tensor(grid).prod(-1).sum())
+        if patches != len(media[pixels]):
+            raise InvalidColumn(f"{where} {patches} patches as in {kind}_grid_thw, found {len(media[pixels])}")
+        share = share or max(patches // count, 1)
+        if patches != share * count:
+            raise InvalidColumn(
+                f"{where} {share * count} patches for {count} {kind} tokens, {share} each, found {patches}"
+            )

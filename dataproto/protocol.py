@@ -1,34 +1,48 @@
-"""``DataProto``: the one batch that travels between the workers, and its verbs.
+"""``DataProto``: the batch that the workers pass to each other, and its verbs.
 
-Names, arguments and results are those of ``verl.protocol`` (0.9); what is stricter here stands in each docstring under Raises.
-The fields and their law are in ``table``, the rules for single columns in ``rows``, those for merging in ``merging``.
+    data = DataProto.from_dict({"prompts": prompts}, {"uid": uids, "multi_modal_data": media})    # (B, P) and B objects each
+    data = data.repeat(8)                                   # rows share tensors and images, nothing is copied
+    data["advantages"] = group_advantage(data["scores"], data["uid"])           # a column in, a column out
+    for part in data[data["advantages"].abs().sum(1) > 0].split(64):            # rows by a mask, then in parts
+        train(part)
+    data.select(["prompts"]).save_to_disk("prompts.dp")     # a file that loads without running code
+
+Names, arguments and results are those of ``verl.protocol`` (0.9). What is stricter here is under Raises in each docstring.
+
+The file is in this order: construction, invariants, columns, rows, splitting and joining, moving, saving, verl's functions.
 """
 
+import copy
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import accumulate
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
 from dataproto import _verl_conversion as conversion
+from dataproto._exchange import Call
+from dataproto._messages import exchange
 from dataproto._ops import column_ops as columnwise
-from dataproto._ops.folding import fold_batch_dim, unfold_batch_dim, unfold_columns
-from dataproto._ops.indexing import Index
-from dataproto._ops.merging import collate_fn, concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
-from dataproto._ops.padding import (
-    DataProtoConfig,
-    pad_dataproto_to_divisor,
-    pad_inert,
-    unpad_dataproto,
-    unpad_inert,
+from dataproto._ops import describe, folding
+from dataproto._ops.column_ops import Column
+from dataproto._ops.indexing import Index, as_positions, as_row, as_slice
+from dataproto._ops.merging import concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
+from dataproto._verl_conversion import (
+    EncodedTensorDict,
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
 )
-from dataproto._ops.widths import MAX_TOKENS, equally_wide
-from dataproto._table import DataProtoItem, Table, name_list
 from dataproto._verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
-from dataproto.distributed import all_gather_data_proto
+from dataproto.columns import COLUMNS, missing_message, validate
 from dataproto.errors import (
     ColumnConflict,
     IndivisibleBatch,
@@ -37,15 +51,11 @@ from dataproto.errors import (
     MissingColumn,
     RowCountMismatch,
 )
+from dataproto.packing import MAX_TOKENS, equally_wide
 from dataproto.ragged import RaggedTensor
 from dataproto.serialization import file as disk
-from dataproto.serialization.tensor_bytes import (
-    deserialize_single_tensor,
-    deserialize_tensordict,
-    serialize_single_tensor,
-    serialize_tensordict,
-)
-from dataproto.tensordict_utils import get_tensordict, stack_objects
+from dataproto.serialization.wire import Fields, copied, plain_batch, reduce_batch
+from dataproto.tensordict_utils import get_tensordict, object_array, stack_objects
 
 __all__ = [
     "BatchData",
@@ -70,21 +80,36 @@ __all__ = [
     "unpad_inert",
 ]
 
+logger = logging.getLogger(__name__)
 
-class DataProto(Table):
+
+@dataclass
+class DataProtoItem:
+    """One row: its tensors without the batch dimension, its objects, and a copy of the batch's ``meta_info``."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce_batch(self, protocol)
+
+
+@dataclass(eq=False, repr=False)
+class DataProto:
     """Columns of ``len(data)`` rows, and facts about the batch as a whole.
 
     Args:
         batch: tensors ``(B, ...)`` in a ``TensorDict`` of batch size ``[B]``, or ``None``.
-        non_tensor_batch: arrays ``(B, ...)``, mostly of dtype object: one Python object a row; and ragged tensors of B rows.
+        non_tensor_batch: arrays ``(B, ...)``, mostly of dtype object with one Python object a row, and ragged tensors of B rows.
         meta_info: facts about the whole batch. What belongs to a row is a column.
 
     Raises:
         InvalidColumn: a column is not a tensor or array with rows.
         RowCountMismatch: columns have different numbers of rows.
-        ColumnConflict: one name stands in both fields.
+        ColumnConflict: both fields have a column of the same name.
 
-    Columns are shared by reference between batches made from one another, containers never are.
+    Batches made from one another share their columns by reference, but never the containers of columns.
 
     >>> data = DataProto.from_dict({"ids": torch.tensor([[1, 2], [3, 4], [5, 6]])}, {"uid": ["a", "b", "c"]})
     >>> len(data), data["uid"].tolist(), data[1:]["ids"].tolist()
@@ -94,7 +119,16 @@ class DataProto(Table):
     ['a', 'a', 'b', 'b']
     """
 
-    # Making one
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray | RaggedTensor] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    # ---- Construction
+
+    def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
+        self.check_consistency()
 
     @classmethod
     def from_dict(
@@ -200,116 +234,230 @@ class DataProto(Table):
             meta_info=dict(self.meta_info),
         )
 
-    # Other rows
+    # ---- Invariants
 
-    def reorder(self, indices: Index) -> None:
-        """Puts the rows in another order, in place; on an error they stay as they are."""
-        self._adopt(self.select_idxs(indices))
+    def __len__(self) -> int:
+        return self._rows() or 0
 
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Every row ``repeat_times`` times: ``aabb``, or ``abab`` where not ``interleave``. Objects are shared, not copied."""
-        if isinstance(repeat_times, bool) or not isinstance(repeat_times, int | np.integer) or repeat_times < 0:
-            raise InvalidIndex(f"rows cannot be repeated {repeat_times!r} times")
-        times = int(repeat_times)
-        return self._map(len(self) * times, lambda _, column: columnwise.repeat(column, times, interleave))
+    def _rows(self) -> int | None:
+        """The number of rows, or ``None`` where there is no column that could say."""
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return next((len(array) for array in self.non_tensor_batch.values()), None)
 
-    def sample_level_repeat(self, repeat_times: "Sequence[int] | np.ndarray | torch.Tensor") -> Self:
-        """Row i ``repeat_times[i]`` times, ``(B,)``; InvalidIndex where they are not B whole numbers of at least 0."""
-        times = np.asarray(repeat_times.tolist() if isinstance(repeat_times, torch.Tensor) else repeat_times)
-        times = times.astype(np.int64) if times.size == 0 else times
-        if times.shape != (len(self),) or times.dtype.kind not in "iu" or (times < 0).any():
-            raise InvalidIndex(f"{len(self)} rows need as many whole numbers of repeats, not {repeat_times!r}")
-        return self.select_idxs(np.repeat(np.arange(len(self)), times))
+    def names(self) -> list[str]:
+        """The names of all columns, tensors first."""
+        return [*self._tensors(), *self.non_tensor_batch]
 
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Cuts columns ``(B, n_split * K, ...)`` into rows ``(B * n_split, K, ...)`` and repeats the other columns to match.
+    def _tensors(self) -> dict[str, Any]:
+        return {} if self.batch is None else dict(self.batch.items())
 
-        Raises:
-            IndivisibleBatch: the second dimension of a column in ``split_keys`` does not divide.
-        """
-        return unfold_columns(self, n_split, name_list(split_keys))
+    def _columns(self) -> dict[str, Any]:
+        return {**self._tensors(), **self.non_tensor_batch}
 
-    # Parts and wholes
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
 
-    def is_padding_enabled(self) -> bool:
-        """Whether ``chunk`` may make parts of different sizes: by ``meta_info`` or for the whole process."""
-        return bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False)) or DataProtoConfig.auto_padding
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
-    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Appends ``padding_size`` copies of the first (``"first"``) or else the last row, in place."""
-        if padding_size < 0 or (padding_size > 0 and len(self) == 0):
-            raise InvalidIndex(f"cannot append {padding_size} copies of a row to a batch of {len(self)} rows")
-        if padding_size:
-            row = 0 if padding_candidate == "first" else len(self) - 1
-            extra = self.slice(row, row + 1).repeat(padding_size)
-            self._adopt(
-                self._map(len(self) + padding_size, lambda name, column: columnwise.join([column, extra[name]], name))
-            )
+    def get_data_info(self) -> str:
+        """Names, shapes, dtypes and types of all that the batch holds, one a line."""
+        return describe.data_info(self.batch, self.non_tensor_batch, self.meta_info)
 
-    def chunk(self, chunks: int) -> list[Self]:
-        """``chunks`` parts of equal size, in order, as views. With padding enabled sizes may differ, and parts be empty.
+    def print_size(self, prefix: str = "") -> None:
+        """Prints how many GB tensors and arrays take."""
+        print(describe.size_info(self.batch, self.non_tensor_batch, prefix))
 
-        Raises:
-            IndivisibleBatch: the rows do not divide.
-        """
-        rows = len(self)
-        if chunks < 1 or (rows % chunks and not self.is_padding_enabled()):
-            raise IndivisibleBatch(
-                f"{rows} rows do not divide into {chunks} equal parts; pad them with pad_dataproto_to_divisor first"
-            )
-        return self._partition(_part_sizes(rows, chunks, of_tensors=self.batch is not None))
+    def check_consistency(self) -> None:
+        """Checks that every column has the same rows and a name of its own; see the class for what it raises."""
+        if self.batch is not None and (not isinstance(self.batch, TensorDictBase) or len(self.batch.batch_size) != 1):
+            found = getattr(self.batch, "batch_size", type(self.batch).__name__)
+            raise InvalidColumn(f"batch is a TensorDict with one batch dimension, not {found}")
+        if not self.non_tensor_batch:
+            return
+        tensors = () if self.batch is None else self.batch.keys()
+        rows = self._rows()
+        for name, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray | RaggedTensor):
+                raise InvalidColumn(
+                    f"column {name!r} of non_tensor_batch is a {type(array).__name__}, not a numpy array"
+                )
+            if columnwise.row_count(array, name) != rows:
+                raise RowCountMismatch(f"column {name!r} has {len(array)} rows, the batch has {rows}")
+            if name in tensors:
+                raise ColumnConflict(f"column {name!r} stands in batch and in non_tensor_batch")
 
-    def split(self, split_size: int) -> list[Self]:
-        """Parts of ``split_size`` rows as views, the last one shorter where the rows do not divide."""
-        if split_size < 1:
-            raise IndivisibleBatch(f"rows cannot be split into parts of {split_size}")
-        whole, rest = divmod(len(self), split_size)
-        return self._partition([split_size] * whole + [rest] * (rest > 0))
+    def validate(self) -> None:
+        """Checks every well-known column against the table in ``columns.py``; others pass. Nothing calls it unasked.
 
-    @staticmethod
-    def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts. ``metrics`` in ``meta_info`` are collected, other facts must agree (see ``merging``).
-
-        A part without any column adds no rows. A list that was put into ``non_tensor_batch`` is read as an array, as in verl.
-        Rollouts, which are recognised by ``max_tokens`` in ``meta_info``, are padded to the widest of them (see ``widths``); of
-        different ``max_tokens`` the largest stays.
+        Dtypes; shapes, so that letters (B rows, P + R = L tokens) mean the same in all columns; masks of 0 and 1; prompts padded
+        on the left and responses on the right; ``response_mask`` on attended tokens only; ``input_ids`` made of ``prompts`` and
+        ``responses``; media that agree with ``mm_token_type_ids``.
 
         Raises:
-            MissingColumn: a column is absent from some part.
-            ColumnConflict: a column or fact differs in kind or value.
-        """
-        if not data:
-            raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
-        for part in data:
-            if not isinstance(part, DataProto):
-                raise InvalidColumn(f"only DataProto can be concatenated, not {type(part).__name__}")
-        data = [part._with_arrays() for part in data]
-        meta_info = concat_meta_info([part.meta_info for part in data])
-        parts = [part for part in data if part._rows() is not None]
-        if not parts:
-            return type(data[0])(meta_info=meta_info)
-        if all(MAX_TOKENS in part.meta_info for part in parts):
-            parts = equally_wide(parts)
-        names = parts[0].names()
-        for part in parts:
-            if different := sorted(set(part.names()) ^ set(names)):
-                raise MissingColumn(f"columns {different} are absent from some parts: {names} and {part.names()}")
-        columns = {name: columnwise.join([part[name] for part in parts], name) for name in names}
-        arrays = {name: columns.pop(name) for name in parts[0].non_tensor_batch}
-        batches = [part.batch for part in parts if part.batch is not None]
-        batch = None
-        if batches:
-            device = batches[0].device if len({each.device for each in batches}) == 1 else None
-            batch = TensorDict(columns, batch_size=[sum(map(len, parts))], device=device)
-        return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+            InvalidColumn: names column, row, what is expected and what was found.
 
-    def _with_arrays(self) -> Self:
-        """This batch checked, or, where lists stand among its arrays, one in which they are arrays."""
-        lists = {name: np.asarray(rows) for name, rows in self.non_tensor_batch.items() if isinstance(rows, list)}
-        if lists:
-            return type(self)(self.batch, {**self.non_tensor_batch, **lists}, self.meta_info)
+        >>> from dataproto import DataProto
+        >>> DataProto.from_dict({"attention_mask": torch.tensor([[0, 1], [2, 1]])}).validate()
+        Traceback (most recent call last):
+        dataproto.errors.InvalidColumn: column 'attention_mask', row 1: expected only 0, 1, found 2
+        """
         self.check_consistency()
+        validate(self._columns())
+
+    # ---- Columns
+
+    @overload
+    def __getitem__(self, item: str) -> Any: ...
+    @overload
+    def __getitem__(self, item: int | np.integer[Any]) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: Index) -> Self: ...
+    def __getitem__(self, item: Any) -> Any:
+        """A column by its name, a row by its number, rows by a slice, list, array, tensor or mask.
+
+        Raises:
+            MissingColumn: no column has that name.
+            InvalidIndex: out of range, or not something that selects rows.
+        """
+        if isinstance(item, str):
+            return self._column(item)
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, list | range | np.ndarray | torch.Tensor) and getattr(item, "ndim", 1) > 0:
+            return self.select_idxs(item)
+        row = as_row(item, len(self))
+        return DataProtoItem(
+            batch=None if self.batch is None else self.batch[row],
+            non_tensor_batch={name: array[row] for name, array in self.non_tensor_batch.items()},
+            meta_info=dict(self.meta_info),
+        )
+
+    def __setitem__(self, name: str, column: torch.Tensor | RaggedTensor | np.ndarray | Sequence[Any]) -> None:
+        """Adds or replaces a column: tensors go to ``batch``, ragged tensors, arrays and lists to ``non_tensor_batch``.
+
+        Raises:
+            RowCountMismatch: not as many rows as the batch.
+            InvalidColumn: not a column.
+        """
+        if not isinstance(name, str):
+            raise InvalidColumn(f"columns are named by strings, not {name!r}")
+        value = column if isinstance(column, torch.Tensor | TensorDictBase) else columnwise.as_array(column, name)
+        found, rows = columnwise.row_count(value, name), self._rows()
+        if rows is not None and found != rows:
+            raise RowCountMismatch(f"column {name!r} has {found} rows, the batch has {rows}")
+        batch = self._unlocked_batch()
+        if isinstance(value, np.ndarray | RaggedTensor):
+            self.non_tensor_batch[name] = value
+            if batch is not None and name in self._tensors():
+                del batch[name]
+        else:
+            self.batch = TensorDict({}, batch_size=[found]) if batch is None else batch
+            self.batch.set(name, value)
+            self.non_tensor_batch.pop(name, None)
+
+    def _column(self, name: str) -> Any:
+        columns = self._columns()
+        if name not in columns:
+            raise MissingColumn(missing_message([name], list(columns)))
+        return columns[name]
+
+    def _unlocked_batch(self) -> TensorDict | None:
+        if self.batch is not None and self.batch.is_locked:
+            self.batch = self.batch.copy()
+        return self.batch
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """Some of the columns and facts (``None``: all of that field), by reference; with ``deepcopy``, copies.
+
+        Raises:
+            MissingColumn: a name in ``batch_keys`` is absent. In the other fields absent names are passed over, as in verl.
+        """
+        if batch_keys is None:
+            batch = None if self.batch is None else self.batch.copy()
+        else:
+            batch = self._select_tensors(_name_list(batch_keys))
+        arrays = _pick(self.non_tensor_batch, non_tensor_batch_keys)
+        facts = _pick(self.meta_info, meta_info_keys)
+        if deepcopy:
+            batch = None if batch is None else batch.clone()
+            arrays, facts = copy.deepcopy(arrays), copy.deepcopy(facts)
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
+
+    def _select_tensors(self, names: list[str]) -> TensorDict | None:
+        try:
+            if self.batch is not None:
+                return self.batch.select(*names)
+            self._check_present(names, ())
+        except KeyError:
+            self._check_present(names, self._tensors())
+            raise
+        return None
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> Self:
+        """Takes columns and facts out, in place, and returns them as a batch; on an error nothing is taken out.
+
+        Raises:
+            MissingColumn: a name is absent, or stands twice.
+        """
+        self.check_consistency()
+        batch = self._unlocked_batch()
+        tensors, arrays, facts = map(_name_list, (batch_keys, non_tensor_batch_keys, meta_info_keys))
+        self._check_present(tensors, self._tensors())
+        self._check_present(arrays, self.non_tensor_batch)
+        self._check_present(facts, self.meta_info)
+        popped = {name: batch.pop(name) for name in tensors} if batch is not None else {}
+        return type(self)(
+            batch=TensorDict(popped, batch_size=[batch.batch_size[0]], device=batch.device)
+            if batch is not None and popped
+            else None,
+            non_tensor_batch={name: self.non_tensor_batch.pop(name) for name in arrays},
+            meta_info={name: self.meta_info.pop(name) for name in facts},
+        )
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
+        """Gives columns new names, in place and all at once (so that two may swap); on an error none is renamed.
+
+        Raises:
+            MissingColumn: an old name is absent.
+            ColumnConflict: a new name is taken, or there are not as many new names as old ones.
+        """
+        for keys in (old_keys, new_keys):
+            if not isinstance(keys, str | list | tuple):
+                raise InvalidColumn(f"names are a string or a list of strings, not a {type(keys).__name__}")
+        self.check_consistency()
+        old, new = _name_list(old_keys), _name_list(new_keys)
+        if len(old) != len(new):
+            raise ColumnConflict(f"{len(old)} columns cannot take {len(new)} new names: {old} and {new}")
+        self._check_present(old, self.names())
+        kept = [name for name in self.names() if name not in old]
+        if taken := sorted({name for name in new if name in kept or new.count(name) > 1}):
+            raise ColumnConflict(f"names {taken} are taken: columns are {self.names()}")
+        batch = self._unlocked_batch()
+        columns = {to: self._column(name) for name, to in zip(old, new)}
+        for name in old:
+            if self.non_tensor_batch.pop(name, None) is None and batch is not None:
+                del batch[name]
+        for name, column in columns.items():
+            self[name] = column
         return self
+
+    def _check_present(self, names: list[str], present: Iterable[str]) -> None:
+        present = list(present)
+        if absent := [name for name in names if name not in present or names.count(name) > 1]:
+            raise MissingColumn(missing_message(absent, present))
 
     def union(self, other: "DataProto") -> Self:
         """Adds the columns and facts of ``other``, in place; on an error nothing is added. What both hold must be equal.
@@ -344,6 +492,178 @@ class DataProto(Table):
     def __ior__(self, other: "DataProto") -> Self:
         return self.union(other) if isinstance(other, DataProto) else NotImplemented
 
+    # ---- Rows
+
+    def select_idxs(self, idxs: Index) -> Self:
+        """Rows by numbers (negative ones count from the end) or by a mask; tensors are copied, objects and ragged rows shared."""
+        positions = as_positions(idxs, len(self))
+        return self._map(len(positions), lambda _, column: columnwise.take(column, positions))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """Rows ``start:end:step``; views of the same memory, except where ``step`` is negative."""
+        bounds = as_slice(slice(start, end, step), len(self))
+        rows = len(range(len(self))[bounds])
+        return self._map(rows, lambda _, column: columnwise.cut(column, bounds))
+
+    def reorder(self, indices: Index) -> None:
+        """Puts the rows in another order, in place; on an error they stay as they are."""
+        self._adopt(self.select_idxs(indices))
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Every row ``repeat_times`` times: ``aabb``, or ``abab`` where not ``interleave``. Objects are shared, not copied."""
+        if isinstance(repeat_times, bool) or not isinstance(repeat_times, int | np.integer) or repeat_times < 0:
+            raise InvalidIndex(f"rows cannot be repeated {repeat_times!r} times")
+        times = int(repeat_times)
+        return self._map(len(self) * times, lambda _, column: columnwise.repeat(column, times, interleave))
+
+    def sample_level_repeat(self, repeat_times: "Sequence[int] | np.ndarray | torch.Tensor") -> Self:
+        """Row i ``repeat_times[i]`` times, ``(B,)``; InvalidIndex where they are not B whole numbers of at least 0."""
+        times = np.asarray(repeat_times.tolist() if isinstance(repeat_times, torch.Tensor) else repeat_times)
+        times = times.astype(np.int64) if times.size == 0 else times
+        if times.shape != (len(self),) or times.dtype.kind not in "iu" or (times < 0).any():
+            raise InvalidIndex(f"{len(self)} rows need as many whole numbers of repeats, not {repeat_times!r}")
+        return self.select_idxs(np.repeat(np.arange(len(self)), times))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
+        """Cuts columns ``(B, n_split * K, ...)`` into rows ``(B * n_split, K, ...)`` and repeats the other columns to match.
+
+        Raises:
+            IndivisibleBatch: the second dimension of a column in ``split_keys`` does not divide.
+        """
+        if n_split < 1:
+            raise IndivisibleBatch(f"columns cannot be split into {n_split} parts")
+        split = _name_list(split_keys)
+        return self._map(
+            len(self) * n_split,
+            lambda name, column: (
+                columnwise.unfold_chunks(column, n_split, name)
+                if name in split
+                else columnwise.repeat(column, n_split, interleave=True)
+            ),
+        )
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Appends ``padding_size`` copies of the first (``"first"``) or else the last row, in place."""
+        if padding_size < 0 or (padding_size > 0 and len(self) == 0):
+            raise InvalidIndex(f"cannot append {padding_size} copies of a row to a batch of {len(self)} rows")
+        if padding_size:
+            row = 0 if padding_candidate == "first" else len(self) - 1
+            extra = self.slice(row, row + 1).repeat(padding_size)
+            self._adopt(
+                self._map(len(self) + padding_size, lambda name, column: columnwise.concat([column, extra[name]], name))
+            )
+
+    def _map(self, rows: int, change: Callable[[str, Column], Column]) -> Self:
+        """A batch of ``rows`` rows whose columns are ``change(name, column)``, with its own ``meta_info``."""
+        self.check_consistency()
+        batch = None
+        if self.batch is not None:
+            tensors = {name: change(name, tensor) for name, tensor in self._tensors().items()}
+            batch = TensorDict(tensors, batch_size=[rows], device=self.batch.device)
+        arrays = {name: change(name, array) for name, array in self.non_tensor_batch.items()}
+        return self._made(batch, arrays, dict(self.meta_info))
+
+    def _made(self, batch: TensorDict | None, arrays: dict[str, Any], facts: dict[str, Any]) -> Self:
+        """A batch of columns that a verb took from this one: they were checked, so that the fields may be set directly."""
+        kind = type(self)
+        if kind.__init__ is not DataProto.__init__ or kind.__post_init__ is not DataProto.__post_init__:
+            return kind(batch=batch, non_tensor_batch=arrays, meta_info=facts)
+        made = object.__new__(kind)
+        made.batch, made.non_tensor_batch, made.meta_info = batch, arrays, facts
+        return made
+
+    def _adopt(self, other: "DataProto") -> None:
+        """Takes over the columns of a batch made from this one: the last step of verbs that work in place."""
+        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+
+    # ---- Splitting and joining
+
+    def is_padding_enabled(self) -> bool:
+        """Whether ``chunk`` may make parts of different sizes: by ``meta_info`` or for the whole process."""
+        return bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False)) or DataProtoConfig.auto_padding
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """``chunks`` parts of equal size, in order, as views. With padding enabled sizes may differ, and parts be empty.
+
+        Raises:
+            IndivisibleBatch: the rows do not divide.
+        """
+        rows = len(self)
+        if chunks < 1 or (rows % chunks and not self.is_padding_enabled()):
+            raise IndivisibleBatch(
+                f"{rows} rows do not divide into {chunks} equal parts; pad them with pad_dataproto_to_divisor first"
+            )
+        return self._partition(_part_sizes(rows, chunks, of_tensors=self.batch is not None))
+
+    def split(self, split_size: int) -> list[Self]:
+        """Parts of ``split_size`` rows as views, the last one shorter where the rows do not divide."""
+        if split_size < 1:
+            raise IndivisibleBatch(f"rows cannot be split into parts of {split_size}")
+        whole, rest = divmod(len(self), split_size)
+        return self._partition([split_size] * whole + [rest] * (rest > 0))
+
+    def _partition(self, sizes: list[int]) -> list[Self]:
+        """Parts of these sizes, in order, as views, each with its own ``meta_info``."""
+        self.check_consistency()
+        ends = list(accumulate(sizes))
+        nested = any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values())
+        if nested or not sizes or 0 in sizes:  # which tensordict does not split
+            return [self.slice(end - size, end) for size, end in zip(sizes, ends)]
+        batches = [None] * len(ends) if self.batch is None else self.batch.split(sizes)
+        return [
+            self._made(
+                batch,
+                {name: array[end - size : end] for name, array in self.non_tensor_batch.items()},
+                dict(self.meta_info),
+            )
+            for batch, size, end in zip(batches, sizes, ends)
+        ]
+
+    @staticmethod
+    def concat(data: Sequence["DataProto"]) -> "DataProto":
+        """The rows of all parts. ``metrics`` in ``meta_info`` are collected, other facts must agree (see ``merging``).
+
+        A part without any column adds no rows. A list that was put into ``non_tensor_batch`` is read as an array, as in verl.
+        Rollouts, which are recognised by ``max_tokens`` in ``meta_info``, are padded to the widest of them (see ``widths``); of
+        different ``max_tokens`` the largest stays.
+
+        Raises:
+            MissingColumn: a column is absent from some part.
+            ColumnConflict: a column or fact differs in kind or value.
+        """
+        if not data:
+            raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
+        for part in data:
+            if not isinstance(part, DataProto):
+                raise InvalidColumn(f"only DataProto can be concatenated, not {type(part).__name__}")
+        data = [part._with_arrays() for part in data]
+        meta_info = concat_meta_info([part.meta_info for part in data])
+        parts = [part for part in data if part._rows() is not None]
+        if not parts:
+            return type(data[0])(meta_info=meta_info)
+        if all(MAX_TOKENS in part.meta_info for part in parts):
+            parts = equally_wide(parts)
+        names = parts[0].names()
+        for part in parts:
+            if different := sorted(set(part.names()) ^ set(names)):
+                raise MissingColumn(f"columns {different} are absent from some parts: {names} and {part.names()}")
+        columns = {name: columnwise.concat([part[name] for part in parts], name) for name in names}
+        arrays = {name: columns.pop(name) for name in parts[0].non_tensor_batch}
+        batches = [part.batch for part in parts if part.batch is not None]
+        batch = None
+        if batches:
+            device = batches[0].device if len({each.device for each in batches}) == 1 else None
+            batch = TensorDict(columns, batch_size=[sum(map(len, parts))], device=device)
+        return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    def _with_arrays(self) -> Self:
+        """This batch checked, or, where lists stand among its arrays, one in which they are arrays."""
+        lists = {name: np.asarray(rows) for name, rows in self.non_tensor_batch.items() if isinstance(rows, list)}
+        if lists:
+            return type(self)(self.batch, {**self.non_tensor_batch, **lists}, self.meta_info)
+        self.check_consistency()
+        return self
+
     def make_iterator(
         self,
         mini_batch_size: int,
@@ -376,7 +696,7 @@ class DataProto(Table):
             return self.slice(chosen[0], chosen[0] + len(chosen))
         return self.select_idxs(chosen)
 
-    # Elsewhere
+    # ---- Moving and copying
 
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
@@ -393,6 +713,25 @@ class DataProto(Table):
         }
         self.batch, self.non_tensor_batch = batch, moved
         return self
+
+    def writable(self) -> Self:
+        """The same batch in memory of its own: what is written into it reaches nobody else.
+
+        Tensors, arrays and images are copied, also inside of objects, each distinct one once, so that rows share what they
+        shared; other objects are not copied. A batch that was received may be written without that (see ``wire``).
+        """
+        batch, arrays, facts = copied((plain_batch(self.batch), self.non_tensor_batch, self.meta_info))
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
+
+    def __copy__(self) -> Self:
+        return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        batch = None if self.batch is None else self.batch.clone()
+        arrays, facts = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
+
+    # ---- Saving and sending
 
     def save_to_disk(self, filepath: str | os.PathLike[str], allow_pickle: bool = False) -> None:
         """Writes one file that loads without running code: tensors and arrays as they are, images as PNG, the rest as JSON.
@@ -417,6 +756,27 @@ class DataProto(Table):
         """
         return disk.load(filepath, DataProto, allow_pickle, verify)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce_batch(self, protocol)
+
+    def __getstate__(self) -> tuple[EncodedTensorDict | None, dict[str, Any], dict[str, Any]]:
+        """Encoded tensors (see ``serialize``), arrays, facts: for those who call it as verl's. Pickle does not: see ``wire``."""
+        encoded = None if self.batch is None else serialize_tensordict(self.batch)
+        return encoded, self.non_tensor_batch, self.meta_info
+
+    def __setstate__(self, state: tuple[Any, dict[str, Any], dict[str, Any]]) -> None:
+        """Takes the value of :meth:`__getstate__`, or that of verl's class, whose pickles are read where this class replaces it.
+
+        In a state of verl's the tensors may be bytes of ``torch.save``, which is unpickled like everything around it.
+        """
+        encoded, self.non_tensor_batch, self.meta_info = state
+        if isinstance(encoded, bytes):
+            here = torch.accelerator.is_available()
+            self.batch = torch.load(BytesIO(encoded), map_location=None if here else "cpu", weights_only=False)
+        else:
+            self.batch = None if encoded is None else deserialize_tensordict(encoded)
+        self.__post_init__()
+
 
 def _batch_shape(name: str, tensor: Any, dims: int) -> tuple[int, ...]:
     if len(getattr(tensor, "shape", ())) == 0:
@@ -430,3 +790,179 @@ def _part_sizes(rows: int, parts: int, of_tensors: bool) -> list[int]:
     if of_tensors and size and -(-rows // size) == parts:
         return [size] * (parts - 1) + [rows - size * (parts - 1)]
     return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def _pick(values: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+    if names is None:
+        return dict(values)
+    wanted = set(_name_list(names))
+    return {name: value for name, value in values.items() if name in wanted}
+
+
+def _name_list(names: Iterable[str] | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+# ---- verl's functions
+
+
+class _Switches(type):
+    """Class-level properties of :class:`DataProtoConfig`."""
+
+    auto_padding_key = "_verl_auto_padding"
+    _auto_padding = False
+
+    @property
+    def auto_padding(cls) -> bool:
+        """Whether every batch may be split unevenly; also on where ``VERL_AUTO_PADDING`` is ``TRUE`` or ``1``."""
+        return cls._auto_padding or os.getenv("VERL_AUTO_PADDING", "FALSE").upper() in ("TRUE", "1")
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        if not isinstance(enabled, bool):
+            raise InvalidColumn(f"auto_padding is True or False, not {enabled!r}")
+        cls._auto_padding = enabled
+
+
+class DataProtoConfig(metaclass=_Switches):
+    """Switches of the whole process, under verl's names."""
+
+
+Batch = TypeVar("Batch", bound=DataProto)
+
+
+def pad_dataproto_to_divisor(data: Batch, size_divisor: int) -> tuple[Batch, int]:
+    """Repeats rows from the front until the number of rows divides.
+
+    Returns:
+        The padded batch (``data`` itself if its rows divide) and the number of rows added.
+
+    Raises:
+        IndivisibleBatch: ``size_divisor`` is not positive.
+
+    >>> padded, added = pad_dataproto_to_divisor(DataProto.from_dict(non_tensors={"name": ["a", "b", "c"]}), 7)
+    >>> padded["name"].tolist(), added
+    (['a', 'b', 'c', 'a', 'b', 'c', 'a'], 4)
+    """
+    if size_divisor < 1:
+        raise IndivisibleBatch(f"rows cannot be divided into {size_divisor} parts")
+    rows = len(data)
+    added = -rows % size_divisor
+    if rows == 0:
+        logger.warning("a batch without rows has nothing to repeat and is not padded")
+    if added == 0:
+        return data, 0
+    sizes = [rows] * (added // rows) + [added % rows] * (added % rows > 0)
+
+    def padded(name: str, column: Column) -> Column:
+        return columnwise.concat([column, *(columnwise.cut(column, slice(0, size, 1)) for size in sizes)], name)
+
+    return data._map(rows + added, padded), added
+
+
+def unpad_dataproto(data: Batch, pad_size: int) -> Batch:
+    """Removes the last ``pad_size`` rows; returns ``data`` itself for 0.
+
+    Raises:
+        InvalidIndex: ``pad_size`` is negative or larger than the number of rows.
+    """
+    if not 0 <= pad_size <= len(data):
+        raise InvalidIndex(f"cannot take {pad_size} rows off a batch of {len(data)} rows")
+    return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
+
+
+def pad_inert(data: Batch, rows: int) -> Batch:
+    """Adds ``rows`` inert rows at the end: all masks are 0, and there are no media, so that they change no result.
+
+    Tensors and numbers are 0 there, strings and ragged rows empty. Columns of objects hold the inert value that ``columns.py``
+    gives (no media, no prompt tokens, a ``uid`` of its own); in other columns of objects the last row is repeated, so that code
+    that relies on the form of the objects works. :func:`unpad_inert` removes the rows.
+
+    Raises:
+        InvalidIndex: ``rows`` is negative.
+
+    >>> data = DataProto.from_dict({"response_mask": torch.ones(1, 2)}, {"multi_modal_inputs": [{"pixel_values": 1}]})
+    >>> pad_inert(data, 1)["response_mask"].tolist(), pad_inert(data, 1)["multi_modal_inputs"].tolist()
+    ([[1.0, 1.0], [0.0, 0.0]], [{'pixel_values': 1}, {}])
+    """
+    if rows < 0:
+        raise InvalidIndex(f"cannot add {rows} rows")
+    if rows == 0:
+        return data
+    return data._map(
+        len(data) + rows, lambda name, column: columnwise.concat([column, _inert(name, column, rows)], name)
+    )
+
+
+def unpad_inert(data: Batch, rows: int) -> Batch:
+    """Removes the last ``rows`` rows, which :func:`pad_inert` added; returns ``data`` itself for 0."""
+    return unpad_dataproto(data, rows)
+
+
+def _inert(name: str, column: Column, rows: int) -> Column:
+    if isinstance(column, RaggedTensor):
+        return RaggedTensor.windows(column.storage, [0] * rows, [0] * rows)
+    if not isinstance(column, np.ndarray):
+        return column.new_zeros((rows, *column.shape[1:]))
+    if column.dtype != object:
+        return np.zeros((rows, *column.shape[1:]), dtype=column.dtype)
+    if name in COLUMNS and COLUMNS[name].inert is not None:
+        return object_array([COLUMNS[name].inert_row(row) for row in range(rows)])
+    return np.repeat(column[-1:], rows, axis=0) if len(column) else object_array([None] * rows)
+
+
+def fold_batch_dim(data: Batch, new_batch_size: int) -> Batch:
+    """Columns ``(B, ...)`` to ``(new_batch_size, B // new_batch_size, ...)``; tensors are views where torch can make one.
+
+    Raises:
+        IndivisibleBatch: the number of rows does not divide.
+        InvalidColumn: a column is ragged.
+    """
+    columns = folding.fold_rows(data._columns(), len(data), new_batch_size)
+    return data._map(new_batch_size, lambda name, _: columns[name])
+
+
+def unfold_batch_dim(data: Batch, batch_dims: int = 2) -> Batch:
+    """Merges the first ``batch_dims`` dimensions of every column into one, the rows: ``(A, B, ...)`` to ``(A * B, ...)``.
+
+    Raises:
+        InvalidColumn: a column is ragged, has fewer dimensions, or differs from the others in their sizes.
+    """
+    columns, rows = folding.unfold_rows(data._columns(), batch_dims)
+    return data._map(len(data) if rows is None else rows, lambda name, _: columns[name])
+
+
+def collate_fn(x: list[DataProtoItem]) -> DataProto:
+    """A batch of items: tensors are stacked, all other values become columns of objects, ``meta_info`` is left out.
+
+    Raises:
+        MissingColumn: items have different columns.
+        ColumnConflict: tensors of one name have different shapes.
+    """
+    if not x:
+        return DataProto()
+    tensors = [{} if item.batch is None else dict(item.batch.items()) for item in x]
+    names = [{*each, *item.non_tensor_batch} for each, item in zip(tensors, x)]
+    for row, present in enumerate(names):
+        if present != names[0]:
+            raise MissingColumn(f"item {row} lacks or adds columns: {sorted(present ^ names[0])}")
+    batch = None
+    if x[0].batch is not None:
+        columns = {key: columnwise.concat([each[key].unsqueeze(0) for each in tensors], key) for key in tensors[0]}
+        batch = TensorDict(columns, batch_size=[len(x)], device=x[0].batch.device)
+    arrays = {
+        key: columnwise.as_array([item.non_tensor_batch[key] for item in x], key) for key in x[0].non_tensor_batch
+    }
+    return DataProto(batch=batch, non_tensor_batch=arrays)
+
+
+def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
+    """:func:`dataproto.all_gather` in place, as in verl: each rank keeps its own ``meta_info``. On an error no batch changes."""
+
+    def sent(_: int) -> list[Fields]:
+        data.check_consistency()
+        return [Fields(data.batch, data.non_tensor_batch)]
+
+    gathered = exchange(Call("all_gather"), sent, process_group)
+    assert gathered is not None
+    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch

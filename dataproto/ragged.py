@@ -10,13 +10,17 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 import torch
 
+from dataproto._ops.equality import same_tensor
 from dataproto._ops.indexing import Index, as_positions, as_row, as_slice, whole_numbers
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
+from dataproto.serialization.leaves import register_ragged
+from dataproto.serialization.wire import reduce_value
 from dataproto.tensordict_utils import alike_tensors, memory_key, rows_at
 
 Side = Literal["left", "right"]
 
 
+@register_ragged("ragged")
 class RaggedTensor:
     """B rows ``(n_i, *tail)`` of one dtype on one device.
 
@@ -246,8 +250,6 @@ class RaggedTensor:
 
     def equal(self, other: "RaggedTensor") -> bool:
         """True for equal dtype, device, lengths and values (NaN equals NaN), however the rows are stored."""
-        from dataproto._ops.equality import same_tensor
-
         if (self.dtype, self.device, self.tail) != (other.dtype, other.device, other.tail):
             return False
         if not np.array_equal(self._lengths, other._lengths):
@@ -372,8 +374,6 @@ class RaggedTensor:
         return self._made(storage, kept._starts, kept._lengths)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        from dataproto.serialization.wire import reduce_value
-
         return reduce_value(self, [], protocol)
 
     def mask(self, side: Side = "right") -> torch.Tensor:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from dataproto._ops.buffers import ask_for_large_pages
 from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
-from dataproto.serialization.buffers import ask_for_large_pages
 
 
 def get_tensordict(
@@ -56,6 +56,18 @@ def _stacked(name: str, value: Any) -> torch.Tensor | NonTensorStack:
     if any(isinstance(item, torch.Tensor) for item in value):
         raise InvalidColumn(f"column {name!r} is a list of tensors; stack or nest them, or convert them to numpy")
     return stack_objects(value)
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """One object a row, whatever the objects are, ``(B,)`` of dtype object.
+
+    >>> object_array([[1, 2], [3, 4]]).shape
+    (2,)
+    """
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
 
 
 def stack_objects(values: Iterable[Any]) -> NonTensorStack:

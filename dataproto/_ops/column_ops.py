@@ -1,7 +1,7 @@
-"""Operations on one column along its rows, whatever the column is: the place where a new kind of column joins.
+"""Operations on the rows of one column, of every kind. A new kind of column is added here.
 
-A column is a tensor ``(B, ...)`` (or a nested ``TensorDict``), which stands in ``batch``; or a numpy array ``(B, ...)``, often of
-dtype object, or a :class:`RaggedTensor` of B rows, which stand in ``non_tensor_batch``.
+A column of ``batch`` is a tensor ``(B, ...)`` or a nested ``TensorDict``. A column of ``non_tensor_batch`` is a numpy array
+``(B, ...)``, often of dtype object, or a :class:`RaggedTensor` of B rows.
 """
 
 from collections.abc import Sequence
@@ -11,28 +11,18 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from dataproto._ops.equality import same_value
 from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn
 from dataproto.ragged import RaggedTensor
-from dataproto.tensordict_utils import nested_tensor_from_tensor_list, rows_at
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array, rows_at
 
 Column: TypeAlias = Any  # torch.Tensor | TensorDictBase | np.ndarray | RaggedTensor
 
+_KINDS = (torch.Tensor, np.ndarray, RaggedTensor, TensorDictBase)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 # Lists to columns
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """One object a row, whatever the objects are, ``(B,)`` of dtype object.
-
-    >>> object_array([[1, 2], [3, 4]]).shape
-    (2,)
-    """
-    array = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
 
 
 def as_array(values: Any, name: str = "column") -> "np.ndarray | RaggedTensor":
@@ -102,7 +92,7 @@ def cut(column: Column, bounds: slice) -> Column:
     return column[bounds]
 
 
-def join(parts: Sequence[Column], name: str = "column") -> Column:
+def concat(parts: Sequence[Column], name: str = "column") -> Column:
     """The rows of all parts, one after the other.
 
     Arrays of objects whose rows differ in length (lists that happened to be regular in one part and not in another) are joined as
@@ -174,7 +164,7 @@ def kind_of(column: Column) -> str:
     return "an array" if isinstance(column, np.ndarray) else "a tensor"
 
 
-def unfold(column: Column, parts: int, name: str) -> Column:
+def unfold_chunks(column: Column, parts: int, name: str) -> Column:
     """Every row cut into ``parts`` rows of equal length: ``(B, parts * K, ...)`` to ``(B * parts, K, ...)``.
 
     Raises:
@@ -191,3 +181,23 @@ def unfold(column: Column, parts: int, name: str) -> Column:
     if column.ndim < 2 or column.shape[1] % parts:
         raise IndivisibleBatch(f"column {name!r} of shape {tuple(column.shape)} does not split into {parts}")
     return column.reshape(column.shape[0] * parts, column.shape[1] // parts, *column.shape[2:])
+
+
+def first_difference(left: Any, right: Any) -> str:
+    """How two columns differ, in words: in their dtypes, their shapes, or the first row that differs."""
+    kinds = [next((kind for kind in _KINDS if isinstance(side, kind)), None) for side in (left, right)]
+    if kinds[0] is not kinds[1]:
+        return f"one is a {type(left).__name__}, the other a {type(right).__name__}"
+    if left.dtype != right.dtype:
+        return f"dtypes {left.dtype} and {right.dtype}"
+    if not isinstance(left, np.ndarray) and left.device != right.device:
+        return f"devices {left.device} and {right.device}"
+    if isinstance(left, RaggedTensor):
+        if len(left) != len(right) or left.tail != right.tail:
+            return f"{left!r} and {right!r}"
+    elif left.shape != right.shape:
+        return f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
+    for row in range(len(left)):
+        if not same_value(left[row], right[row]):
+            return f"row {row} differs"
+    return "contents differ"

@@ -1,4 +1,4 @@
-"""Whether two columns, or two values inside them, are the same: NaN equals NaN, dtypes and shapes count, cycles end."""
+"""Deep equality of columns and of the values inside them: NaN equals NaN, dtypes and shapes must agree, cycles are legal."""
 
 from typing import Any
 
@@ -6,11 +6,9 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from dataproto.ragged import RaggedTensor
-from dataproto.serialization.image_buffers import is_image, same_image
+from dataproto._ops.image_buffers import is_image, same_image
 
-_KINDS = (torch.Tensor, np.ndarray, RaggedTensor, TensorDictBase)
-Pairs = frozenset[tuple[int, int]]  # pairs of objects whose comparison is under way, to end cycles
+Pairs = frozenset[tuple[int, int]]  # identities of the objects that are being compared, so that cycles end
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -69,8 +67,6 @@ def same_value(left: Any, right: Any, pairs: Pairs = frozenset()) -> bool:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and same_tensor(left, right)
-    if isinstance(left, RaggedTensor) or isinstance(right, RaggedTensor):
-        return isinstance(left, RaggedTensor) and isinstance(right, RaggedTensor) and left.equal(right)
     pairs = pairs | {(id(left), id(right))} if isinstance(left, np.ndarray | dict | list | tuple) else pairs
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and same_array(left, right, pairs)
@@ -91,23 +87,3 @@ def _same_scalar(left: Any, right: Any) -> bool:
         return bool(left == right) or (bool(left != left) and bool(right != right))
     except (RuntimeError, TypeError, ValueError):  # objects that refuse comparison are not known to be equal
         return False
-
-
-def first_difference(left: Any, right: Any) -> str:
-    """Says where two columns part: their dtypes, their shapes, or the first row that differs."""
-    kinds = [next((kind for kind in _KINDS if isinstance(side, kind)), None) for side in (left, right)]
-    if kinds[0] is not kinds[1]:
-        return f"one is a {type(left).__name__}, the other a {type(right).__name__}"
-    if left.dtype != right.dtype:
-        return f"dtypes {left.dtype} and {right.dtype}"
-    if not isinstance(left, np.ndarray) and left.device != right.device:
-        return f"devices {left.device} and {right.device}"
-    if isinstance(left, RaggedTensor):
-        if len(left) != len(right) or left.tail != right.tail:
-            return f"{left!r} and {right!r}"
-    elif left.shape != right.shape:
-        return f"shapes {tuple(left.shape)} and {tuple(right.shape)}"
-    for row in range(len(left)):
-        if not same_value(left[row], right[row]):
-            return f"row {row} differs"
-    return "contents differ"

@@ -1,20 +1,16 @@
-"""The rules by which batches are merged: columns side by side (union), facts about them (``meta_info``), and single items."""
+"""The rules by which batches are merged: their columns side by side (union), and their ``meta_info``."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from tensordict import TensorDict
 
-from dataproto._ops.column_ops import as_array, join
-from dataproto._ops.equality import first_difference, same_value
-from dataproto._ops.widths import MAX_TOKENS
-from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCountMismatch
+from dataproto._ops.column_ops import first_difference
+from dataproto._ops.equality import same_value
+from dataproto.errors import ColumnConflict, InvalidColumn, RowCountMismatch
+from dataproto.packing import MAX_TOKENS
 from dataproto.ragged import RaggedTensor
-
-if TYPE_CHECKING:
-    from dataproto._table import DataProtoItem
-    from dataproto.protocol import DataProto
 
 Array: TypeAlias = np.ndarray | RaggedTensor
 
@@ -73,7 +69,7 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Names with ``timing`` in them, which differ from
     worker to worker by nature, keep the largest value of each number, since a step waits for its slowest part. ``max_tokens``
-    (see `dataproto._ops.widths`) becomes the largest: how long a response of any part could have become. Anything else must
+    (see `dataproto.packing`) becomes the largest: how long a response of any part could have become. Anything else must
     agree.
 
     Raises:
@@ -111,27 +107,3 @@ def _slowest(key: str, left: Any, right: Any) -> Any:
     if same_value(left, right):
         return left
     raise ColumnConflict(f"Conflicting values for meta_info key '{key}': {left!r} and {right!r}")
-
-
-def collate_fn(x: "list[DataProtoItem]") -> "DataProto":
-    """Items to a batch: tensors stacked, anything else as columns of objects, ``meta_info`` left out.
-
-    Raises:
-        MissingColumn: items have different columns.
-        ColumnConflict: tensors of one name have different shapes.
-    """
-    from dataproto.protocol import DataProto
-
-    if not x:
-        return DataProto()
-    tensors = [{} if item.batch is None else dict(item.batch.items()) for item in x]
-    names = [{*each, *item.non_tensor_batch} for each, item in zip(tensors, x)]
-    for row, present in enumerate(names):
-        if present != names[0]:
-            raise MissingColumn(f"item {row} lacks or adds columns: {sorted(present ^ names[0])}")
-    batch = None
-    if x[0].batch is not None:
-        columns = {key: join([each[key].unsqueeze(0) for each in tensors], key) for key in tensors[0]}
-        batch = TensorDict(columns, batch_size=[len(x)], device=x[0].batch.device)
-    arrays = {key: as_array([item.non_tensor_batch[key] for item in x], key) for key in x[0].non_tensor_batch}
-    return DataProto(batch=batch, non_tensor_batch=arrays)

@@ -76,7 +76,7 @@ class Section:
         return flat.view(torch.uint8).numpy()
 
 
-def write(path: Path, sections: Mapping[str, Section]) -> None:
+def write_sections(path: Path, sections: Mapping[str, Section]) -> None:
     """Writes a file; an earlier one of that name is replaced only when all is written (which is not to say: is on the disk)."""
     names = sorted(sections, key=lambda name: -sections[name].alignment)
     words = -(-(1 + len(names)) // 16) * 16
@@ -135,7 +135,7 @@ class Sections:
         verify: compare every section with its checksum now.
 
     Raises:
-        FileFormatError: the file is not what :func:`write` wrote.
+        FileFormatError: the file is not what :func:`write_sections` wrote.
         OSError: there is no such file, or it cannot be opened.
     """
 

@@ -52,7 +52,7 @@ def save(
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"a value cannot be written: {error}") from error
-    sections.write(path, {"header": Section("U8", (len(text),), text), **writer.sections})
+    sections.write_sections(path, {"header": Section("U8", (len(text),), text), **writer.sections})
 
 
 def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool = False, verify: bool = False) -> Made:

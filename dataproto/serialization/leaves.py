@@ -1,67 +1,127 @@
-"""A value of any kind as containers on one side and what they hold on the other.
+"""One encoder of leaves: a tensor, an array or an image as a plain description and bytes, and back.
 
-Containers (dicts, lists, tuples, sets, arrays of objects, ...) and plain values become bytes, written by pickle; tensors, arrays,
-images and all other objects are set aside as leaves. An object that stands in many places is one leaf and, put together again,
-one object. The bytes name nothing but functions of this module: what they run cannot be chosen by who wrote them.
+The wire, the file and the collectives all use it. They differ in where the bytes go, not in how a leaf becomes bytes. The bytes
+are the leaf's own memory wherever that is contiguous and on the right device; what is decoded lies in the memory it is given.
+
+A ragged column is not a leaf: it is a tensor, which is one, and two whole numbers a row. Its class registers itself
+(`register_ragged`), so that nothing here imports it.
 """
 
-import dataclasses
-import functools
-import io
-import math
-import pickle
-from collections import UserDict, UserList
 from collections.abc import Callable, Hashable, Sequence
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from dataproto.ragged import RaggedTensor
+from dataproto._ops.image_buffers import Palette, image_of, is_image, palette_of, pixels_of
 from dataproto.tensordict_utils import memory_key
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, UserDict, UserList)
+Description: TypeAlias = tuple[Any, ...]
+"""The kind of a leaf (``"tensor"``, ``"array"``, ``"image"`` or ``"object"``) and what :func:`decode` needs beside the bytes."""
 
 
-class Apart(NamedTuple):
-    """A value taken apart: its containers, its leaves, and which of the leaves are all rows of a ragged tensor at once."""
-
-    skeleton: bytes
-    leaves: list[Any]
-    ragged: set[int]
+_CPU = torch.device("cpu")
 
 
-def take_apart(value: Any, row_bytes: float = math.inf) -> Apart:
-    """The containers of a value as bytes, and its leaves; tensors and arrays that show the same memory are one leaf.
+def encode(leaf: Any) -> tuple[Description, np.ndarray | None]:
+    """A leaf as a plain description and its bytes ``(n,)`` uint8.
 
-    Args:
-        row_bytes: in ragged tensors whose rows have so many bytes on average, each distinct row is a leaf of its own.
+    An object of any other type, and a tensor without strided memory, is ``("object", leaf)`` without bytes.
 
-    >>> image = torch.zeros(2)
-    >>> skeleton, leaves, _ = take_apart([{"image": image, "n": 1}, {"image": image}])
-    >>> len(leaves), put_together(skeleton, ["leaf"])
-    (1, [{'image': 'leaf', 'n': 1}, {'image': 'leaf'}])
+    >>> encode(torch.tensor([[1, 2]], dtype=torch.int8))
+    (('tensor', 'int8', (1, 2), False, None), array([1, 2], dtype=uint8))
     """
-    file = io.BytesIO()
-    writer = _Writer(file, row_bytes)
-    writer.dump(value)
-    return Apart(file.getvalue(), writer.leaves, writer.ragged)
+    if type(leaf) is torch.Tensor and leaf.layout == torch.strided and leaf.device.type != "meta":
+        device = None if leaf.device.type == "cpu" else str(leaf.device)
+        described = "tensor", dtype_name(leaf.dtype), tuple(leaf.shape), leaf.requires_grad, device
+        return described, tensor_bytes(leaf, _CPU).numpy()
+    if is_array(leaf):
+        fortran = bool(leaf.flags.f_contiguous and not leaf.flags.c_contiguous)
+        return ("array", leaf.dtype, leaf.shape, fortran), array_bytes(leaf.T if fortran else leaf)
+    if is_image(leaf):
+        return ("image", leaf.mode, leaf.size, palette_of(leaf), leaf.info), pixels_of(leaf)
+    return ("object", leaf), None
 
 
-def put_together(skeleton: "bytes | memoryview", leaves: Sequence[Any]) -> Any:
-    """The inverse of :func:`take_apart`."""
-    return _Reader(io.BytesIO(skeleton), leaves).load()
+def decode(description: Sequence[Any], data: np.ndarray) -> Any:
+    """The inverse of :func:`encode` for tensors, arrays and images, over the memory of ``data``.
+
+    A tensor goes to the device that it was on where this process has it, or else to the CPU.
+    """
+    kind, *described = description
+    return _DECODERS[kind](*described, data)
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str | None, data: np.ndarray) -> Any:
+    tensor = tensor_of(data, getattr(torch, dtype), shape)
+    if device is not None and _is_here(torch.device(device)):
+        tensor = tensor.to(device)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _is_here(device: torch.device) -> bool:
+    here = torch.accelerator.current_accelerator()
+    return here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count()
+
+
+def _array(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool, data: np.ndarray) -> np.ndarray:
+    return array_of(data, dtype, shape[::-1]).T if fortran else array_of(data, dtype, shape)
+
+
+def _image(mode: str, size: tuple[int, int], palette: Palette, info: dict[Any, Any], data: np.ndarray) -> Any:
+    image = image_of(data, mode, size, palette)
+    image.info = dict(info)
+    return image
+
+
+_DECODERS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array, "image": _image}
+
+
+# Tensors and arrays, and their bytes
+
+
+def tensor_bytes(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The elements of a dense tensor ``(n,)`` uint8 on a device; no copy where they lie there contiguously."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous().reshape(-1).view(torch.uint8)
+
+
+def tensor_of(data: torch.Tensor | np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The inverse of :func:`tensor_bytes`, over the memory of ``data``."""
+    if not len(data):
+        return torch.empty(tuple(shape), dtype=dtype, device=getattr(data, "device", None))
+    flat = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
+    return flat.view(dtype).view(tuple(shape))
+
+
+def array_bytes(array: np.ndarray) -> np.ndarray:
+    """The elements of an array ``(n,)`` uint8; no copy where they lie contiguously."""
+    if not array.nbytes:
+        return np.empty(0, dtype=np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def array_of(data: np.ndarray, dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray:
+    """The inverse of :func:`array_bytes`, over the memory of ``data``."""
+    return (data.view(dtype) if data.size else np.empty(0, dtype=dtype)).reshape(shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A torch dtype's name without the module: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+# Which leaves are the same
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a plain numpy array of something else than objects."""
+    """Whether a value is a plain numpy array whose elements are not objects."""
     return type(value) is np.ndarray and not value.dtype.hasobject
 
 
 def leaf_key(value: Any) -> Hashable:
-    """Equal for leaves that are the same: one object, or tensors or arrays that show the same memory in the same way."""
+    """Equal for two leaves that are one object, or tensors or arrays that read the same memory in the same way."""
     if type(value) is torch.Tensor and value.layout == torch.strided:
         return memory_key(value)
     if is_array(value) and value.size:
@@ -69,116 +129,47 @@ def leaf_key(value: Any) -> Hashable:
     return id(value)
 
 
-class _Writer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, row_bytes: float) -> None:
-        super().__init__(file, protocol=5)
-        self.leaves: list[Any] = []
-        self.ragged: set[int] = set()
-        self._places: dict[Hashable, int] = {}
-        self._row_bytes = row_bytes
-
-    def reducer_override(self, value: Any) -> Any:
-        """How pickle writes a value that is not of an exact builtin type."""
-        kind: Any = type(value)
-        if kind is torch.Tensor and not value.is_nested:
-            return self._set_aside(value)
-        if kind is np.ndarray and value.dtype == object:
-            return _objects, (value.shape,), value.reshape(-1).tolist(), None, None, _fill
-        if isinstance(value, RaggedTensor):
-            return self._ragged(value)
-        if isinstance(value, torch.Tensor) and value.is_nested:
-            return _nested(value) or self._set_aside(value)
-        if kind is TensorDict:
-            device = None if value.device is None else torch.empty(0, device=value.device)
-            return _tensordict, (dict(value.items()), tuple(value.batch_size), device)
-        if kind is FunctionType and value in _OWN:
-            return NotImplemented
-        if _holds_values(kind):
-            return NotImplemented
-        return self._set_aside(value)
-
-    def _set_aside(self, leaf: Any) -> tuple[Callable[..., Any], tuple[int]]:
-        return _leaf, (self._place(leaf),)
-
-    def _place(self, leaf: Any) -> int:
-        place = self._places.setdefault(leaf_key(leaf), len(self.leaves))
-        if place == len(self.leaves):
-            self.leaves.append(leaf)
-        return place
-
-    def _ragged(self, value: RaggedTensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if len(value) and value.nbytes >= self._row_bytes * len(value):
-            return _ragged_rows, (value.unbind(),)
-        kept = value.distinct()
-        self.ragged.add(self._place(kept.storage))
-        return _ragged, (kept.storage, kept.starts.numpy(), kept.lengths.numpy())
+# Ragged columns
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, leaves: Sequence[Any]) -> None:
-        super().__init__(file)
-        self._leaves = leaves
+class RaggedColumn(Protocol):
+    """B rows that are windows into one tensor, as far as serialization knows them."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module != __name__ or name not in _NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place among containers")
-        return self._leaves.__getitem__ if name == _leaf.__name__ else _NAMES[name]
+    @property
+    def storage(self) -> torch.Tensor: ...
+    @property
+    def starts(self) -> torch.Tensor: ...
+    @property
+    def lengths(self) -> torch.Tensor: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def distinct(self) -> Self:
+        """The same rows over a storage that holds each distinct window once and nothing else."""
 
-
-@functools.cache
-def _holds_values(kind: Any) -> bool:
-    """A class that only holds values, and that the receiver can import; instances of others are leaves as a whole."""
-    if kind.__module__ == "__main__" or "<" in kind.__qualname__:
-        return False
-    ordinary = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
-    return issubclass(kind, _CONTAINERS) or (ordinary and dataclasses.is_dataclass(kind))
-
-
-# What the bytes may call
-
-
-def _leaf(place: int) -> Any:
-    raise NotImplementedError  # a name only: reading, it stands for the list of leaves
+    def unbind(self) -> list[torch.Tensor]: ...
+    @classmethod
+    def windows(cls, storage: torch.Tensor, starts: Any, lengths: Any) -> Self: ...
+    @classmethod
+    def from_list(cls, rows: Sequence[Any]) -> Self: ...
 
 
-def _objects(shape: tuple[int, ...]) -> np.ndarray:
-    return np.empty(shape, dtype=object)
+Ragged = TypeVar("Ragged", bound=type[RaggedColumn])
+
+RAGGED: dict[str, type[RaggedColumn]] = {}
+"""Classes of ragged columns, by the name that messages and files know them by."""
 
 
-def _fill(array: np.ndarray, items: list[Any]) -> None:
-    flat = array.reshape(-1)
-    for place, item in enumerate(items):
-        flat[place] = item
+def register_ragged(name: str) -> Callable[[Ragged], Ragged]:
+    """A class decorator: instances are written as their ``storage``, ``starts`` and ``lengths``, under ``name``."""
+
+    def register(kind: Ragged) -> Ragged:
+        RAGGED[name] = kind
+        return kind
+
+    return register
 
 
-def _ragged(storage: torch.Tensor, starts: np.ndarray, lengths: np.ndarray) -> RaggedTensor:
-    return RaggedTensor.windows(storage, starts, lengths)
-
-
-def _ragged_rows(rows: list[torch.Tensor]) -> RaggedTensor:
-    return RaggedTensor.from_list(rows)
-
-
-def _tensordict(items: dict[str, Any], batch_size: tuple[int, ...], device: torch.Tensor | None) -> TensorDict:
-    return TensorDict(items, batch_size=batch_size, device=None if device is None else device.device)
-
-
-def _nested(value: torch.Tensor) -> Any:
-    parts: Any = value
-    if value.layout == torch.jagged:
-        return _jagged, (parts.values(), parts.offsets(), parts.lengths(), parts._ragged_idx)
-    return (_strided, (list(value.unbind()),)) if value.layout == torch.strided else None
-
-
-def _jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, dim: int) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=dim)
-
-
-def _strided(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.strided)
-
-
-_NAMES = {
-    made.__name__: made for made in (_leaf, _objects, _fill, _ragged, _ragged_rows, _tensordict, _jagged, _strided)
-}
-_OWN = frozenset(_NAMES.values())
+def ragged_name(value: Any) -> str | None:
+    """The name that a value's class was registered under, itself or a base of it; ``None`` for what is no ragged column."""
+    return next((name for name, kind in RAGGED.items() if isinstance(value, kind)), None)

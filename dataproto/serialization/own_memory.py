@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dataproto.serialization.buffers import Memory
+from dataproto._ops.buffers import Memory
 
 _LARGE = 128 << 10  # bytes from which on a mapping is cheaper than a copy
 _MOST = 4096  # mappings at one time: the kernel allows a process 65,530 of all kinds, and everything beyond is copied

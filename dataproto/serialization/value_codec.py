@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from dataproto._ops.column_ops import object_array
 from dataproto.errors import FileFormatError
 from dataproto.ragged import RaggedTensor
 from dataproto.serialization import image_codec as images
 from dataproto.serialization.container import CODES, Section, Sections, check_shape
-from dataproto.tensordict_utils import nested_tensor_from_tensor_list
+from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
 
 _JSON = {type(None), bool, int, str}
 _ARRAY_KINDS = "biufcSUmM"

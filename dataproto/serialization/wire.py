@@ -26,11 +26,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from dataproto._ops.buffers import bytes_of, memory_of, same_bytes
 from dataproto._ops.equality import same_value
-from dataproto.serialization.buffers import bytes_of, memory_of, same_bytes
-from dataproto.serialization.image_buffers import Palette, image_of, is_image, palette_of, pixels_of
-from dataproto.serialization.leaves import is_array, leaf_key, put_together, take_apart
+from dataproto._ops.image_buffers import is_image
+from dataproto.serialization.leaves import Description, decode, encode, is_array, leaf_key
 from dataproto.serialization.own_memory import OwnMemory
+from dataproto.serialization.skeleton import put_together, take_apart
 
 Buffer: TypeAlias = Any  # bytes, bytearray, memoryview, PickleBuffer, or a uint8 array
 Form: TypeAlias = tuple[Any, ...]  # a kind of leaf, what describes it, and last its buffer
@@ -107,6 +108,28 @@ class SharedBlobs:
             _sharing.reset(token)
 
 
+@dataclass
+class Fields:
+    """The three fields of a batch as a value that is pickled as the batch is."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Any]:
+        """All columns by name, tensors first."""
+        return {**({} if self.batch is None else dict(self.batch.items())), **self.non_tensor_batch}
+
+    def rows(self) -> int | None:
+        """The number of rows; ``None`` if there is no column."""
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return next((len(array) for array in self.non_tensor_batch.values()), None)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduce_batch(self, protocol)
+
+
 def reduce_batch(data: Any, protocol: int) -> tuple[Any, ...]:
     """What ``__reduce_ex__`` returns for a batch or an item of one: its class and its three fields."""
     tensors = {} if data.batch is None else dict(data.batch.items())
@@ -171,13 +194,14 @@ def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form
     blobs = None if dense else blobs
     if blobs is not None and (compared := _compared(leaf, blobs)):
         return compared
-    *described, bits = _described(leaf)
-    if described == ["object"]:
-        return "object", leaf
+    described, bits = encode(leaf)
+    if bits is None:
+        return described
     if bits.nbytes == 0 or (bits.nbytes < _SMALL and not dense):
         return *described, bits.tobytes()
     if blobs is None:
-        return *described, pickle.PickleBuffer(bits) if protocol >= 5 else _Own(bytes_of(bits))
+        memory: Any = bits
+        return *described, pickle.PickleBuffer(memory) if protocol >= 5 else _Own(bytes_of(bits))
     return _stored(leaf, described, bits, blobs)
 
 
@@ -188,7 +212,7 @@ def _compared(leaf: Any, blobs: _Blobs) -> Form | None:
     return form if form is blobs.forms.get(key) or form is _origin(key, blobs.store) else None
 
 
-def _stored(leaf: Any, described: list[Any], bits: np.ndarray, blobs: _Blobs) -> Form:
+def _stored(leaf: Any, described: Description, bits: np.ndarray, blobs: _Blobs) -> Form:
     """The form of a leaf in the store, which is put there unless it is there already, and as it is now."""
     key = leaf_key(leaf)
     for form in (blobs.forms.get(key), _origin(key, blobs.store)):
@@ -201,9 +225,9 @@ def _stored(leaf: Any, described: list[Any], bits: np.ndarray, blobs: _Blobs) ->
     return form
 
 
-def _holds(form: Form, described: list[Any], bits: np.ndarray, store: BlobStore) -> bool:
+def _holds(form: Form, described: Description, bits: np.ndarray, store: BlobStore) -> bool:
     """Whether what is in the store is what a leaf holds now."""
-    return same_value(list(form[:-1]), described) and same_bytes(bits, store.get(form[-1].ref))
+    return same_value(form[:-1], described) and same_bytes(bits, store.get(form[-1].ref))
 
 
 @dataclass(frozen=True)
@@ -221,33 +245,6 @@ class _Own:
     """Bytes that are read along with the batch, so that nobody else has them: before protocol 5, all of them."""
 
     data: bytes
-
-
-def _described(leaf: Any) -> Form:
-    """The form of a leaf, with its bytes ``(n,)`` uint8 in the buffer's place."""
-    if type(leaf) is torch.Tensor and leaf.layout == torch.strided and leaf.device.type != "meta":
-        return _described_tensor(leaf)
-    if is_array(leaf):
-        return _described_array(leaf)
-    return _described_image(leaf) if is_image(leaf) else ("object", leaf)
-
-
-def _described_tensor(tensor: torch.Tensor) -> Form:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    bits = plain.view(torch.uint8).numpy() if plain.numel() else np.empty(0, dtype=np.uint8)
-    device = None if tensor.device.type == "cpu" else str(tensor.device)
-    return "tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad, device, bits
-
-
-def _described_array(array: np.ndarray) -> Form:
-    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-    plain = np.ascontiguousarray(array.T if fortran else array).reshape(-1)
-    bits = plain.view(np.uint8) if plain.nbytes else np.empty(0, dtype=np.uint8)
-    return "array", array.dtype, array.shape, fortran, bits
-
-
-def _described_image(image: Any) -> Form:
-    return "image", image.mode, image.size, palette_of(image), image.info, pixels_of(image)
 
 
 # Leaves in
@@ -270,14 +267,13 @@ class _Reading:
         return self._stored[buffer.put]
 
     def _made(self, described: list[Any], buffer: Buffer) -> Any:
-        kind, *described = described
-        if kind == "object":
+        if described[0] == "object":
             return buffer
         if isinstance(buffer, _Own):  # short ones Python may share among all that are equal
             alone = len(buffer.data) >= _SMALL
-            return _MAKERS[kind](*described, memory_of(buffer.data) if alone else self._memory.bits(buffer.data))
-        leaf = _MAKERS[kind](*described, self._memory.bits(buffer))
-        if kind == "image" and not isinstance(buffer, bytearray) and not memoryview(buffer).readonly:
+            return decode(described, memory_of(buffer.data) if alone else self._memory.bits(buffer.data))
+        leaf = decode(described, self._memory.bits(buffer))
+        if described[0] == "image" and not isinstance(buffer, bytearray) and not memoryview(buffer).readonly:
             leaf.readonly = 1  # others may have what was handed over: PIL copies it when it is written
         return leaf
 
@@ -300,32 +296,3 @@ def _origin(key: Hashable, store: BlobStore) -> Form | None:
     """How a leaf was written that came out of an equal store. It may have been written since."""
     _, form, its_store = _origins.get(key, (None, None, None))
     return form if form is not None and its_store == store else None
-
-
-def _tensor(
-    dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str | None, bits: np.ndarray
-) -> torch.Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    tensor = (torch.from_numpy(bits).view(kind) if bits.size else torch.empty(0, dtype=kind)).view(shape)
-    if device is not None and _is_here(torch.device(device)):
-        tensor = tensor.to(device)
-    return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _is_here(device: torch.device) -> bool:
-    here = torch.accelerator.current_accelerator()
-    return here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count()
-
-
-def _array(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool, bits: np.ndarray) -> np.ndarray:
-    flat = bits.view(dtype) if bits.size else np.empty(0, dtype=dtype)
-    return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
-
-
-def _image(mode: str, size: tuple[int, int], palette: Palette, info: dict[Any, Any], bits: np.ndarray) -> Any:
-    image = image_of(bits, mode, size, palette)
-    image.info = dict(info)
-    return image
-
-
-_MAKERS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array, "image": _image}

@@ -20,7 +20,7 @@ def row_costs(
 ) -> tuple[Tensor, Tensor]:
     """Operations of a forward pass by row, without and because of what a row shares with the row before, ``(B,)`` int64 each.
 
-    The second is what a row costs more where it is the first of its part: ``lead_costs`` of `dataproto.batching.split_by_budget`.
+    The second is what a row costs more where it is the first of its part: ``lead_costs`` of `dataproto.planning.split_by_budget`.
     The two together are ``family.row_flops``.
 
     Args:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataproto.batching import (
+from dataproto.errors import InvalidConfig, InvalidRow, RowCountMismatch
+from dataproto.planning import (
     balance,
     cut_minibatches,
     first_fit_decreasing,
@@ -16,7 +17,6 @@ from dataproto.batching import (
     split_by_tokens,
     split_into,
 )
-from dataproto.errors import InvalidConfig, InvalidRow, RowCountMismatch
 
 
 def rows_of(parts):

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto import DataProto, RaggedTensor
-from dataproto.batching import BinLayout, collate_supervised, first_fit_decreasing, pack_supervised, ragged_rows
+from dataproto.collation import BinLayout, collate_supervised, pack_supervised, ragged_rows
 from dataproto.errors import InvalidColumn, InvalidRow, RowCountMismatch
+from dataproto.planning import first_fit_decreasing
 from rollout.engine import Completion
 from rollout.responses import collate_responses
 

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from PIL import Image
 
 from dataproto import DataProto, all_gather_data_proto
+from dataproto._messages import Message
 from dataproto._ops.equality import same_value
-from dataproto.distributed import _Message, all_gather, broadcast, gather, scatter
+from dataproto.distributed import all_gather, broadcast, gather, scatter
 from dataproto.errors import ColumnConflict, InvalidIndex, RankFailure
 from dataproto.ragged import RaggedTensor
+from dataproto.serialization.wire import Fields
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
@@ -406,7 +408,7 @@ def test_distinct_media_and_rows_are_sent_once() -> None:
     one = DataProto.from_dict(non_tensors={"media": [media], "ragged": ragged})
     sizes = []
     for data in (one, one.repeat(8)):
-        outline = _Message.of(data).outline
+        outline = Message.of(Fields(data.batch, data.non_tensor_batch, data.meta_info)).outline
         sizes.append(sum(outline.size(section) for section in outline.sections()))
     assert sizes[0] > 64 * 64 * 5 + 8000
     assert sizes[1] < sizes[0] + 2000

@@ -64,7 +64,7 @@ def take_apart(path: Path) -> tuple[Header, dict[str, Section]]:
 def put_together(path: Path, header: Any, parts: dict[str, Section]) -> None:
     """A file with valid checksums, whatever the header says."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    sections.write(path, {"header": Section("U8", (len(text),), text), **parts})
+    sections.write_sections(path, {"header": Section("U8", (len(text),), text), **parts})
 
 
 def plain(data: bytes = b"") -> Section:
@@ -256,7 +256,7 @@ def test_a_header_that_lies_is_refused(number: int, tmp_path: Path) -> None:
 def test_elements_that_take_no_bytes_are_refused(tmp_path: Path) -> None:
     lie = json.dumps({**GOOD, "batch": None, **column(node("array", dtype="|S0", shape=[2**40], data="none"))}).encode()
     parts = {"none": Section("U8", (0,), b"", 16), "header": Section("U8", (len(lie),), lie)}
-    sections.write(tmp_path / "file", parts)
+    sections.write_sections(tmp_path / "file", parts)
     with pytest.raises(FileFormatError, match="elements of an array take no bytes"):
         DataProto.load_from_disk(tmp_path / "file")
     text = np.zeros(2, dtype=[("none", "S0"), ("n", "i4")])["none"]

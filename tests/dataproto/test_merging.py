@@ -9,7 +9,8 @@ from PIL import Image
 from tensordict import TensorDict
 
 from dataproto import DataProto, union_numpy_dict, union_tensor_dict
-from dataproto._ops.equality import first_difference, same_value
+from dataproto._ops.column_ops import first_difference
+from dataproto._ops.equality import same_value
 from dataproto.errors import ColumnConflict, InvalidColumn, MissingColumn, RowCountMismatch
 
 NAN = float("nan")

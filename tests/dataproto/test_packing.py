@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataproto.batching import pack_rows, prompt_sharing, unpack_cells
 from dataproto.errors import InvalidColumn
+from dataproto.packing import pack_rows, prompt_sharing, unpack_cells
 
 
 @st.composite

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from dataproto import DataProto, RaggedTensor, object_array, pad_inert
-from dataproto.batching import collate_supervised
+from dataproto.collation import collate_supervised
 from dataproto.errors import InvalidColumn, RowCountMismatch
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import MODEL_TYPES, tiny_config

@@ -5,9 +5,9 @@ import torch
 
 from dataproto import DataProto
 from dataproto._ops.equality import same_value
-from dataproto._ops.widths import equally_wide, token_widths, widen
-from dataproto.batching import ragged_rows
+from dataproto.collation import ragged_rows
 from dataproto.errors import ColumnConflict
+from dataproto.packing import equally_wide, token_widths, widen
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
 from helpers.tiny_models import MODEL_TYPES, tiny_config

@@ -23,10 +23,10 @@ from PIL import Image
 from tensordict import TensorDict
 
 from dataproto import DataProto, RaggedTensor
+from dataproto._ops import buffers as memory
 from dataproto._ops.equality import same_value
-from dataproto.serialization import buffers as memory
 from dataproto.serialization import own_memory
-from dataproto.serialization.leaves import put_together, take_apart
+from dataproto.serialization.skeleton import put_together, take_apart
 
 
 def out_of_band(value: Any) -> Any:
@@ -701,7 +701,7 @@ def test_bytes_are_compared_on_systems_without_the_c_library(monkeypatch: pytest
 
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    fresh = runpy.run_path(memory.__file__, run_name="dataproto.serialization.buffers")
+    fresh = runpy.run_path(memory.__file__, run_name="dataproto._ops.buffers")
     assert fresh["same_bytes"](noise(100), noise(100).tobytes())
     assert not fresh["same_bytes"](noise(100), bytes(100))
 

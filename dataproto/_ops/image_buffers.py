@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dataproto.serialization.buffers import Memory
+from dataproto._ops.buffers import Memory
 
 Palette: TypeAlias = "tuple[str, bytes] | None"  # mode and colours
 
