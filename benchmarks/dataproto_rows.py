@@ -436,7 +436,7 @@ def packed(side: str, lists: bool) -> Work | None:
     masks = [[int(place >= len(each) // 3) for place in range(len(each))] for each in tokens]
     bins = [np.array(each) for each in first_fit_loop([len(each) for each in tokens], 4096)]
     if side == "ours":
-        from dataproto.batching import pack_supervised, ragged_rows
+        from dataproto.collation import pack_supervised, ragged_rows
 
         ids, learnt = (tokens, masks) if lists else (ragged_rows(tokens), ragged_rows(masks, "B"))
         return lambda: pack_supervised(ids, learnt, capacity=4096, pad_token_id=0, bins=bins)
@@ -494,7 +494,7 @@ def first_fit_loop(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def fit(side: str) -> Work | None:
     lengths = [len(each) for each in token_lists()]
     if side == "ours":
-        from dataproto.batching import first_fit_decreasing
+        from dataproto.planning import first_fit_decreasing
 
         return lambda: first_fit_decreasing(lengths, 4096)
     return (lambda: first_fit_loop(lengths, 4096)) if side == "verl" else None
@@ -504,7 +504,7 @@ def fit(side: str) -> Work | None:
 def balanced(side: str) -> Work | None:
     lengths = [len(each) for each in token_lists()]
     if side == "ours":
-        from dataproto.batching import balance
+        from dataproto.planning import balance
 
         return lambda: balance(lengths, 64)
     if side == "verl":

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto._ops.widths import MAX_TOKENS, PAD_TOKEN
-from dataproto.batching import pad_rows, places_in_groups, ragged_rows
+from dataproto.collation import pad_rows, ragged_rows
 from dataproto.columns import require
 from dataproto.errors import InvalidRow, RequestFailed, RowCountMismatch
+from dataproto.packing import MAX_TOKENS, PAD_TOKEN
+from dataproto.planning import places_in_groups
 from dataproto.vlm import VLMFamily
 from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams, row_name
 from rollout.randomness import derive_seed
@@ -76,7 +77,7 @@ def attach_responses(
 ) -> DataProto:
     """The rollout batch: ``len(prompts) * n`` rows with prompt and response columns (see `dataproto.columns`).
 
-    R is the length of the longest response; how long it could have become stands in ``meta_info`` (see `dataproto._ops.widths`).
+    R is the length of the longest response; how long it could have become stands in ``meta_info`` (see `dataproto.packing`).
 
     Raises:
         RowCountMismatch: a request has no completion, or two; names the row.

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 
 from dataproto import DataProto
-from dataproto._ops.widths import equally_wide
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn
+from dataproto.packing import equally_wide
 from recipes.algorithms.sampling import informative_rows
 
 More = Callable[[str], DataProto]  # why more prompts are wanted, for whoever watches -> the next ones

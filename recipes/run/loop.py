@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from dataproto import DataProto
-from dataproto._ops.widths import MAX_TOKENS
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
+from dataproto.packing import MAX_TOKENS
 from recipes.run.dynamic_sampling import More
 from recipes.run.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
 from recipes.run.progress import Progress

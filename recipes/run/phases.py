@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.batching import cut_minibatches
 from dataproto.errors import InvalidConfig
+from dataproto.planning import cut_minibatches
 from recipes.algorithms.correction import correction_metrics, importance_weights, kept_tokens
 from recipes.algorithms.differences import difference_metrics
 from recipes.algorithms.kl import KLController, penalised_rewards

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dataproto.batching import first_fit_decreasing
+from dataproto.planning import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
 from recipes.data.loader import PromptLoader
 from recipes.run.metrics import read_metrics

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dataproto.batching import split_by_budget
+from dataproto.planning import split_by_budget
 from dataproto.vlm import family_of, media_grids, media_spans, row_costs
 from helpers.tiny_models import (
     MODEL_TYPES,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto._ops.widths import token_widths, widen
 from dataproto.errors import InvalidColumn, MediaMismatch, NonFiniteLogits
+from dataproto.packing import token_widths, widen
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.tiny_models import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from dataproto.batching import fill_up
 from dataproto.errors import InvalidConfig
+from dataproto.packing import fill_up
 from dataproto.vlm import MediaSpans, family_of
 from helpers.batches import padded_log_probs
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows

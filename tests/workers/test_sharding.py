@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataproto import DataProto
-from dataproto._ops.widths import equally_wide
 from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
+from dataproto.packing import equally_wide
 from helpers.batches import prompt_batch
 from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_tokenizer

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from dataproto.batching import PackedRows
 from dataproto.errors import InvalidConfig
+from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
 from workers.model.logprobs import token_log_probs

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dataproto.batching import PackedRows
 from dataproto.errors import InvalidConfig
+from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans
 from dataproto.vlm.forward import dense_levels
 from workers.model.engine_config import EngineConfig

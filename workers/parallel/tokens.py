@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dataproto.batching import PackedRows, fill_up
+from dataproto.packing import PackedRows, fill_up
 from dataproto.vlm import MediaSpans
 from workers.model.engine_config import EngineConfig
 from workers.model.packed_model import PackedVLM, TokenShare, rows_of

@@ -17,10 +17,10 @@ from torch.distributed import ProcessGroup
 
 from dataproto import DataProto
 from dataproto._ops.transfer import move
-from dataproto._ops.widths import MAX_TOKENS
-from dataproto.batching import cut_minibatches
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.packing import MAX_TOKENS
+from dataproto.planning import cut_minibatches
 from workers.model.packed_model import PackedVLM
 from workers.ranks.group import dispatch
 from workers.ranks.mesh import Ranks

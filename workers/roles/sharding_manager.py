@@ -15,9 +15,9 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from dataproto import DataProto
-from dataproto._ops.widths import other_response_columns, token_widths, widen
 from dataproto.distributed import all_gather
 from dataproto.errors import InvalidConfig, RowCountMismatch
+from dataproto.packing import other_response_columns, token_widths, widen
 from rollout.engine import RolloutEngine
 from rollout.randomness import derive_seed
 from workers.ranks.mesh import Ranks

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.batching import PackedRows, pack_rows, prompt_sharing, unpack_cells
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn, MediaMismatch
+from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
 from dataproto.vlm import MediaSpans, media_spans, row_costs
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks

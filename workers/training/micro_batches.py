@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.batching import balance, first_fit_decreasing, split_by_tokens
+from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
 
 
 def plan_rows(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataproto import DataProto
-from dataproto.batching import balance, cut_minibatches, places_in_groups
+from dataproto.planning import balance, cut_minibatches, places_in_groups
 from workers.ranks.dispatch import Arguments
 
 TOLERANCE = 1.1

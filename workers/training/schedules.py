@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from dataproto.batching import PackedRows, fill_up, unpack_cells
+from dataproto.packing import PackedRows, fill_up, unpack_cells
 from dataproto.vlm import MediaSpans
 from workers.model.packed_model import PackedVLM
 from workers.parallel.pipeline import StagedForward, staged
