@@ -1,6 +1,6 @@
 """Which rows go where: micro-batches under budgets, parts of equal work for the ranks, bins. Pure functions over numbers.
 
-Tokens and costs are whole numbers, one a row; costs usually come from `dataproto.vlm.row_costs`. Letters: B rows.
+Tokens and costs are whole numbers, one a row; costs usually come from `VLMFamily.row_costs`. Letters: B rows.
 """
 
 import heapq

@@ -1,21 +1,24 @@
-"""What is special to each vision-language model: tokens, positions, the forward in two halves, weights and cost.
+"""Everything that is specific to a family of vision-language models: tokens, positions, the forward pass, weights and costs.
 
 >>> from dataproto.vlm import family_of
 >>> family = family_of("qwen2_5_vl")  # or a Hugging Face config or model
 """
 
-from dataproto.vlm.costs import row_costs
-from dataproto.vlm.family import VLMFamily, family_of, known_families
-from dataproto.vlm.flops import Flops
+from dataproto.vlm.costs import Flops
+from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.family_registry import family_of, known_families, register_family
 from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media, media_grids, media_spans
+from dataproto.vlm.media_layout import MediaLayout, PatchGrids
 from dataproto.vlm.mrope import extend_positions
 from dataproto.vlm.placeholders import MediaTokens, frame_seconds, image_grid
 
 __all__ = [
     "DistinctMedia",
     "Flops",
+    "MediaLayout",
     "MediaSpans",
     "MediaTokens",
+    "PatchGrids",
     "VLMFamily",
     "distinct_media",
     "extend_positions",
@@ -25,5 +28,5 @@ __all__ = [
     "known_families",
     "media_grids",
     "media_spans",
-    "row_costs",
+    "register_family",
 ]

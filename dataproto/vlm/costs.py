@@ -1,56 +1,154 @@
-"""What rows cost, for planning: which rows share a micro-batch, and which rank gets which rows. See `flops` for the counting."""
+"""Floating-point operations of one forward pass, computed from sizes alone. One multiply-add counts as two operations.
 
+A linear layer takes ``2 * tokens * in * out`` operations. Attention takes ``4 * heads * head_dim`` for each pair of a query and
+a key that it attends to: ``n * (n + 1) / 2`` pairs in a causal segment of n tokens, ``n * n`` in a vision frame or window.
+Norms, activations, rotary embeddings, softmax and the embedding lookup are not counted. A training step costs three forward
+passes (four with recomputation).
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dataproto.vlm.family import VLMFamily
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a forward pass by part. ``lm_head`` covers the tokens whose logits are computed."""
+
+    vision_linear: int = 0
+    vision_attention: int = 0
+    language_linear: int = 0
+    language_attention: int = 0
+    lm_head: int = 0
+
+    @property
+    def vision(self) -> int:
+        """Vision tower and mergers."""
+        return self.vision_linear + self.vision_attention
+
+    @property
+    def language(self) -> int:
+        """Decoder layers and output projection."""
+        return self.language_linear + self.language_attention + self.lm_head
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.vision + self.language
 
 
-def row_costs(
-    family: "VLMFamily",
-    config: Any,
-    lengths: Tensor,
-    media: Sequence[Mapping[str, Any]] | None = None,
-    shared: Tensor | None = None,
-    logit_tokens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Operations of a forward pass by row, without and because of what a row shares with the row before, ``(B,)`` int64 each.
+# Language model: ``text`` is the text config.
 
-    The second is what a row costs more where it is the first of its part: ``lead_costs`` of `dataproto.planning.split_by_budget`.
-    The two together are ``family.row_flops``.
+
+def head_dim(text: Any) -> int:
+    """Size of one attention head of the decoder."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def attention_width(text: Any) -> int:
+    """``heads * head_dim`` of the decoder."""
+    return int(text.num_attention_heads) * head_dim(text)
+
+
+def attention_weights(text: Any) -> int:
+    """Number of weights in the query, key, value and output projections of one decoder layer."""
+    return int(text.hidden_size) * (2 * attention_width(text) + 2 * int(text.num_key_value_heads) * head_dim(text))
+
+
+def dense_layer_weights(text: Any) -> int:
+    """Number of weights that one token is multiplied with in a decoder layer with a gated MLP."""
+    return attention_weights(text) + 3 * int(text.hidden_size * text.intermediate_size)
+
+
+def language_flops(text: Any, layer_weights: Sequence[int], lengths: Tensor) -> Tensor:
+    """Operations ``(B, 2)`` int64 of the decoder layers, linear and attention, for causal segments of ``lengths (B,)`` tokens."""
+    pairs = lengths * (lengths + 1) // 2
+    return torch.stack(
+        [2 * sum(layer_weights) * lengths, 4 * attention_width(text) * len(layer_weights) * pairs], dim=1
+    )
+
+
+def logit_flops(text: Any) -> int:
+    """Operations of the output projection for one token."""
+    return 2 * int(text.hidden_size * text.vocab_size)
+
+
+# Vision tower: ``vision`` is the vision config.
+
+
+def patch_weights(vision: Any, width: int) -> int:
+    """Number of weights in the patch embedding."""
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2) * width
+
+
+def merger_weights(vision: Any, width: int, out: int) -> int:
+    """Number of weights in one merger. Each is applied once per merged token (``spatial_merge_size ** 2`` patches)."""
+    merged = width * int(vision.spatial_merge_size) ** 2
+    return merged * merged + merged * out
+
+
+def frame_pairs(grids: Tensor) -> Tensor:
+    """Number ``(N,)`` of attending pairs of patches in a block with full attention inside each frame of ``grids (N, 3)``."""
+    return grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2
+
+
+def window_pairs(grids: Tensor, window: int) -> Tensor:
+    """Number ``(N,)`` of attending pairs in a block with attention inside windows of ``window`` x ``window`` patches.
+
+    Windows at the lower and right edges are smaller.
+
+    >>> window_pairs(torch.tensor([[1, 6, 4]]), window=4)  # one window of 16 patches, one of 8
+    tensor([320])
+    """
+    squares = (grids[:, 1:] // window) * window**2 + (grids[:, 1:] % window) ** 2
+    return grids[:, 0] * squares.prod(-1)
+
+
+def tower_flops(
+    grids: Tensor, *, patch: int, block: int, merger: int, merge_size: int, width: int, pairs: Sequence[Tensor]
+) -> Tensor:
+    """Operations ``(N, 2)`` int64, linear and attention, of a tower with ``len(pairs)`` blocks for ``grids (N, 3)``.
 
     Args:
-        lengths: ``(B,)`` attended tokens.
-        media: the rows' ``multi_modal_inputs``; rows that hold the very objects of the row before share them.
-        shared: ``(B,)`` prompt tokens that a row shares with the row before; 0 for all unless given.
-        logit_tokens: ``(B,)`` tokens whose logits are computed, all unless given.
+        patch: weights of the patch embedding.
+        block: weights of one block.
+        merger: weights that a merged token is multiplied with.
+        merge_size: patches along each side of a merged token.
+        width: ``heads * head_dim``.
+        pairs: for each block, the number ``(N,)`` of attending pairs.
     """
-    prompts = torch.zeros_like(lengths) if shared is None else shared
-    whole = family.row_flops(config, lengths, media, logit_tokens)
-    lead = family.row_flops(config, prompts, None, torch.zeros_like(prompts))
-    if media is not None:
-        keys = [{name: id(value) for name, value in row.items()} for row in media]
-        repeated = torch.tensor([row > 0 and key == keys[row - 1] for row, key in enumerate(keys)], dtype=torch.bool)
-        vision = whole - family.row_flops(config, lengths, None, logit_tokens)
-        lead = lead + torch.where(repeated, vision, 0)
-    return whole - lead, lead
+    patches = grids.prod(-1)
+    linear = patches * (patch + len(pairs) * block) + patches // merge_size**2 * merger
+    return torch.stack([2 * linear, 4 * width * torch.stack(list(pairs)).sum(0)], dim=1)
 
 
-def grid_sums(
+def join_grids(*grids: Tensor | None) -> Tensor:
+    """All grids in one tensor ``(N, 3)`` int64 on the CPU."""
+    present = [grid.long().cpu() for grid in grids if grid is not None]
+    return torch.cat(present) if present else torch.zeros(0, 3, dtype=torch.int64)
+
+
+# Rows
+
+
+def media_costs(
     media: Sequence[Mapping[str, Any]],
     grids_of: Callable[[Mapping[str, Any]], Tensor],
-    cost: Callable[[Tensor], Tensor],
+    cost_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The cost ``(B,)`` of each row's media, from the grids ``(N, 3)`` of a row's and the cost ``(N,)`` of grids; rows that
-    hold the same objects are looked at once.
+    """The cost ``(B,)`` of the media of each row. Rows that hold the same objects are computed once.
+
+    Args:
+        grids_of: the grids ``(N, 3)`` of a row's media.
+        cost_of: the cost ``(N,)`` of grids ``(N, 3)``.
 
     >>> one = {"image_grid_thw": torch.tensor([[1, 2, 4], [1, 2, 2]])}
     >>> none = torch.zeros(0, 3, dtype=torch.int64)
-    >>> grid_sums([one, {}, one], lambda row: row.get("image_grid_thw", none), lambda grids: grids.prod(-1)).tolist()
+    >>> media_costs([one, {}, one], lambda row: row.get("image_grid_thw", none), lambda grids: grids.prod(-1)).tolist()
     [12, 0, 12]
     """
     numbers: dict[tuple[tuple[str, int], ...], int] = {}
@@ -65,5 +163,99 @@ def grid_sums(
     sums = torch.zeros(len(distinct), dtype=torch.int64)
     if distinct:
         counts = torch.tensor([len(grids) for grids in distinct])
-        sums.index_add_(0, torch.repeat_interleave(counts), cost(torch.cat(distinct)))
+        sums.index_add_(0, torch.repeat_interleave(counts), cost_of(torch.cat(distinct)))
     return sums[torch.tensor(owners, dtype=torch.int64)]
+
+
+def repeats_previous_row(media: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Whether each row ``(B,)`` bool holds the very media objects of the row before it."""
+    keys = [{name: id(value) for name, value in row.items()} for row in media]
+    return torch.tensor([row > 0 and key == keys[row - 1] for row, key in enumerate(keys)], dtype=torch.bool)
+
+
+class ForwardCosts(ABC):
+    """The part of `VLMFamily` that counts operations. A family defines `vision_flops`, and `layer_weights` unless its decoder is
+    dense.
+    """
+
+    @abstractmethod
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Operations ``(N, 2)`` int64 of the tower's linear layers and of its attention for ``grids (N, 3)``."""
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Number of weights that one token is multiplied with in the linear layers of decoder layer number ``layer``; ``text`` is
+        the text config. Default: attention with grouped heads and a gated MLP.
+        """
+        return dense_layer_weights(text)
+
+    @abstractmethod
+    def grids(self, media: Mapping[str, Any], config: Any) -> Tensor:
+        """Grids ``(N, 3)`` int64 of the patches that the tower reads, first of images, then of videos."""
+
+    def flops(
+        self,
+        config: Any,
+        lengths: Tensor | Sequence[int],
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        logit_tokens: int | None = None,
+    ) -> Flops:
+        """Operations of a forward pass over rows of ``lengths (B,)`` attended tokens and over media, each grid counted once.
+
+        ``logit_tokens`` is the number of tokens whose logits are computed, by default all.
+        """
+        rows = torch.as_tensor(lengths).long()
+        logits = int(rows.sum()) if logit_tokens is None else logit_tokens
+        vision = self.vision_flops(config, join_grids(image_grid_thw, video_grid_thw)).sum(0).tolist()
+        language = self._language_flops(config.text_config, rows).sum(0).tolist()
+        return Flops(vision[0], vision[1], language[0], language[1], logits * logit_flops(config.text_config))
+
+    def row_flops(
+        self,
+        config: Any,
+        lengths: Tensor | Sequence[int],
+        media: Sequence[Mapping[str, Any]] | None = None,
+        logit_tokens: Tensor | Sequence[int] | None = None,
+    ) -> Tensor:
+        """Operations ``(B,)`` int64 of a forward pass for each row. Their sum is ``flops(...).total``.
+
+        ``media`` are the rows' ``multi_modal_inputs``; ``logit_tokens (B,)`` is as in `flops`, for each row.
+        """
+        text, rows = config.text_config, torch.as_tensor(lengths).long()
+        logits = rows if logit_tokens is None else torch.as_tensor(logit_tokens).long()
+        language = self._language_flops(text, rows).sum(1) + logits * logit_flops(text)
+        if media is None:
+            return language
+        vision = media_costs(
+            media, lambda row: self.grids(row, config), lambda grids: self.vision_flops(config, grids).sum(1)
+        )
+        return language + vision
+
+    def row_costs(
+        self,
+        config: Any,
+        lengths: Tensor,
+        media: Sequence[Mapping[str, Any]] | None = None,
+        shared: Tensor | None = None,
+        logit_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`row_flops` split in two ``(B,)`` int64: what a row costs after the row before it, and what it costs more if it comes
+        first in its micro-batch (``lead_costs`` of `dataproto.planning.split_by_budget`).
+
+        Args:
+            lengths: ``(B,)`` attended tokens.
+            media: the rows' ``multi_modal_inputs``. A row shares media with the row before it if it holds the same objects.
+            shared: ``(B,)`` prompt tokens that a row shares with the row before it, by default 0.
+            logit_tokens: ``(B,)`` tokens whose logits are computed, by default all.
+        """
+        prompts = torch.zeros_like(lengths) if shared is None else shared
+        whole = self.row_flops(config, lengths, media, logit_tokens)
+        lead = self.row_flops(config, prompts, None, torch.zeros_like(prompts))
+        if media is not None:
+            vision = whole - self.row_flops(config, lengths, None, logit_tokens)
+            lead = lead + torch.where(repeats_previous_row(media), vision, 0)
+        return whole - lead, lead
+
+    def _language_flops(self, text: Any, lengths: Tensor) -> Tensor:
+        weights = [self.layer_weights(text, layer) for layer in range(text.num_hidden_layers)]
+        return language_flops(text, weights, lengths)

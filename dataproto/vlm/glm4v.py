@@ -1,5 +1,5 @@
-"""GLM-4.1V: patches with grids and multimodal rotary positions as in Qwen2-VL, and images alone: its one placeholder stands for
-a video's frames too, so Hugging Face's forward cannot tell a row's images from its videos.
+"""GLM-4.1V: patches with grids and multimodal rotary positions as in Qwen2-VL, but images only. Its placeholder of a video frame
+is that of an image, so Hugging Face's forward cannot distinguish the images of a row from its videos.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidMedia
+from dataproto.vlm.costs import frame_pairs, patch_weights, tower_flops
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.flops import dense_layer_weights, frame_pairs, patch_weights, vision_flops
 from dataproto.vlm.media_layout import PatchGrids
 
 
 @dataclass(frozen=True)
 class _ImageGrids(PatchGrids):
-    """As Qwen-VL's, by an arithmetic of the processor's own, without videos."""
+    """`PatchGrids` without videos, for a processor that resizes in another way."""
 
     def names(self, kind: str) -> tuple[str, ...]:
         """None for videos."""
@@ -27,8 +27,10 @@ class _ImageGrids(PatchGrids):
         """None for videos."""
         return super().grids(kind, inputs, config) if kind == "image" else torch.zeros(0, 3, dtype=torch.int64)
 
-    def image_features(self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any) -> int:
-        """The processor knows."""
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """Computed by the processor."""
         if min(height, width) <= 0:
             raise InvalidMedia(f"image of height {height} and width {width} is empty")
         try:
@@ -38,28 +40,27 @@ class _ImageGrids(PatchGrids):
         return int(patches) // self.merge_size(config) ** 2
 
 
-def _vision_flops(config: Any, grids: Tensor) -> Tensor:
-    vision = config.vision_config
-    width, out, merge = int(vision.hidden_size), int(vision.out_hidden_size), int(vision.spatial_merge_size)
-    return vision_flops(
-        grids,
-        patch=patch_weights(vision, width),
-        block=4 * width**2 + 3 * width * out,
-        merger=merge**2 * width * out + out**2 + 3 * out * int(vision.intermediate_size),
-        merge_size=merge,
-        width=width,
-        pairs=[frame_pairs(grids)] * int(vision.depth),
-    )
+class GLM4V(VLMFamily):
+    """GLM-4.1V, dense."""
 
-
-GLM4V = VLMFamily(
-    model_type="glm4v",
-    pictures=_ImageGrids(),
-    mergers=("model.visual.downsample", "model.visual.merger"),
-    vision_flops=_vision_flops,
-    layer_weights=dense_layer_weights,
-    tensor_plan=(
+    model_type = "glm4v"
+    media_layout = _ImageGrids()
+    mergers = ("model.visual.downsample", "model.visual.merger")
+    tensor_plan = (
         *(entry for entry in DECODER_PLAN if not entry[0].endswith((".gate_proj", ".up_proj"))),
         ("model.language_model.layers.*.mlp.gate_up_proj", "packed_colwise"),
-    ),
-)
+    )
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Full attention within a frame and a gated MLP; the merger has a gated MLP too."""
+        vision = config.vision_config
+        width, out, merge = int(vision.hidden_size), int(vision.out_hidden_size), int(vision.spatial_merge_size)
+        return tower_flops(
+            grids,
+            patch=patch_weights(vision, width),
+            block=4 * width**2 + 3 * width * out,
+            merger=merge**2 * width * out + out**2 + 3 * out * int(vision.intermediate_size),
+            merge_size=merge,
+            width=width,
+            pairs=[frame_pairs(grids)] * int(vision.depth),
+        )

@@ -1,8 +1,8 @@
-"""Rows and the media they point at: features computed once, used by every row that shares them.
+"""Media of rows: features are computed once and used by every row that shares them.
 
-A row's media is its ``multi_modal_inputs``, such as ``{"pixel_values": (patches, dim), "image_grid_thw": (images, 3)}``
-and the same for video (its family's `Pictures` say what they are); ``{}`` for text. Rows sampled from one prompt hold the
-same tensor objects, which is how sharing is seen.
+A row's media are its ``multi_modal_inputs``, such as ``{"pixel_values": (patches, dim), "image_grid_thw": (images, 3)}`` and the
+same for videos (`MediaLayout` of the family defines the names); ``{}`` for a row of text. Rows that are sampled from one prompt
+hold the same tensor objects: rows share media if the objects are identical.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from dataproto._ops.transfer import move
 from dataproto.errors import MediaMismatch
-from dataproto.vlm.media_layout import Pictures
+from dataproto.vlm.media_layout import MediaLayout
 from dataproto.vlm.mrope import IMAGE, VIDEO
 
 
 @dataclass(frozen=True)
 class MediaSpans:
-    """Where features go: ``positions (M,)`` int64, ascending, index the flattened ``(B, L)`` or ``(1, T)`` sequence,
-    one a media token; ``features (M,)`` int64 is the row of ``[image features, video features]`` that belongs there.
+    """Which feature belongs to which media token.
 
-    Several positions may name one feature; its gradient is then the sum over them.
+    ``positions (M,)`` int64, ascending, are the indices of the media tokens in the flattened ``(B, L)`` or ``(1, T)`` sequence.
+    ``features (M,)`` int64 are the indices of their features in ``[image features, video features]``. Several positions may name
+    one feature; its gradient is the sum over them.
     """
 
     positions: Tensor
@@ -33,7 +34,7 @@ class MediaSpans:
         return len(self.positions)
 
     def window(self, start: int, stop: int) -> "MediaSpans":
-        """The spans of the part ``start`` to ``stop`` of the sequence, counted from its beginning.
+        """The spans of the part from ``start`` to ``stop`` of the sequence, with positions relative to ``start``.
 
         >>> spans = MediaSpans(torch.tensor([1, 2, 5]), torch.tensor([0, 1, 0]))
         >>> spans.window(2, 6).positions.tolist(), spans.window(2, 6).features.tolist()
@@ -51,9 +52,9 @@ class MediaSpans:
 class DistinctMedia:
     """Media of a batch without repetition.
 
-    ``inputs``: distinct tensors joined, under the names of the HF forward's arguments (absent where there are none).
-    ``images`` and ``videos`` ``(B, 2)`` int64: of each row, the first feature in ``[image features, video features]``
-    and how many.
+    ``inputs`` are the distinct tensors, joined, under the names of the Hugging Face forward's arguments (empty without media).
+    ``images`` and ``videos`` ``(B, 2)`` int64 hold, for each row, the index of its first feature in ``[image features, video
+    features]`` and the number of its features.
     """
 
     inputs: dict[str, Tensor]
@@ -61,9 +62,10 @@ class DistinctMedia:
     videos: Tensor
 
 
-def distinct_media(rows: Sequence[Mapping[str, Any]], pictures: Pictures, config: Any) -> DistinctMedia:
-    """Join the media of ``rows``, each distinct tensor object once, images first; ``config`` is the model's. Raises
-    `MediaMismatch` naming the row.
+def distinct_media(rows: Sequence[Mapping[str, Any]], layout: MediaLayout, config: Any) -> DistinctMedia:
+    """Join the media of ``rows``, each distinct tensor object once, images first. ``config`` is the model's.
+
+    Raises `MediaMismatch` with the row's number.
 
     >>> from types import SimpleNamespace
     >>> from dataproto.vlm.media_layout import PatchGrids
@@ -77,7 +79,7 @@ def distinct_media(rows: Sequence[Mapping[str, Any]], pictures: Pictures, config
     tables: list[Tensor] = []
     start = 0
     for kind in ("image", "video"):
-        names = pictures.names(kind)
+        names = layout.names(kind)
         distinct: dict[tuple[int, ...], Mapping[str, Any]] = {}
         places: dict[tuple[int, ...], list[int]] = {}
         table = []
@@ -92,7 +94,7 @@ def distinct_media(rows: Sequence[Mapping[str, Any]], pictures: Pictures, config
             key = tuple(id(row[name]) for name in names)
             if key not in distinct:
                 try:
-                    count = int(pictures.features(kind, row, config).sum())
+                    count = int(layout.feature_counts(kind, row, config).sum())
                 except MediaMismatch as error:
                     raise MediaMismatch(f"row {number}: {error}") from error
                 distinct[key], places[key] = row, [start, count]
@@ -105,11 +107,11 @@ def distinct_media(rows: Sequence[Mapping[str, Any]], pictures: Pictures, config
 
 
 def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | None = None) -> MediaSpans:
-    """Give each media token of ``token_types`` its feature.
+    """Assign each media token of ``token_types`` its feature.
 
-    ``token_types`` is ``(B, L)`` with the rows of ``media``, or ``(1, T)`` with those rows packed one after another,
-    whose bounds ``cu_seqlens (rows + 1,)`` then tells. Padding has type 0. Raises `MediaMismatch` naming the row and
-    both numbers.
+    ``token_types`` is ``(B, L)`` with the rows of ``media``, or ``(1, T)`` with these rows packed one after another at the bounds
+    ``cu_seqlens (rows + 1,)``. Padding has type 0. Raises `MediaMismatch` with the row and both numbers if tokens and features of
+    a row differ in number.
 
     >>> media = DistinctMedia({}, images=torch.tensor([[0, 2], [0, 2]]), videos=torch.zeros(2, 2, dtype=torch.int64))
     >>> spans = media_spans(torch.tensor([[0, 1, 1], [1, 1, 0]]), media)
@@ -145,8 +147,8 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
 
 
 def media_grids(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor | None]:
-    """The media arguments of `VLMFamily.position_ids`: grids and video timing of all rows in row order, with
-    repetitions, and None where no row has any.
+    """The media arguments of `VLMFamily.position_ids`: grids and video timing of all rows in row order, with repetitions.
+    ``None`` if no row has any.
 
     >>> one = {"image_grid_thw": torch.tensor([[1, 2, 4]])}
     >>> media_grids([one, {}, one])["image_grid_thw"].tolist()
@@ -158,3 +160,20 @@ def media_grids(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor | None]:
         parts = [torch.as_tensor(row[name]) for row in rows if row.get(name) is not None]
         grids[name] = torch.cat(parts) if parts else None
     return grids
+
+
+def place(embeddings: Tensor, features: Tensor, spans: MediaSpans) -> Tensor:
+    """``embeddings (B, L, H)`` with ``features (F, H)`` written at the spans, out of place, so that both get gradients.
+
+    >>> spans = MediaSpans(torch.tensor([1, 2]), torch.tensor([0, 0]))
+    >>> place(torch.zeros(1, 3, 2), torch.ones(1, 2), spans)[0].tolist()
+    [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+    """
+    chosen = features.index_select(0, spans.features).to(embeddings.dtype)
+    return embeddings.flatten(0, 1).index_copy(0, spans.positions, chosen).view_as(embeddings)
+
+
+def dense_levels(features: Tensor, tokens: int, spans: MediaSpans) -> Tensor:
+    """``features (F, levels, H)`` written at the spans of a sequence of ``tokens``, zero elsewhere: ``(levels, tokens, H)``."""
+    chosen = features.index_select(0, spans.features).transpose(0, 1)
+    return features.new_zeros(features.shape[1], tokens, features.shape[2]).index_copy(1, spans.positions, chosen)

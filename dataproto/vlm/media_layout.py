@@ -1,6 +1,6 @@
-"""How images and videos lie in a model's inputs: as patches with a grid for each medium, or however its family has it.
+"""How images and videos are laid out in a model's inputs, for example as patches with a grid for each medium.
 
-``inputs`` are a row's ``multi_modal_inputs``, or part of them; a kind is ``"image"`` or ``"video"``.
+``inputs`` are a row's ``multi_modal_inputs``, or part of them. A kind is ``"image"`` or ``"video"``.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,15 @@ from dataproto.errors import InvalidConfig, MediaMismatch
 from dataproto.vlm.placeholders import Ids, image_grid
 
 
-class Pictures(Protocol):
-    """What a family says of its images and videos. The tower sees them as grids of patches ``(N, 3)`` (time, height, width),
-    of which ``merge_size ** 2`` become a feature; patches attend within a grid's time step.
+class MediaLayout(Protocol):
+    """How a family's images and videos are laid out. The tower reads them as grids ``(N, 3)`` of patches (time, height, width).
+    ``merge_size ** 2`` patches become one feature; patches attend to each other within a time step of their grid.
     """
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Arguments of the Hugging Face forward, each joined along its first dimension; none if there is no such kind."""
+        """Arguments of the Hugging Face forward, each joined along its first dimension, pixels first. Empty if the family has no
+        media of this kind.
+        """
         ...
 
     def merge_size(self, config: Any) -> int:
@@ -29,19 +31,23 @@ class Pictures(Protocol):
         ...
 
     def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """Grids ``(N, 3)`` int64 that the tower sees. Raises `MediaMismatch` where inputs do not belong together."""
+        """Grids ``(N, 3)`` int64 that the tower reads. Raises `MediaMismatch` if the inputs contradict each other."""
         ...
 
-    def features(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """Features ``(M,)`` of each medium."""
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """Number of features ``(M,)`` of each medium."""
         ...
 
-    def options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
-        """Keywords with which the image processor keeps to these limits (by default its own). Raises `InvalidConfig`."""
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """Keywords that make the image processor keep these limits (default: its own). Raises `InvalidConfig`."""
         ...
 
-    def image_features(self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any) -> int:
-        """Features of an image of this size in pixels, processed with `options`. Raises `InvalidMedia` if absurd."""
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """Number of features of an image of this size in pixels, processed with the options. Raises `InvalidMedia` for a size
+        that the processor refuses.
+        """
         ...
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
@@ -51,20 +57,20 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class PatchGrids:
-    """Patches ``(patches, dim)`` of media of any size, one after the other, and the grid ``(media, 3)`` of each, as
-    Qwen-VL's processors make them.
+    """The layout of Qwen-VL's processors: patches ``(patches, dim)`` of media of any size, one medium after another, and their
+    grids ``(media, 3)``.
     """
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Pixels, then grids."""
+        """Pixels and grids."""
         return {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}[kind]
 
     def merge_size(self, config: Any) -> int:
-        """From the tower's config."""
+        """From the config of the tower."""
         return int(config.vision_config.spatial_merge_size)
 
     def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """As they stand in the inputs, checked against the pixels if those are there."""
+        """The grids of the inputs, compared with the pixels if those are present."""
         pixel_name, grid_name = self.names(kind)
         if inputs.get(grid_name) is None:
             if inputs.get(pixel_name) is not None:
@@ -78,26 +84,28 @@ class PatchGrids:
             raise MediaMismatch(f"{kind} grid {grid.tolist()} counts {patches} patches, but there are {len(pixels)}")
         return grid
 
-    def features(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
-        """One grid is one medium."""
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """Each grid is one medium."""
         return np.asarray(self.grids(kind, inputs, config).cpu().prod(-1) // self.merge_size(config) ** 2)
 
-    def options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """Limits of an image's area."""
         least = int(processor.size["shortest_edge"] if min_pixels is None else min_pixels)
         most = int(processor.size["longest_edge"] if max_pixels is None else max_pixels)
         check_limits(least, most)
         return {"size": {"shortest_edge": least, "longest_edge": most}}
 
-    def image_features(self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any) -> int:
-        """By the processors' arithmetic."""
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """Computed by `image_grid`."""
         size, merge = options["size"], self.merge_size(config)
         patch = int(config.vision_config.patch_size)
         rows, columns = image_grid(height, width, size["shortest_edge"], size["longest_edge"], patch, merge)
         return rows * columns // merge**2
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
-        """One feature."""
+        """An image of one feature."""
         vision, merge = config.vision_config, self.merge_size(config)
         dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return {"pixel_values": torch.zeros(merge**2, dim), "image_grid_thw": torch.tensor([[1, merge, merge]])}
@@ -107,6 +115,6 @@ PATCH_GRIDS = PatchGrids()
 
 
 def check_limits(min_pixels: int, max_pixels: int) -> None:
-    """`InvalidConfig` unless some image can have so many pixels."""
+    """Raises `InvalidConfig` unless ``0 < min_pixels <= max_pixels``."""
     if not 0 < min_pixels <= max_pixels:
         raise InvalidConfig(f"min_pixels={min_pixels} and max_pixels={max_pixels}: must be 0 < min <= max")

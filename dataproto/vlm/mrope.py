@@ -1,8 +1,8 @@
 """Multimodal rotary positions: arithmetic on token types and grids, without a loop over rows or tokens.
 
-Rule (Qwen2-VL, arXiv 2409.12191, section 2.1): a text token takes the next position in all three rows; the tokens of an
-image or of a piece of video take ``start + (time, height, width)`` of their place in the grid, and what follows starts
-``max(height, width)`` later.
+Rule (Qwen2-VL, arXiv 2409.12191, section 2.1): a text token takes the next position in all three dimensions. The tokens of an
+image, or of a piece of video, take ``start + (time, height, width)``, where the triple is their place in the grid. The token
+after them takes the position ``start + max(height, width)``.
 
 Letters: B rows, L tokens, N media, K media tokens of one kind.
 """
@@ -22,10 +22,10 @@ _NAMES = {IMAGE: "image", VIDEO: "video"}
 
 @dataclass(frozen=True)
 class Pieces:
-    """Media of one kind in row order, each a contiguous run of placeholder tokens.
+    """Media of one kind in row order. Each is a contiguous run of placeholder tokens.
 
-    ``sizes (N, 3)`` int64: time, height, width in tokens (after spatial merging); ``intervals (N,)`` float: positions
-    from one time step to the next.
+    ``sizes (N, 3)`` int64 are time, height and width in tokens (after spatial merging). ``intervals (N,)`` float are the
+    distances in positions from one time step to the next.
     """
 
     sizes: Tensor
@@ -33,7 +33,7 @@ class Pieces:
 
     @classmethod
     def of_grids(cls, grid_thw: Tensor, merge_size: int, intervals: Tensor | None = None) -> "Pieces":
-        """From grids in patches ``(N, 3)``.
+        """Pieces of grids ``(N, 3)``, which count patches.
 
         >>> Pieces.of_grids(torch.tensor([[1, 4, 6]]), merge_size=2).sizes
         tensor([[1, 2, 3]])
@@ -47,16 +47,15 @@ class Pieces:
         return cls(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0))
 
     def to(self, device: torch.device) -> "Pieces":
-        """The same on another device."""
+        """The same pieces on another device."""
         return Pieces(self.sizes.to(device), self.intervals.to(device))
 
 
 def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces, videos: Pieces) -> Tensor:
     """Positions ``(B, 4, L)`` int64: the rank among attended tokens, then time, height, width.
 
-    ``token_types (B, L)``, ``attention_mask (B, L)``; ``images`` and ``videos`` list the media of all rows in row
-    order. Padding, left, right or in between, has position 0 in every row, as in Hugging Face. Raises `MediaMismatch`
-    where placeholder tokens and media disagree.
+    ``images`` and ``videos`` list the media of all rows of ``token_types (B, L)`` in row order. Padding, anywhere in the row, has
+    position 0 in all dimensions, as in Hugging Face. Raises `MediaMismatch` if placeholder tokens and media do not agree.
 
     >>> types = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0]])
     >>> image = Pieces.of_grids(torch.tensor([[1, 4, 6]]), merge_size=2)
@@ -69,9 +68,9 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
     attended = attention_mask.bool()
     types = torch.where(attended, token_types, 0)
     ranks = attended.cumsum(-1).sub_(1)
-    if not (len(images.sizes) or len(videos.sizes) or types.any()):  # text alone moves all four alike
+    if not (len(images.sizes) or len(videos.sizes) or types.any()):  # for text all four dimensions are equal
         return ranks.masked_fill_(~attended, 0)[:, None].expand(-1, 4, -1).contiguous()
-    steps = (attended & (types == 0)).long()  # how far a token moves what follows; a medium's first one does it for all
+    steps = (attended & (types == 0)).long()  # distance to the next token; for a medium, its first token has all of it
     media = []
     for kind, pieces in ((IMAGE, images), (VIDEO, videos)):
         pieces = pieces.to(types.device)
@@ -80,21 +79,21 @@ def mrope_positions(token_types: Tensor, attention_mask: Tensor, images: Pieces,
         steps.view(-1)[index[starts[some]]] = pieces.sizes[some, 1:].amax(1)
         media.append((index, _offsets(pieces, starts, counts)))
     rows, length = types.shape
-    behind = steps.cumsum(-1)
+    following = steps.cumsum(-1)
     positions = ranks.new_empty(rows, 4, length)
     padding = ~attended
     positions[:, 0] = ranks.masked_fill_(padding, 0)
-    positions[:, 1:] = (behind - 1).masked_fill_(padding, 0)[:, None]
+    positions[:, 1:] = (following - 1).masked_fill_(padding, 0)[:, None]
     for index, grid in media:
-        end = behind.view(-1)[index]
-        place = index + index // length * 3 * length  # of the token's rank in the flat result
+        end = following.view(-1)[index]
+        place = index + index // length * 3 * length  # index of the token's rank in the flat result
         for offset in grid:
             positions.view(-1).index_copy_(0, place.add_(length), offset.add_(end))
     return positions
 
 
 def text_positions(attention_mask: Tensor) -> Tensor:
-    """Positions ``(B, L)`` int64 of models with one-dimensional ones: the rank among attended tokens; padding has 0.
+    """One-dimensional positions ``(B, L)`` int64: the rank among attended tokens. Padding has 0.
 
     >>> text_positions(torch.tensor([[0, 1, 1, 1]]))
     tensor([[0, 0, 1, 2]])
@@ -106,9 +105,9 @@ def text_positions(attention_mask: Tensor) -> Tensor:
 def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) -> Tensor:
     """Positions ``(B, 4, R)`` or ``(B, R)`` of ``length`` text tokens that follow each row's last attended token.
 
-    ``position_ids (B, 4, P)`` or ``(B, P)``, ``attention_mask (B, P)``. A row without attended tokens starts at 0. Text
-    starts behind the last token's height and width; time does not count, since a video does not push what follows by its
-    duration.
+    ``position_ids`` are ``(B, 4, P)`` or ``(B, P)``, ``attention_mask`` is ``(B, P)``. A row without attended tokens starts at 0.
+    Text continues after the larger of the last token's height and width. Time is ignored, because the duration of a video does
+    not move the text after it.
 
     >>> prompt = torch.tensor([[[0, 0, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 1, 2]]])
     >>> extend_positions(prompt, torch.tensor([[0, 1, 1, 1]]), 2)[0]
@@ -123,14 +122,16 @@ def extend_positions(position_ids: Tensor, attention_mask: Tensor, length: int) 
     index = (last - 1).clamp(min=0)[:, None, None].expand(-1, rows.shape[1], 1)
     final = torch.where((last > 0)[:, None, None], rows.gather(-1, index), -1)  # (B, 4 or 1, 1)
     if position_ids.ndim == 3:
-        behind = final[:, 2:].amax(1, keepdim=True).expand(-1, 3, -1)
-        final = torch.cat([final[:, :1], behind], 1)
+        largest = final[:, 2:].amax(1, keepdim=True).expand(-1, 3, -1)
+        final = torch.cat([final[:, :1], largest], 1)
     following = final + torch.arange(1, length + 1, device=position_ids.device)
     return following if position_ids.ndim == 3 else following[:, 0]
 
 
 def _assign(types: Tensor, ranks: Tensor, kind: int, pieces: Pieces) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat indices of the tokens of a kind ``(K,)``; where among them each medium starts, and how many it has ``(N,)``."""
+    """Flat indices ``(K,)`` of the tokens of a kind; for each medium the index of its first token among them, and the number of
+    its tokens, both ``(N,)``.
+    """
     name = _NAMES[kind]
     index = (types == kind).view(-1).nonzero().squeeze(-1)
     counts = pieces.sizes.prod(-1)
@@ -142,16 +143,15 @@ def _assign(types: Tensor, ranks: Tensor, kind: int, pieces: Pieces) -> tuple[Te
         )
     some = counts > 0
     first, last = index[starts[some]], index[(starts + counts - 1)[some]]
-    runs = (
-        ranks.view(-1)[last] - ranks.view(-1)[first] == counts[some] - 1
-    )  # ranks in a row grow, so they are consecutive
+    # Ranks ascend within a row, so tokens are consecutive if the ranks of the first and the last say so.
+    runs = ranks.view(-1)[last] - ranks.view(-1)[first] == counts[some] - 1
     if not bool((runs & (first // types.shape[-1] == last // types.shape[-1])).all()):
         raise MediaMismatch(_broken_run(types, ranks, index, kind, counts))
     return index, starts, counts
 
 
 def _broken_run(types: Tensor, ranks: Tensor, index: Tensor, kind: int, counts: Tensor) -> str:
-    """Says which medium's run of placeholder tokens breaks first, and where."""
+    """The error message that names the first medium whose run of placeholder tokens is broken."""
     name = _NAMES[kind]
     piece = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     starts = (counts.cumsum(0) - counts)[piece]
@@ -167,14 +167,14 @@ def _broken_run(types: Tensor, ranks: Tensor, index: Tensor, kind: int, counts: 
 
 
 def _offsets(pieces: Pieces, starts: Tensor, counts: Tensor) -> list[Tensor]:
-    """Time, height and width ``(K,)`` of each token in its grid, less what the medium moves the text behind it.
+    """Time, height and width ``(K,)`` of each token in its grid, minus the distance from the medium to the text after it.
 
-    Worked out once for media of one form, as samples of one prompt and pictures of one size are.
+    Computed once for all media of equal size and interval, such as those of samples of one prompt.
     """
-    form, one_of = _distinct([*pieces.sizes.unbind(1), pieces.intervals])
+    number, one_of = _distinct([*pieces.sizes.unbind(1), pieces.intervals])
     sizes, tokens = pieces.sizes[one_of], pieces.sizes[one_of].prod(-1)
     first = tokens.cumsum(0) - tokens
-    within = torch.arange(int(tokens.sum()), device=form.device) - first.repeat_interleave(tokens)
+    within = torch.arange(int(tokens.sum()), device=number.device) - first.repeat_interleave(tokens)
     height, width, extent = (
         each.repeat_interleave(tokens) for each in (sizes[:, 1], sizes[:, 2], sizes[:, 1:].amax(1))
     )
@@ -182,13 +182,14 @@ def _offsets(pieces: Pieces, starts: Tensor, counts: Tensor) -> list[Tensor]:
     step = line // height
     time = (step * pieces.intervals[one_of].repeat_interleave(tokens)).long()
     table = time - extent, line - step * height - extent, within - line * width - extent
-    place = torch.arange(int(counts.sum()), device=form.device) + (first[form] - starts).repeat_interleave(counts)
+    place = torch.arange(int(counts.sum()), device=number.device) + (first[number] - starts).repeat_interleave(counts)
     return [each.index_select(0, place) for each in table]
 
 
 def _distinct(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Numbers the distinct rows ``(N,)`` of columns ``(N,)``, and names a row of each; `unique` by dimension compares row
-    by row in a loop.
+    """A number ``(N,)`` for each row of the columns ``(N,)``, equal for equal rows, and for each number the index of such a row.
+
+    `Tensor.unique` with a dimension compares rows in a loop, which is slow.
 
     >>> _distinct([torch.tensor([2, 1, 2]), torch.tensor([5.0, 5.0, 5.0])])[0]
     tensor([1, 0, 1])
@@ -196,7 +197,7 @@ def _distinct(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
     number = columns[0].new_zeros(len(columns[0]), dtype=torch.int64)
     for column in columns:
         values, code = column.unique(return_inverse=True)
-        number = (number * len(values) + code).unique(return_inverse=True)[1]  # renumbered, so that it stays small
+        number = (number * len(values) + code).unique(return_inverse=True)[1]  # renumbered to keep it small
     one_of = number.new_empty(int(number.max()) + 1 if len(number) else 0)
     one_of[number] = torch.arange(len(number), device=number.device)
     return number, one_of

@@ -1,10 +1,10 @@
-"""Placeholder tokens: how many an image takes, and their expansion in token ids.
+"""Placeholder tokens: how many an image needs, and their expansion in token ids.
 
-In unexpanded ids one placeholder id stands for an image or video; in expanded ids one for each of its features.
+Unexpanded ids hold one placeholder for each image or video, expanded ids one for each of its features.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Token ids that stand for media or enclose them."""
+    """Ids of the placeholder tokens of media and of the tokens that enclose them."""
 
     image: int
     video: int | None = None
@@ -30,18 +30,18 @@ class MediaTokens:
 def image_grid(
     height: int, width: int, min_pixels: int, max_pixels: int, patch_size: int, merge_size: int
 ) -> tuple[int, int]:
-    """Patch rows and columns of an image after the Qwen-VL processors' resizing ("smart resize"), from its size alone.
+    """Rows and columns of patches of an image after the resizing of the Qwen-VL processors ("smart resize").
 
-    Sides become multiples of ``patch_size * merge_size`` with an area between ``min_pixels`` and ``max_pixels`` and
-    about the same aspect ratio. Raises `InvalidMedia` for an empty image or sides that differ more than 200 times, as
-    the processor does.
+    Sides become multiples of ``patch_size * merge_size``. The area is between ``min_pixels`` and ``max_pixels``, and the aspect
+    ratio is about the same. Raises `InvalidMedia`, as the processor does, if the image is empty or one side is more than 200
+    times the other.
 
     >>> image_grid(480, 640, min_pixels=3136, max_pixels=1003520, patch_size=14, merge_size=2)
     (34, 46)
     """
     if min(height, width) <= 0 or max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise InvalidMedia(
-            f"image of height {height} and width {width}: sides must differ at most {MAX_ASPECT_RATIO} times"
+            f"image of height {height} and width {width}: one side may be at most {MAX_ASPECT_RATIO} times the other"
         )
     factor = patch_size * merge_size
     rows, columns = round(height / factor), round(width / factor)
@@ -55,10 +55,10 @@ def image_grid(
 
 
 def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple[Ids, npt.NDArray[np.int8]]:
-    """Repeat each placeholder as often as its medium has features; ``images`` and ``videos`` hold those numbers in
-    order.
+    """Repeat each placeholder once per feature of its medium; ``images`` and ``videos`` hold the numbers of features in order.
 
-    Returns ids ``(P,)`` and token types ``(P,)``: 0 text, 1 image, 2 video. Raises `MediaMismatch` with both numbers.
+    Returns ids ``(P,)`` and token types ``(P,)``: 0 text, 1 image, 2 video. Raises `MediaMismatch` if the number of placeholders
+    and of media differ.
 
     >>> tokens = MediaTokens(image=7, video=8, vision_start=5, vision_end=6)
     >>> expand_ids(np.array([1, 5, 7, 6, 2]), tokens, np.array([3]), np.array([], dtype=int))
@@ -75,27 +75,25 @@ def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple
     return np.repeat(ids, repeats), np.repeat(types, repeats)
 
 
-def enclose(ids: Ids, placeholder: int, before: Sequence[int], behind: Sequence[int]) -> Ids:
-    """Put ids around each placeholder.
+def enclose(ids: Ids, placeholder: int, before: Sequence[int], after: Sequence[int]) -> Ids:
+    """Insert ids before and after each placeholder.
 
-    >>> enclose(np.array([1, 7, 7]), 7, before=[5], behind=[6])
+    >>> enclose(np.array([1, 7, 7]), 7, before=[5], after=[6])
     array([1, 5, 7, 6, 5, 7, 6])
     """
-    around = [
-        (place + past, i)
+    added = [
+        (place + offset, token)
         for place in np.flatnonzero(ids == placeholder).tolist()
-        for past, added in enumerate((before, behind))
-        for i in added
+        for offset, tokens in enumerate((before, after))
+        for token in tokens
     ]
-    return np.insert(ids, [place for place, _ in around], [i for _, i in around])
+    return np.insert(ids, [place for place, _ in added], [token for _, token in added])
 
 
 def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequence[int]]]) -> Ids:
-    """Replace each video placeholder by its frames, one placeholder a frame between start and end, the frame's text
-    before.
+    """Replace each video placeholder by its frames: for each, its text, the start token, one placeholder and the end token.
 
-    ``frames[video][frame]`` holds the token ids of that text. The start and end around the video's own placeholder go,
-    if there.
+    ``frames[video][frame]`` holds the token ids of the text. Start and end tokens around the video's own placeholder are removed.
 
     >>> tokens = MediaTokens(image=7, video=8, vision_start=5, vision_end=6)
     >>> split_videos(np.array([1, 5, 8, 6, 2]), tokens, [[[90], [91, 92]]])
@@ -121,9 +119,27 @@ def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequen
     return np.concatenate([*parts, ids[done:]])
 
 
+def frame_texts(
+    grids: Ids, encode_text: Callable[[str], Sequence[int]] | None, seconds: Sequence[Sequence[float]] | None
+) -> list[list[Sequence[int]]]:
+    """Token ids of each frame's time, written as ``<1.5 seconds>``, for video ``grids (M, 3)``.
+
+    Raises `MediaMismatch` if an argument is missing, or ``seconds[video][frame]`` does not have one time per frame.
+    """
+    if encode_text is None or seconds is None:
+        raise MediaMismatch(
+            "a video of this family needs `encode_text` and `seconds`: each frame's time is part of the prompt"
+        )
+    if [len(times) for times in seconds] != grids[:, 0].tolist():
+        raise MediaMismatch(
+            f"videos of {grids[:, 0].tolist()} frames, but times for {[len(times) for times in seconds]}"
+        )
+    return [[encode_text(f"<{time:.1f} seconds>") for time in times] for times in seconds]
+
+
 def frame_seconds(frame_indices: Sequence[int], fps: float, temporal_patch_size: int) -> list[float]:
-    """Time in seconds of each temporal patch: the middle between its first and last frame; the last frame fills the
-    last patch.
+    """Time in seconds of each temporal patch: the mean of its first and last frame. The last frame is repeated to fill the last
+    patch.
 
     >>> frame_seconds([0, 12, 24], fps=24, temporal_patch_size=2)
     [0.25, 1.0]

@@ -118,7 +118,7 @@ class PromptBuilder:
         self.config = config
         self.max_prompt_length = max_prompt_length
         self.family = family_of(config)
-        self.image_options = self.family.pictures.options(image_processor, min_pixels, max_pixels)
+        self.image_options = self.family.media_layout.processor_options(image_processor, min_pixels, max_pixels)
         self.media_tokens = self.family.media_tokens(config)
         around = [text for text in self.family.image_text if text]
         media_tokens = tokenizer.convert_ids_to_tokens(list(self.family.banned_ids(config)))
@@ -225,7 +225,7 @@ class PromptBuilder:
             ("image", tokens.image, conversation.images),
             ("video", tokens.video, conversation.videos),
         ):
-            if media and not self.family.pictures.names(kind):
+            if media and not self.family.media_layout.names(kind):
                 raise InvalidPrompt(
                     f"models of type {self.family.model_type} take no {kind}s; show a video's frames as images"
                 )
@@ -268,7 +268,7 @@ class PromptBuilder:
                 made = self.image_processor(images=[image], return_tensors="pt", **self.image_options)
             except ValueError as error:
                 raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
-            inputs = {name: made[name] for name in self.family.pictures.names("image")}
+            inputs = {name: made[name] for name in self.family.media_layout.names("image")}
             self._processed.put(key, inputs)
         return ProcessedImage(key, image, inputs)
 

@@ -135,7 +135,7 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
 
 def takes_video(model_type: str) -> bool:
     """Whether videos are a kind of media of the family's own."""
-    return bool(family_of(model_type).pictures.names("video"))
+    return bool(family_of(model_type).media_layout.names("video"))
 
 
 def expand(config: Any, ids: list[int], *grids: tuple[int, int], film: Any = None, **told: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dataproto.planning import split_by_budget
-from dataproto.vlm import family_of, media_grids, media_spans, row_costs
+from dataproto.vlm import family_of, media_grids, media_spans
 from helpers.tiny_models import (
     MODEL_TYPES,
     expand,
@@ -129,7 +129,7 @@ def test_a_part_costs_its_first_row_whole_and_of_others_what_they_do_not_share(m
     config, family = tiny_config(model_type), family_of(model_type)
     pictures = image_inputs(config, *GRIDS)
     lengths, shared, logits = torch.tensor([30, 28, 26, 9]), torch.tensor([0, 20, 20, 0]), torch.tensor([10, 8, 6, 5])
-    costs, lead = row_costs(family, config, lengths, [pictures, pictures, pictures, {}], shared, logits)
+    costs, lead = family.row_costs(config, lengths, [pictures, pictures, pictures, {}], shared, logits)
 
     def language(length, logit_tokens):
         return family.flops(config, [length], logit_tokens=logit_tokens).total

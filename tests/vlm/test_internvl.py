@@ -101,16 +101,16 @@ def test_greedy_tokens_are_those_of_generate(checkpoint):
     ],
 )
 def test_pixel_limits_are_numbers_of_tiles(least, most, tiles):
-    options = FAMILY.pictures.options(tiny_image_processor("internvl"), least, most)
+    options = FAMILY.media_layout.processor_options(tiny_image_processor("internvl"), least, most)
     assert options == {"crop_to_patches": True, "min_patches": tiles[0], "max_patches": tiles[1]}
 
 
 def test_impossible_requests_are_named():
     processor = tiny_image_processor("internvl")
     with pytest.raises(InvalidConfig, match="min_pixels=9 and max_pixels=8"):
-        FAMILY.pictures.options(processor, 9, 8)
+        FAMILY.media_layout.processor_options(processor, 9, 8)
     with pytest.raises(InvalidMedia, match="height 0 and width 5 is empty"):
-        FAMILY.image_tokens(0, 5, processor, FAMILY.pictures.options(processor, None, None), CONFIG)
+        FAMILY.image_tokens(0, 5, processor, FAMILY.media_layout.processor_options(processor, None, None), CONFIG)
     for token in ("<img>", "</img>", "<IMG_CONTEXT>"):
         with pytest.raises(InvalidRow, match=f"the text contains {token}"):
             tiny_builder("internvl")([{"prompt": f"a {token}"}])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm import MediaSpans, family_of, media_grids, media_spans
-from dataproto.vlm.forward import place, pooled
+from dataproto.vlm.family import pooled
+from dataproto.vlm.media import place
 from helpers.tiny_models import image_inputs, tiny_config
 
 CONFIG = tiny_config("qwen2_5_vl")

@@ -38,7 +38,7 @@ def test_token_counts_equal_the_processors_arithmetic(height, width, patch, leas
     processor = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, min_pixels=smallest, max_pixels=largest)
     config = SimpleNamespace(vision_config=SimpleNamespace(patch_size=patch, spatial_merge_size=2))
     family = family_of("qwen2_5_vl")
-    options = family.pictures.options(processor, None, None)
+    options = family.media_layout.processor_options(processor, None, None)
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(ValueError, match="aspect ratio"):
             processor.get_number_of_image_patches(height, width)

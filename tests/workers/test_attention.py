@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dataproto.errors import UnsupportedAttention
-from dataproto.vlm.forward import grid_arguments
+from dataproto.vlm.family import grid_arguments
 from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_model
 from workers.model import attention
 from workers.model.attention import attend_segments, packed_attention, segment_attention, use_packed_attention

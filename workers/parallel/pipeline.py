@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans
-from dataproto.vlm.forward import dense_levels
+from dataproto.vlm.media import dense_levels
 from workers.model.engine_config import EngineConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks

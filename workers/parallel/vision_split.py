@@ -41,7 +41,7 @@ class SplitFeatures:
     def __call__(self, model: Any, media: Mapping[str, Tensor]) -> Tensor:
         """Features ``(F, levels, H)`` of all media, in their order."""
         family, config = self.family, model.config
-        kinds = {kind: family.pictures.grids(kind, media, config).cpu() for kind in ("image", "video")}
+        kinds = {kind: family.media_layout.grids(kind, media, config).cpu() for kind in ("image", "video")}
         grids = torch.cat(list(kinds.values()))
         counts = grids.prod(-1) // family.merge_size(config) ** 2
         costs = family.vision_flops(config, grids).sum(1)
@@ -64,7 +64,7 @@ class SplitFeatures:
         for kind, grids in kinds.items():
             here = torch.isin(torch.arange(first, first + len(grids)), chosen)
             first += len(grids)
-            for name in self.family.pictures.names(kind) if bool(here.any()) else ():
+            for name in self.family.media_layout.names(kind) if bool(here.any()) else ():
                 # Rows of a tensor are the grids' own, or those of their patches.
                 rows = here if len(media[name]) == len(grids) else torch.repeat_interleave(here, grids.prod(-1))
                 inputs[name] = media[name].index_select(0, move(rows.nonzero().squeeze(1), media[name].device))

@@ -89,14 +89,14 @@ def whole_work(stages: Sequence[Work]) -> Work:
 
 def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
     """Grids ``(N, 3)`` of the images and videos that rows hold, each object once."""
-    pictures, config = module.family.pictures, module.model.config
+    layout, config = module.family.media_layout, module.model.config
     found: dict[tuple[int, ...], torch.Tensor] = {}
     for kind in ("image", "video"):
         for row in media_of(data):
-            held = {name: row[name] for name in pictures.names(kind) if row.get(name) is not None}
+            held = {name: row[name] for name in layout.names(kind) if row.get(name) is not None}
             key = tuple(map(id, held.values()))
             if held and key not in found:
-                found[key] = pictures.grids(kind, held, config).cpu()
+                found[key] = layout.grids(kind, held, config).cpu()
     return torch.cat(list(found.values())) if found else None
 
 

@@ -18,7 +18,7 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn, MediaMismatch
 from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
-from dataproto.vlm import MediaSpans, media_spans, row_costs
+from dataproto.vlm import MediaSpans, media_spans
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
 from workers.training.device_transfer import to_device
@@ -76,7 +76,7 @@ def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -
     stages = ranks.size("pp")  # a pipeline takes as many micro-batches as it has, or a multiple
     if ranks.size("dp") == stages == 1 and int((whole - saved).sum()) <= token_budget:
         return [np.arange(len(data))] if len(data) else []
-    costs = row_costs(module.family, module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1))
+    costs = module.family.row_costs(module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1))
     return plan_rows(
         whole - saved,
         saved,
@@ -216,10 +216,10 @@ def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tupl
     """Features of a row's images and of its videos, whose tensors are all there and of the shape that the tower takes."""
     if not row:
         return 0, 0
-    pictures, config = module.family.pictures, module.model.config
-    tail = next(x.shape[1:] for x in pictures.smallest(config).values() if x.is_floating_point())
+    layout, config = module.family.media_layout, module.model.config
+    tail = next(x.shape[1:] for x in layout.smallest(config).values() if x.is_floating_point())
     for kind in ("image", "video"):
-        names = pictures.names(kind)
+        names = layout.names(kind)
         given = [name for name in names if row.get(name) is not None]
         if not given:
             continue

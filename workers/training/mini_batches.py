@@ -36,7 +36,7 @@ def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list
 
     A mini-batch is ``minibatch`` prompts of the whole batch (all of it if ``None``), and its work is spread evenly. Samples of
     a prompt stay on one rank, where the prompt is computed once, unless that leaves a rank with `TOLERANCE` times the
-    average. Work is read from the column ``cost`` ``(B,)`` if there is one (`dataproto.vlm.row_costs`), else estimated.
+    average. Work is read from the column ``cost`` ``(B,)`` if there is one (`VLMFamily.row_costs`), else estimated.
     """
     groups = np.asarray(data["uid"] if "uid" in data else np.arange(len(data)))
     own, lead = row_work(data)

@@ -1,0 +1,124 @@
+"""Which family belongs to a model type: the shipped families, those that a program registers, and those of installed packages."""
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from dataproto.errors import InvalidConfig, UnknownModel
+from dataproto.vlm.family import VLMFamily
+
+ENTRY_POINTS = "dataproto.vlm_families"
+"""The entry-point group in which a package names its families, as ``model_type = "package.module:Class"``."""
+
+_SHIPPED = {
+    "qwen2_vl": "dataproto.vlm.qwen2_vl:Qwen2VL",
+    "qwen2_5_vl": "dataproto.vlm.qwen2_5_vl:Qwen25VL",
+    "qwen3_vl": "dataproto.vlm.qwen3_vl:Qwen3VL",
+    "qwen3_vl_moe": "dataproto.vlm.qwen3_vl:Qwen3VLMoe",
+    "internvl": "dataproto.vlm.internvl:InternVL",
+    "glm4v": "dataproto.vlm.glm4v:GLM4V",
+}
+"""``config.model_type`` to import path. The file is imported on first use."""
+
+_registered: dict[str, VLMFamily] = {}
+
+FamilyClass = TypeVar("FamilyClass", bound=type[VLMFamily])
+
+
+def family_of(model: Any) -> VLMFamily:
+    """The family of a model type (``"qwen2_5_vl"``), a Hugging Face config, or a model with a config.
+
+    Families that this process registered come first, then the shipped ones, then entry points of installed packages.
+
+    Raises:
+        UnknownModel: no family has this model type. The message lists the known types.
+        InvalidConfig: the entry point of this model type cannot be used.
+
+    >>> family_of("qwen2_5_vl").vision_tower
+    'model.visual'
+    """
+    config = getattr(model, "config", model)
+    model_type = config if isinstance(config, str) else getattr(config, "model_type", None)
+    if model_type in _registered:
+        return _registered[model_type]
+    if model_type in _SHIPPED:
+        return _shipped(model_type)
+    if model_type in (points := _entry_points()):
+        register_family(_load(points[model_type]))
+        return _registered[model_type]
+    raise UnknownModel(
+        f"no model family for model type {model_type!r}; known: {', '.join(known_families())}. To add one, call "
+        f"register_family in every process that uses it, or name it in the entry-point group {ENTRY_POINTS!r} of an installed "
+        "package (docs/adding_a_vlm.md)"
+    )
+
+
+def known_families() -> tuple[str, ...]:
+    """Model types that have a family, the shipped ones first."""
+    return tuple(dict.fromkeys([*_SHIPPED, *_registered, *_entry_points()]))
+
+
+def register_family(family: FamilyClass, *, replace: bool = False) -> FamilyClass:
+    """Make a subclass of `VLMFamily` the family of its ``model_type`` in this process. Usable as a decorator.
+
+    Registering a class twice changes nothing. Other processes (of Ray, or spawned ones) find the family only if they register
+    it too, or if an installed package names it in the entry-point group ``dataproto.vlm_families``.
+
+    Args:
+        replace: also if the model type has another family.
+
+    Raises:
+        InvalidConfig: it is no concrete subclass of `VLMFamily` with a model type, or the model type is taken.
+    """
+    if not (isinstance(family, type) and issubclass(family, VLMFamily)):
+        raise InvalidConfig(f"register_family takes a subclass of VLMFamily, not {family!r}")
+    model_type = getattr(family, "model_type", None)
+    if not isinstance(model_type, str) or not model_type:
+        raise InvalidConfig(f"{family.__qualname__} needs a class attribute `model_type`: the config's model_type")
+    try:
+        value = family()
+    except TypeError as error:
+        raise InvalidConfig(f"{family.__qualname__} cannot be registered: {error}") from error
+    other = _registered.get(model_type)
+    taken = type(other).__qualname__ if other else _SHIPPED.get(model_type)
+    if taken is not None and other != value and not replace:
+        raise InvalidConfig(
+            f"model type {model_type!r} has a family already ({taken}): pass replace=True to replace it"
+        )
+    _registered[model_type] = value
+    return family
+
+
+@cache
+def _shipped(model_type: str) -> VLMFamily:
+    module, _, name = _SHIPPED[model_type].partition(":")
+    family: VLMFamily = getattr(import_module(module), name)()
+    return family
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    """Entry points of installed packages by model type. Raises `InvalidConfig` if two name different classes for one type."""
+    points: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        if points.setdefault(point.name, point).value != point.value:
+            raise InvalidConfig(
+                f"installed packages name two families for model type {point.name!r}: {points[point.name].value} and "
+                f"{point.value}"
+            )
+    return points
+
+
+def _load(point: EntryPoint) -> Any:
+    """The class that an entry point names."""
+    try:
+        family = point.load()
+    except (ImportError, AttributeError) as error:
+        raise InvalidConfig(
+            f"the family {point.value} of model type {point.name!r} cannot be imported: {error}"
+        ) from error
+    if getattr(family, "model_type", None) != point.name:
+        raise InvalidConfig(
+            f"entry point {point.name!r} names {point.value}, whose model_type is {getattr(family, 'model_type', None)!r}"
+        )
+    return family
