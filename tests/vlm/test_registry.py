@@ -7,9 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 
+import dataproto.vlm
 from dataproto.errors import UnknownModel
 from dataproto.vlm import family_of, known_families
 from helpers.tiny_models import MODEL_TYPES, tiny_config
+
+
+def test_the_package_exports_exactly_this():
+    assert sorted(dataproto.vlm.__all__) == [
+        *("DistinctMedia", "Flops", "MediaLayout", "MediaSpans", "MediaTokens", "PatchGrids", "VLMFamily"),
+        *("distinct_media", "extend_positions", "family_of", "frame_seconds", "image_grid", "known_families"),
+        *("media_grids", "media_spans", "register_family"),
+    ]
+    assert all(hasattr(dataproto.vlm, name) for name in dataproto.vlm.__all__)
 
 
 def test_families_are_found_by_type_config_and_model():
