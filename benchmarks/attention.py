@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 
 from dataproto.errors import InvalidConfig  # noqa: E402
 from workers.model import flash_attention4 as flash4  # noqa: E402
-from workers.model.attention import FLASH, attend_segments  # noqa: E402
+from workers.model.attention import FLASH_KERNELS, segment_sdpa  # noqa: E402
 
 REPEATS = 10
 
@@ -69,11 +69,11 @@ def measure(case: str, kernels: Sequence[str]) -> Iterator[str]:
         for count in (heads, key_heads, key_heads)
     ]
     whole = [x.detach().float().requires_grad_() for x in inputs]
-    out = attend_segments(*whole, bounds, bounds, None, causal)
+    out = segment_sdpa(*whole, bounds, bounds, None, causal)
     expected = [out.detach(), *torch.autograd.grad(out, whole, upstream.float())]
     operations = 4 * sum(length**2 for length in segments) * heads * width / (2 if causal else 1)
     for name in kernels:
-        forward = partial(FLASH[name], *inputs, bounds, bounds, longest, longest, None, causal)
+        forward = partial(FLASH_KERNELS[name], *inputs, bounds, bounds, longest, longest, None, causal)
         found = [(first := forward()).detach(), *torch.autograd.grad(first, inputs, upstream)]
         ahead = milliseconds(forward)
         back = milliseconds(lambda run=forward: torch.autograd.grad(run(), inputs, upstream)) - ahead
@@ -83,7 +83,7 @@ def measure(case: str, kernels: Sequence[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    kernels = list(FLASH)
+    kernels = list(FLASH_KERNELS)
     try:
         flash4.check_usable()
     except InvalidConfig as error:

@@ -35,7 +35,7 @@ from rollout.responses import attach_responses, build_requests  # noqa: E402
 from workers import ActorConfig, ActorWorker  # noqa: E402
 from workers.model.named_weights import full_tensor  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
-from workers.ranks.mesh import join  # noqa: E402
+from workers.ranks.mesh import init_ranks  # noqa: E402
 
 ROUNDS = 3
 
@@ -78,7 +78,7 @@ class Ours:
         prompts = prompts_of(path, arguments.requests)
         engines = self.world // arguments.tensor_parallel
         self.prompts = prompts[self.rank // arguments.tensor_parallel :: engines]
-        self.actor = ActorWorker(ActorConfig(path), device, join(Layout(dp=self.world), device))
+        self.actor = ActorWorker(ActorConfig(path), device, init_ranks(Layout(dp=self.world), device))
         self.say("device memory: actor alone", used_gib(), "GiB")
         started = time.perf_counter()
         self.engine: Any = create_engine(

@@ -48,7 +48,7 @@ from dataproto.vlm import family_of
 from recipes.algorithms.losses import clipped_policy_loss
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import AXES, join
+from workers.ranks.mesh import AXES, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.accounting import peak_flops, required_work, whole_work
 from workers.training.device_transfer import to_device
@@ -78,7 +78,7 @@ class Bench:
         degrees = (
             dict(pair.split("=") for pair in arguments.layout.split(",")) if arguments.layout else {"dp": self.world}
         )
-        self.ranks = join(Layout(**{axis: int(degree) for axis, degree in degrees.items()}), self.device)
+        self.ranks = init_ranks(Layout(**{axis: int(degree) for axis, degree in degrees.items()}), self.device)
         self.figures: list[dict[str, Any]] = []
 
     def actor(self) -> ActorWorker:
@@ -124,7 +124,7 @@ class Bench:
             metrics = worker.update(share, policy_loss)
             self.synchronize()
             seconds = time.perf_counter() - start
-            work = whole_work(self.ranks.gather(required_work(worker.module, batch), "pp"))
+            work = whole_work(self.ranks.all_gather(required_work(worker.module, batch), "pp"))
             self.say(f"{name} {step}: {seconds:.3f} s, {work.tokens} tokens, norm {metrics['actor/grad_norm']:.3g}")
             found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(work, seconds), "metrics": metrics})
         self.record(name, found[a.warmup :])
@@ -249,7 +249,7 @@ class Bench:
                 figure[key] = median(f[key] for f in found)
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) / 2**30
-            figure["GB"] = max(self.ranks.gather(peak, *AXES))
+            figure["GB"] = max(self.ranks.all_gather(peak, *AXES))
             torch.cuda.reset_peak_memory_stats(self.device)
         figure["metrics"] = {
             key: value for key, value in found[-1].get("metrics", {}).items() if key.startswith(("timing_s/", "perf/"))

@@ -34,9 +34,9 @@ from recipes.synthetic import LEVELS
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.cluster.launch import Roles, launch
+from workers.cluster.launcher import Roles, launch
 from workers.cluster.ray_config import RayConfig
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -87,7 +87,7 @@ class Geo3KConfig:
     reward: str | None = None  # FILE.py:FUNCTION in verl's or TRL's form; Geo3K's reward by default
     engine: str = "hf"  # what generates: hf or vllm
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    compute: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
     layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
     ray: RayConfig = field(default_factory=RayConfig)

@@ -1,6 +1,6 @@
 """Role workers, and the groups that run them."""
 
-from workers.cluster.launch import Roles, launch
+from workers.cluster.launcher import Roles, launch
 from workers.model.packed_model import Outputs, PackedVLM
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker

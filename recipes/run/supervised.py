@@ -19,9 +19,9 @@ from recipes.run.place import check_place
 from recipes.run.run_directory import open_run_directory, over_the_run, with_schedules
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
-from workers.cluster.launch import Roles, launch
+from workers.cluster.launcher import Roles, launch
 from workers.cluster.ray_config import RayConfig
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import Outputs
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
@@ -62,7 +62,7 @@ class SupervisedConfig:
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
     engine: str = "hf"  # what answers held-out questions
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    compute: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
+    compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
     layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
     ray: RayConfig = field(default_factory=RayConfig)

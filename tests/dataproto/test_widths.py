@@ -13,7 +13,7 @@ from helpers.batches import prompt_batch
 from helpers.tiny_models import MODEL_TYPES, tiny_config
 from rollout.engine import Completion, SamplingParams
 from rollout.responses import attach_responses
-from workers.ranks.dispatch import join_rows
+from workers.ranks.dispatch_modes import join_rows
 
 PAD = 7
 

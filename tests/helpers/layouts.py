@@ -10,13 +10,13 @@ from dataproto import DataProto
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.tensor import sum_partial_gradients
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, join
+from workers.ranks.mesh import Ranks, init_ranks
 from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def run_pass(
 ) -> Result:
     """Log-probs, entropies and the whole gradients of a weighted sum of both; with dp > 1 each rank has every dp-th row.
 
-    ``options`` are those of `EngineConfig`; ``prepare`` changes the model before it is spread.
+    ``options`` are those of `ModelConfig`; ``prepare`` changes the model before it is spread.
     """
     ranks = ranks or Ranks()
     model = tiny_model(config.model_type, config=config)
@@ -81,7 +81,7 @@ def run_pass(
         model.get_submodule(module.family.vision_tower).requires_grad_(False)
     if prepare is not None:
         prepare(module)
-    parallelize(module, ranks, EngineConfig(**options))
+    parallelize(module, ranks, ModelConfig(**options))
     generator = torch.Generator().manual_seed(5)
     weights = torch.randn(2, *data["response_mask"].shape, generator=generator) * data["response_mask"]
     mine = np.arange(ranks.rank("dp"), len(data), ranks.size("dp"))
@@ -92,7 +92,7 @@ def run_pass(
     every = [np.arange(rank, len(data), ranks.size("dp")) for rank in range(ranks.size("dp"))]
     order = torch.from_numpy(np.concatenate(every)).argsort()
     log_probs, entropy = (
-        torch.cat(ranks.gather(values.detach(), "dp"))[order] for values in (outputs.log_probs, outputs.entropy)
+        torch.cat(ranks.all_gather(values.detach(), "dp"))[order] for values in (outputs.log_probs, outputs.entropy)
     )
     return {"log_probs": log_probs, "entropy": entropy, "gradients": gradients}
 
@@ -114,4 +114,4 @@ def differences(found: Result, expected: Result) -> list[str]:
 
 def joined(layout: Layout) -> Ranks:
     """The calling rank's place in ``layout``."""
-    return join(layout, CPU)
+    return init_ranks(layout, CPU)

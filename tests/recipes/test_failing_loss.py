@@ -13,7 +13,7 @@ from dataproto.errors import InvalidColumn, WorkerFailed
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
 from recipes.run.loop import RunConfig, with_restarts
-from workers.cluster.launch import Roles, launch
+from workers.cluster.launcher import Roles, launch
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
 from workers.ranks.layout import Layout

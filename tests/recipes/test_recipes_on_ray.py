@@ -17,7 +17,7 @@ from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 from workers.training.optimizer import AdamParams
 
@@ -110,7 +110,7 @@ def test_step_by_step(model, tmp_path):
     renderer = ChunkRenderer(PromptBuilder.from_pretrained(model, 512))
 
     def numbers(name: str, **place) -> list[float]:
-        with start(SupervisedConfig(model_path=model, compute=EngineConfig(token_budget=120), **place), model) as roles:
+        with start(SupervisedConfig(model_path=model, compute=ModelConfig(token_budget=120), **place), model) as roles:
             return program(TrainingClient(roles, renderer), tmp_path / name)
 
     expected = numbers("alone")

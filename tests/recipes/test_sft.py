@@ -17,7 +17,7 @@ from recipes.run.metrics import read_metrics
 from recipes.run.supervised import exact_match, held_out_loss, measure_rows, sft_step, start
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
 from rollout.prompts import SupervisedBuilder
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reward import RewardRow
 from workers.training.forward_pass import micro_batches
@@ -142,7 +142,7 @@ def test_packed_and_mixed_rows_give_plain_hugging_faces_loss(model_type, checkpo
                 torch.nn.functional.cross_entropy(logits[0, :-1], labels[kept][1:], ignore_index=-100, reduction="sum")
             )
             tokens += int(batch["response_mask"][row].sum())
-    config = SFTConfig(model_path=path, compute=EngineConfig(token_budget=150))
+    config = SFTConfig(model_path=path, compute=ModelConfig(token_budget=150))
     with start(config, path) as roles:
         held_out = held_out_loss(roles, [batch])["val/loss"]
         _, metrics = sft_step(roles, batch)

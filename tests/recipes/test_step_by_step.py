@@ -17,7 +17,7 @@ from helpers.checkpoints import write_checkpoint
 from recipes.run.supervised import SupervisedConfig, next_token_loss, start
 from recipes.serve.training_client import TrainingClient
 from rollout.prompts import ChunkRenderer, PromptBuilder
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 
 SIZES = [(16, 16), (24, 16), (40, 32)]
 RATE = tinker.AdamParams(learning_rate=2e-3, grad_clip_norm=1.0)
@@ -30,7 +30,7 @@ def path(tmp_path_factory):
 
 @contextmanager
 def client_of(path):
-    with start(SupervisedConfig(model_path=path, compute=EngineConfig(token_budget=120)), path) as roles:
+    with start(SupervisedConfig(model_path=path, compute=ModelConfig(token_budget=120)), path) as roles:
         yield TrainingClient(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
 
 

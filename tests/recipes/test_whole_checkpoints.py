@@ -10,7 +10,7 @@ import torch
 
 from dataproto.errors import CheckpointError
 from recipes.run.loop import Checkpoints, RunConfig
-from workers.cluster.launch import Roles
+from workers.cluster.launcher import Roles
 from workers.training.checkpoint import checkpoint_steps
 from workers.training.checkpoint_files import missing_parts, write
 

@@ -12,7 +12,7 @@ from helpers.checkpoints import write_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, build_requests, number_occurrences
-from workers.ranks.dispatch import Arguments
+from workers.ranks.dispatch_modes import Arguments
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker, split_prompts
 
 ROWS = [{"prompt": "one"}, {"prompt": "another one"}, {"prompt": "<image>", "images": [Image.new("RGB", (16, 16))]}]

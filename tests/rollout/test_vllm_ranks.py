@@ -16,7 +16,7 @@ from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import join
+from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
@@ -42,7 +42,7 @@ def work(rank, case, port, path, results):
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(SIZE)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("gloo", rank=rank, world_size=SIZE)
-        ranks = join(LAYOUTS[case], CPU)
+        ranks = init_ranks(LAYOUTS[case], CPU)
         actor = ActorWorker(ActorConfig(path, temperature=SAMPLED.temperature), CPU, ranks)
         builder = PromptBuilder.from_pretrained(path, 300)
         options = {"tensor_parallel": SIZE, "max_model_len": 400, "kv_cache_bytes": 1 << 26, "max_num_seqs": 16}

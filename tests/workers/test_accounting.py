@@ -15,11 +15,11 @@ from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_model
-from workers.model.engine_config import EngineConfig
 from workers.model.lora import add_adapters
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import join
+from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training import accounting
 from workers.training.accounting import Accounting, Figures, Work, joined_metrics, peak_flops, real_peak, required_work
@@ -69,7 +69,7 @@ def test_what_is_frozen_takes_less():
     prompts = prompt_batch(model.config, [[(4, 6)]], texts=[5])
     data = with_responses(model.config, prompts, lengths=[2], width=2)
     whole = required_work(PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0), data)
-    add_adapters(model, family_of(model.config), EngineConfig(lora_rank=16))  # the tower is frozen then
+    add_adapters(model, family_of(model.config), ModelConfig(lora_rank=16))  # the tower is frozen then
     adapted = required_work(PackedVLM(model, family_of(model.config), 1.0), data)
     assert adapted.vision == whole.vision / 3
     assert adapted.language == whole.language * 2 / 3
@@ -164,7 +164,7 @@ def test_a_cpu_has_no_peak_and_names_are_told_apart(monkeypatch):
 
 def updated(path, layout):
     """What this rank tells of an update that took a second, or two on rank 1."""
-    ranks = join(layout, CPU)
+    ranks = init_ranks(layout, CPU)
     actor = ActorWorker(ActorConfig(path, token_budget=40), CPU, ranks)
     actor.accounting.peak = 1e12
     seconds = iter([0.0] + [1.0 + distributed.get_rank()] * 1000)

@@ -22,7 +22,7 @@ from helpers.tiny_models import tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_tokenizer
 from rollout.engine import SamplingParams
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, agreed, join
+from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
 from workers.roles.model_reward import ModelReward, ModelRewardWorker
@@ -44,7 +44,7 @@ def rows() -> DataProto:
 def said(call: Callable[[], Any]) -> Said:
     with pytest.raises(DataProtoError) as caught:
         call()
-    return type(caught.value).__name__, str(caught.value), agreed(caught.value)
+    return type(caught.value).__name__, str(caught.value), raised_on_all_ranks(caught.value)
 
 
 # What is wrong with rows
@@ -119,7 +119,7 @@ CALLS: dict[str, Callable[[Any, DataProto], Any]] = {
 
 def rows_are_refused(path: str, layout: Layout) -> dict[tuple[str, str], Said]:
     """Every fault by one call, every call with one fault; ranks that share rows come with the same ones."""
-    ranks = join(layout, CPU)
+    ranks = init_ranks(layout, CPU)
     actor = ActorWorker(ActorConfig(path), CPU, ranks)
     bad = ranks.rank("dp") == layout.dp - 1
     found = {}
@@ -138,7 +138,7 @@ def rows_are_refused(path: str, layout: Layout) -> dict[tuple[str, str], Said]:
 
 
 def arguments_are_refused(path: str) -> list[Said]:
-    ranks = join(Layout(dp=2), CPU)
+    ranks = init_ranks(Layout(dp=2), CPU)
     actor = ActorWorker(ActorConfig(path), CPU, ranks)
     critic = CriticWorker(CriticConfig(path), CPU, ranks)
     found = [
@@ -153,7 +153,7 @@ def arguments_are_refused(path: str) -> list[Said]:
 
 def nothing_is_learnt_of_a_batch_with_an_empty_minibatch(path: str) -> Said:
     """The second of two has no response token on either rank."""
-    ranks = join(Layout(dp=2), CPU)
+    ranks = init_ranks(Layout(dp=2), CPU)
     actor = ActorWorker(ActorConfig(path), CPU, ranks)
     before = actor.log_probs(rows())["old_log_probs"]
     data = rows()
@@ -167,13 +167,13 @@ def nothing_is_learnt_of_a_batch_with_an_empty_minibatch(path: str) -> Said:
 def gathered(ranks: Ranks, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Weights of which each takes a collective, as sharded ones do."""
     for name, weight in weights.items():
-        ranks.gather(name, "dp")
+        ranks.all_gather(name, "dp")
         yield name, weight.to(dtype)
 
 
 def engines_that_fail(path: str) -> list[Said]:
     """On rank 1: one that does not wake, and one that takes a weight and no more."""
-    ranks = join(Layout(dp=2), CPU)
+    ranks = init_ranks(Layout(dp=2), CPU)
     weights = {name: weight.detach() for name, weight in tiny_model(TYPE, seed=1).named_parameters()}
     worker = RolloutWorker(RolloutConfig(path), partial(gathered, ranks, weights), ranks)
     prompts, sampling = prompt_batch(tiny_config(TYPE), [[]], texts=[3]), SamplingParams(max_tokens=2)
@@ -192,7 +192,7 @@ def engines_that_fail(path: str) -> list[Said]:
             vars(worker.engine).update(replaced)
         with pytest.raises((DataProtoError, OverflowError)) as caught:
             worker.generate(prompts, sampling)
-        found.append((type(caught.value).__name__, str(caught.value), agreed(caught.value)))
+        found.append((type(caught.value).__name__, str(caught.value), raised_on_all_ranks(caught.value)))
         vars(worker.engine).update(wake=wake, load_weights=load)
     assert worker.sharding.stale
     assert len(worker.generate(prompts, sampling)) == 1
@@ -201,7 +201,7 @@ def engines_that_fail(path: str) -> list[Said]:
 
 
 def responses_that_cannot_be_read(path: str) -> Said:
-    ranks = join(Layout(dp=2), CPU)
+    ranks = init_ranks(Layout(dp=2), CPU)
     worker = ModelRewardWorker(ModelReward(CriticConfig(path)), path, CPU, ranks)
     data = rows()
     if distributed.get_rank() == 1:

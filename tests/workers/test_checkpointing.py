@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import activation_checkpointing as checkpointing
 from workers.ranks.mesh import Ranks
@@ -38,7 +38,7 @@ def run(module, data):
 
 def in_mode(model, mode):
     module = PackedVLM(copy.deepcopy(model), family_of(model.config), temperature=0.8)
-    checkpointing.apply(module, Ranks(), EngineConfig(activation_checkpointing=mode))
+    checkpointing.apply(module, Ranks(), ModelConfig(activation_checkpointing=mode))
     return module
 
 

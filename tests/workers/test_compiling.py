@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_model
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import compiling, parallelize
 from workers.ranks.mesh import Ranks
@@ -36,7 +36,7 @@ def run(module, data):
 def check_compiled(model_type, mode):
     model = tiny_model(model_type)
     plain, compiled = (PackedVLM(copy.deepcopy(model), family_of(model.config), temperature=0.8) for _ in range(2))
-    options = EngineConfig(activation_checkpointing=mode, compile=True)
+    options = ModelConfig(activation_checkpointing=mode, compile=True)
     parallelize(compiled, Ranks(), options)
     torch._dynamo.reset()
     counters.clear()
@@ -77,4 +77,4 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     module = PackedVLM(model, family_of(model.config), temperature=1.0)
     monkeypatch.setattr(compiling, "which", lambda name: None)
     with pytest.raises(InvalidConfig, match=r"C\+\+ compiler"):
-        compiling.apply(module, Ranks(), EngineConfig(compile=True))
+        compiling.apply(module, Ranks(), ModelConfig(compile=True))

@@ -18,7 +18,7 @@ from recipes.algorithms.losses import value_loss
 from workers import ActorConfig, CriticConfig, CriticWorker, launch
 from workers.model.named_weights import full_tensor
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, join
+from workers.ranks.mesh import Ranks, init_ranks
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
@@ -194,7 +194,7 @@ def folder() -> Path:
 
 def result_of(worker, data, minibatch=None):
     """Values, metrics of an update, and the value head afterwards."""
-    values = torch.cat(worker.ranks.gather(worker.values(data)["values"], "dp"))
+    values = torch.cat(worker.ranks.all_gather(worker.values(data)["values"], "dp"))
     metrics = learned(worker.update(data, vf_loss, minibatch=minibatch))
     return values, metrics, full_tensor(worker.module.value_head.weight).clone()
 
@@ -203,7 +203,7 @@ def equals_one_process(layout: Layout) -> None:
     data, options = rows(), {"optimizer": OptimizerConfig(lr=1e-2, max_grad_norm=0.1)}
     parts = share_out(data, layout.dp, 2)
     values, metrics, head = result_of(critic(folder() / "qwen2_5_vl", **options), data, minibatch=2)
-    ranks: Ranks = join(layout, CPU)
+    ranks: Ranks = init_ranks(layout, CPU)
     worker = critic(folder() / "qwen2_5_vl", ranks, token_budget=60, **options)
     ours, found, our_head = result_of(worker, parts[ranks.rank("dp")])
     order = torch.cat([torch.tensor([find(data, part, row) for row in range(len(part))]) for part in parts])

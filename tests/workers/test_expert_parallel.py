@@ -14,7 +14,7 @@ from dataproto.vlm import family_of
 from helpers.layouts import CPU, config_with_heads, differences, joined, mixed_rows, run_pass, text_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.autograd_collectives import Peers, exchange_tokens
@@ -50,7 +50,7 @@ def choose(favourites, gate, args, output):
 
 def tokens_go_and_come_back():
     """Rank r sends r + 1 rows to rank 0 and none to rank 1; gradients take the same way back."""
-    peers = Peers.of(joined(Layout(dp=2, ep=2)).experts["ep"].get_group())
+    peers = Peers.of(joined(Layout(dp=2, ep=2)).expert_mesh["ep"].get_group())
     rank = peers.rank
     x = torch.full((rank + 1, 2), float(rank + 1), requires_grad=True)
     found = exchange_tokens(x, [rank + 1, 0], [1, 2] if rank == 0 else [0, 0], peers)
@@ -63,7 +63,7 @@ def a_rank_holds_its_experts():
     config = config_with_heads(MOE, heads=2, key_value_heads=1)
     ranks = joined(Layout(dp=2, ep=2))
     module = PackedVLM(tiny_model(MOE, config=config), family_of(config), 1.0)
-    parallelize(module, ranks, EngineConfig())
+    parallelize(module, ranks, ModelConfig())
     experts = module.model.model.language_model.layers[0].mlp.experts
     assert [name for name, _ in experts.named_parameters()] == ["gate_up_proj", "down_proj"]
     weight = experts.down_proj
@@ -79,7 +79,7 @@ def refusals():
             config.text_config.num_experts = 3
         module = PackedVLM(tiny_model(model_type, config=config), family_of(config), 1.0)
         try:
-            parallelize(module, joined(layout), EngineConfig())
+            parallelize(module, joined(layout), ModelConfig())
         except InvalidConfig as error:
             said.append(str(error))
     return said

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from helpers.tiny_models import tiny_model
 from recipes.tiny import make_tiny_model
 from workers.model import flash_attention4 as flash4
-from workers.model.attention import FLASH, use_packed_attention
+from workers.model.attention import FLASH_KERNELS, use_packed_attention
 from workers.roles.actor import ActorConfig, ActorWorker
 
 
@@ -86,4 +86,4 @@ def test_windows_are_left_to_torch(monkeypatch):
     monkeypatch.setattr("workers.model.attention.torch_flash", lambda q, *args: q)
     q = torch.zeros(128, 2, 32)
     bounds = torch.tensor([0, 64, 128], dtype=torch.int32)
-    assert FLASH["fa4"](q, q, q, bounds, bounds, 64, 64, None, False) is q
+    assert FLASH_KERNELS["fa4"](q, q, q, bounds, bounds, 64, 64, None, False) is q

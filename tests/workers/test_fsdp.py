@@ -21,7 +21,7 @@ from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
 from workers.model import named_weights as weights
 from workers.model.named_weights import full_tensor
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, join
+from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training.accounting import required_work
@@ -41,7 +41,7 @@ def folder() -> Path:
 
 
 def two() -> Ranks:
-    return join(DP, CPU)
+    return init_ranks(DP, CPU)
 
 
 def actor(model_type: str, ranks: Ranks | None = None, optimizer: OptimizerConfig = FREE, **options) -> ActorWorker:
@@ -96,7 +96,7 @@ SPLITS = {
 
 def equals_one_process(model_type: str, split: str, token_budget: int, layout: Layout = DP, **options) -> None:
     """However rows are split over ranks and micro-batches, the update is that of one process with all rows."""
-    ranks, data = join(layout, CPU), mixed_rows(model_type)
+    ranks, data = init_ranks(layout, CPU), mixed_rows(model_type)
     aggregation = "seq-mean-token-sum-norm" if split == "uneven" else "token-mean"
     alone = {name: value for name, value in options.items() if name == "freeze_vision" or name.startswith("lora")}
     metrics, expected = gradients_of(actor(model_type, token_budget=10_000, **alone), data, aggregation=aggregation)
@@ -146,7 +146,7 @@ def text_alone_leaves_the_tower_alone(model_type: str) -> None:
 
 def an_inert_micro_batch_reaches_every_weight(model_type: str, layout: Layout) -> None:
     """Ranks reduce gradients together, so a rank without rows has them for the same weights as the others: zeros."""
-    worker = actor(model_type, join(layout, CPU))
+    worker = actor(model_type, init_ranks(layout, CPU))
     module = worker.module.train()
     forward_rows(module, inert_rows(module), CPU, entropy=True, tower=True).log_probs.sum().backward()
     for name, parameter in module.model.named_parameters():
@@ -187,7 +187,7 @@ def refused_rows_are_refused_everywhere(model_type: str) -> None:
     with pytest.raises(InvalidConfig, match="share_out"):
         worker.update(data[:2], pg_loss, minibatch=1)
     with pytest.raises(InvalidConfig, match="needs 4 processes"):
-        join(Layout(dp=4), CPU)
+        init_ranks(Layout(dp=4), CPU)
 
 
 def saving_and_loading_continues_to_the_bit(model_type: str, **options) -> None:
@@ -201,7 +201,7 @@ def saving_and_loading_continues_to_the_bit(model_type: str, **options) -> None:
     assert learned(saved.update(mine, pg_loss)) == learned(other.update(mine, pg_loss))
     for (name, one), (_, two_) in zip(saved.named_weights(), other.named_weights(), strict=True):
         assert torch.equal(one, two_), name
-    ranks.gather(None, "dp")
+    ranks.all_gather(None, "dp")
     again = ReferenceWorker(PolicyConfig(str(target / "huggingface")), CPU, ranks)
     other.load(target)
     ours, theirs = other.log_probs(mine)["old_log_probs"], again.log_probs(mine)["ref_log_prob"]
@@ -253,7 +253,7 @@ def slices_share_a_micro_batch():
     alone = actor("qwen2_5_vl")
     half = -(-required_work(alone.module, rows).tokens // 2)
     assert len(micro_batches(rows, alone.module, half)) > 1
-    together = actor("qwen2_5_vl", join(Layout(sp=2), CPU), token_budget=half)
+    together = actor("qwen2_5_vl", init_ranks(Layout(sp=2), CPU), token_budget=half)
     assert len(together.micro_batches(rows)) == 1
 
 

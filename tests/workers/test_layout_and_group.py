@@ -4,8 +4,8 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import ColumnConflict, InvalidConfig
 from recipes.tiny import make_tiny_model
-from workers.ranks.dispatch import join_rows
-from workers.ranks.group import LocalGroup, dispatch
+from workers.cluster.local_group import LocalGroup
+from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
 

@@ -11,10 +11,10 @@ from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import CLASSES, MODEL_TYPES, tiny_config, tiny_model
-from workers.model.engine_config import EngineConfig
 from workers.model.lora import add_adapters
+from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, join
+from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import ReferenceWorker
 from workers.training.mini_batches import share_out
@@ -110,7 +110,7 @@ def test_experts_adapters_are_pefts_target_parameters():
     """Outputs and gradients of the matrices are those of peft's own, which hold the same numbers in another order."""
     config = tiny_config(MOE)
     model, theirs = tiny_model(MOE), tiny_model(MOE)
-    add_adapters(model, family_of(config), EngineConfig(lora_rank=3, lora_alpha=8.0))
+    add_adapters(model, family_of(config), ModelConfig(lora_rank=3, lora_alpha=8.0))
     names = [f"model.language_model.layers.{layer}.mlp.experts" for layer in range(2)]
     weights = ["gate_up_proj", "down_proj"]
     targets = [f"{name}.{weight}" for name in names for weight in weights]
@@ -147,7 +147,7 @@ def test_experts_adapters_are_pefts_target_parameters():
 
 def learn(path, layout, folder=None, resume=None, **options):
     """Losses and gradient norms of three updates, then log-probs and weights."""
-    ranks = Ranks() if layout is None else join(layout, CPU)
+    ranks = Ranks() if layout is None else init_ranks(layout, CPU)
     config = ActorConfig(path, lora_alpha=8.0, optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.5), **options)
     actor, data = ActorWorker(config, CPU, ranks), rows(MOE)
     if resume is not None:

@@ -14,7 +14,7 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config
 from workers import ActorConfig, CriticConfig, CriticWorker, launch
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import join
+from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorWorker
 from workers.roles.model_reward import ModelReward, ModelRewardWorker
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_kind_is_refused(path, tmp_path):
 
 
 def scores_of_a_rank(path: str, folder: Path, layout: Layout) -> list[float]:
-    worker = ModelRewardWorker(ModelReward(CriticConfig(path), folder), path, CPU, join(layout, CPU))
+    worker = ModelRewardWorker(ModelReward(CriticConfig(path), folder), path, CPU, init_ranks(layout, CPU))
     return list(worker.score(rows())["score"])
 
 

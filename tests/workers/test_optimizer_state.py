@@ -14,7 +14,7 @@ from helpers.batches import prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, join
+from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
@@ -30,7 +30,7 @@ def folder() -> Path:
 
 
 def make(layout: Layout, **options: Any) -> ActorWorker:
-    ranks = Ranks() if layout.world_size == 1 else join(layout, CPU)
+    ranks = Ranks() if layout.world_size == 1 else init_ranks(layout, CPU)
     return ActorWorker(ActorConfig(str(folder() / "model"), optimizer=FAST, **options), CPU, ranks)
 
 
@@ -67,7 +67,7 @@ def saved(actor: ActorWorker, name: str) -> Path:
     """What it wrote, once all ranks have written."""
     target = folder() / name
     actor.save(target)
-    actor.ranks.gather(None, *(("pp", "dp", "sp", "tp") if actor.ranks.mesh is not None else ()))
+    actor.ranks.all_gather(None, *(("pp", "dp", "sp", "tp") if actor.ranks.mesh is not None else ()))
     return target
 
 

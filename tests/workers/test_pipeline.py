@@ -17,7 +17,7 @@ from helpers.batches import padded_log_probs
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.fsdp import sharded_parts
@@ -122,7 +122,7 @@ def gathers_of_an_update(path, data, schedule):
 def what_a_rank_holds(config):
     ranks = joined(PP2)
     module = PackedVLM(tiny_model(config.model_type, config=config), family_of(config), 1.0)
-    parallelize(module, ranks, EngineConfig())
+    parallelize(module, ranks, ModelConfig())
     return [name for name, _ in module.model.named_parameters()]
 
 
@@ -134,7 +134,7 @@ def refusals():
         config = tiny_config("qwen3_vl")
         module = PackedVLM(tiny_model("qwen3_vl", config=config), family_of(config), 1.0)
         try:
-            parallelize(module, joined(PP2), EngineConfig(**options))
+            parallelize(module, joined(PP2), ModelConfig(**options))
         except InvalidConfig as error:
             said.append(str(error))
     return said

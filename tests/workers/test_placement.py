@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
+from workers.cluster.placement import Place, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import RayPool, StepBlobs
 from workers.ranks.layout import Layout
-from workers.ranks.placement import Place, rank_order, thread_shares
 
 
 def place(ip: str, *gpus: object, node: str | None = None, cores: int = 8) -> Place:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from dataproto.planning import places_in_groups
-from workers.ranks.dispatch import Arguments
+from workers.ranks.dispatch_modes import Arguments
 from workers.training.mini_batches import MINIBATCH, ROW, row_work, share_out, split_update, spread
 
 

@@ -16,10 +16,10 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.cluster.launch import launch
-from workers.ranks.group import LocalGroup
+from workers.cluster.launcher import launch
+from workers.cluster.local_group import LocalGroup
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, join
+from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker, Updated, join_updates
 from workers.roles.step_by_step import PassOutput, join_passes
 from workers.training.optimizer import AdamParams
@@ -59,7 +59,7 @@ def two_passes_and_a_step(worker: ActorWorker, first: DataProto, second: DataPro
 
 
 def sharded_passes_equal_one_process() -> None:
-    ranks, data = join(Layout(dp=2), CPU), rows()
+    ranks, data = init_ranks(Layout(dp=2), CPU), rows()
     mine = ranks.rank("dp")
     passes, stepped, after = two_passes_and_a_step(actor(), data[:2], data[2:], data)
     ours, moved, seen = two_passes_and_a_step(
@@ -118,7 +118,7 @@ def a_program(worker: ActorWorker, saved: Path, loaded: Path):
 
 
 def pipelined_program():
-    return a_program(actor(join(Layout(pp=2), CPU)), folder() / "staged", folder() / "alone")
+    return a_program(actor(init_ranks(Layout(pp=2), CPU)), folder() / "staged", folder() / "alone")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,11 +19,11 @@ from torch import distributed
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFailed
 from workers.cluster.host import Host
+from workers.cluster.placement import Place
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import RayGroup, RayPool, StepBlobs, running_ray, share_cores
-from workers.ranks.dispatch import dispatch
+from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
-from workers.ranks.placement import Place
 
 
 class Worker:

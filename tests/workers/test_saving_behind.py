@@ -15,7 +15,7 @@ from dataproto.errors import CheckpointError
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_model
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import join
+from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
 from workers.training.optimizer import OptimizerConfig
@@ -44,7 +44,7 @@ def full(writer: FileSystemWriter, *args: Any) -> Any:
 
 def two_roles_save(name: str, disk: Any) -> dict[str, str | None]:
     """What actor and critic raise when they have saved, behind, on ranks of which the last one has such a disk."""
-    ranks, path = join(Layout(dp=2), CPU), str(folder() / "model")
+    ranks, path = init_ranks(Layout(dp=2), CPU), str(folder() / "model")
     make = {
         "actor": lambda: ActorWorker(ActorConfig(path, optimizer=OptimizerConfig()), CPU, ranks),
         "critic": lambda: CriticWorker(CriticConfig(path), CPU, ranks),

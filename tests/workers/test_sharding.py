@@ -24,7 +24,7 @@ from rollout.engine import SamplingParams
 from rollout.hf.hf_engine import HFEngine
 from rollout.responses import attach_responses, build_requests
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, join
+from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 from workers.roles.sharding_manager import Neighbours, ShardingManager, joined_blocks, neighbours
 
@@ -78,7 +78,7 @@ def rows_of(dp, counts):
 
 def exchanges_rows(layout, tensor_parallel):
     """What this rank's engine saw of each batch, and what came back: checked here, the former told to the test."""
-    ranks = join(layout, CPU)
+    ranks = init_ranks(layout, CPU)
     manager = ShardingManager(Engine(), list, neighbours(ranks, tensor_parallel))
     return [exchanged(manager, rows_of(ranks.rank("dp"), counts)) for counts in ROWS]
 
@@ -101,7 +101,7 @@ def exchanged(manager, mine):
 
 def differs_from_its_other_stage():
     """What is said where two stages of one dp position come with different rows."""
-    ranks = join(Layout(pp=2, dp=2), CPU)
+    ranks = init_ranks(Layout(pp=2, dp=2), CPU)
     manager = ShardingManager(Engine(), list, neighbours(ranks, 1))
     with pytest.raises(RowCountMismatch) as refused:
         manager.preprocess_data(rows_of(0, [3 + ranks.rank("pp")]))
@@ -110,7 +110,7 @@ def differs_from_its_other_stage():
 
 def generates(layout, tensor_parallel, path):
     """The same responses as one process alone, by engines of one rank or of two."""
-    ranks = join(layout, CPU)
+    ranks = init_ranks(layout, CPU)
     engine = HFEngine(path, device=CPU)
     manager = ShardingManager(engine, engine.model.named_parameters, neighbours(ranks, tensor_parallel))
     everything = prompts(engine.model.config)
@@ -133,7 +133,7 @@ def generates(layout, tensor_parallel, path):
 
 def refuses(path):
     """What each rank says of a row that one engine refuses, and of stages with different rows; what all generate next."""
-    ranks = join(Layout(pp=2, dp=2), CPU)
+    ranks = init_ranks(Layout(pp=2, dp=2), CPU)
     worker = RolloutWorker(RolloutConfig(path, "hf"), lambda dtype: [], ranks)
     worker.sharding.stale = False  # the engine has read its weights from the checkpoint
     everything, sampling = prompts(worker.engine.model.config), SamplingParams(n=N, max_tokens=4, seed=3)
@@ -151,7 +151,7 @@ def refuses(path):
 
 def repeats(path):
     """What each of four ranks generates that brings two rows of two prompts repeated four times: uids first, then without."""
-    ranks = join(Layout(dp=4), CPU)
+    ranks = init_ranks(Layout(dp=4), CPU)
     worker = RolloutWorker(RolloutConfig(path, "hf"), lambda dtype: [], ranks)
     worker.sharding.stale = False
     repeated, sampling = prompts(worker.engine.model.config)[:2].repeat(4), SamplingParams(max_tokens=4, seed=3)

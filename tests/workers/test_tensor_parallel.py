@@ -27,8 +27,8 @@ from helpers.layouts import (
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.model.engine_config import EngineConfig
 from workers.model.logprobs import token_log_probs
+from workers.model.model_config import ModelConfig
 from workers.model.named_weights import named_weights
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
@@ -44,7 +44,7 @@ TWO = Layout(tp=2)
 def spread(config, **options):
     ranks = joined(TWO)
     module = PackedVLM(tiny_model(config.model_type, config=config), family_of(config), 1.0)
-    parallelize(module, ranks, EngineConfig(**options))
+    parallelize(module, ranks, ModelConfig(**options))
     return module
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from dataproto.errors import InvalidConfig, RankFailure
 from workers.cluster.weight_channel import WeightChannel
 from workers.ranks.layout import Layout
-from workers.ranks.mesh import Ranks, agreed, join
+from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
 
 
 class Monitor:
@@ -96,7 +96,7 @@ class Host:
                 timeout=timedelta(seconds=timeout_s),
             )
         self._stop_listening()
-        self.ranks = join(layout, self.device)
+        self.ranks = init_ranks(layout, self.device)
 
     def open_channel(self, address: str, rank: int, size: int, timeout_s: float) -> None:
         """Takes a place among the processes that hand weights over."""
@@ -128,7 +128,7 @@ class Host:
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the role's method returns; what it raises carries its traceback as text.
 
-        After an error that the ranks have not agreed on (`Ranks.all_or_none`), others may wait for this rank in a collective. It
+        After an error that not all ranks raise (`Ranks.fail_together`), others may wait for this rank in a collective. It
         takes no call then until it is told to `rejoin`: a call that came behind would meet them in the wrong place.
 
         Raises:
@@ -141,7 +141,7 @@ class Host:
             return getattr(self.roles[role], method)(*args, **kwargs)
         except Exception as error:
             error.add_note(f"rank {self.rank}, {role}.{method}:\n{traceback.format_exc()}")
-            if self.ranks.mesh is not None and not agreed(error):
+            if self.ranks.mesh is not None and not raised_on_all_ranks(error):
                 self.adrift = f"{role}.{method}"
             raise
 

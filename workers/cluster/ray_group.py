@@ -24,11 +24,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dataproto.errors import DataProtoError, InvalidConfig, WorkerFailed
 from dataproto.serialization.wire import Buffer, SharedBlobs, shared_blobs
 from workers.cluster.host import Host, Monitor
+from workers.cluster.placement import Place, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
-from workers.ranks.dispatch import Arguments, dispatch_of, join_rows, misfit, row_counts, row_ranges, split_rows
+from workers.ranks.dispatch_modes import Arguments, dispatch_of, join_rows, misfit, row_counts, row_ranges, split_rows
 from workers.ranks.failures import GRACE_S, first_line, patience, place_of, tells_of_another
 from workers.ranks.layout import Layout
-from workers.ranks.placement import Place, rank_order, thread_shares
 
 log = logging.getLogger(__name__)
 LOCALHOST = "127.0.0.1"
@@ -351,7 +351,7 @@ class RayFuture:
 
 
 class RayGroup:
-    """One role on the processes of a pool, called as if it were one worker; the surface of `workers.ranks.group.LocalGroup`."""
+    """One role on the processes of a pool, called as if it were one worker; the surface of `LocalGroup`."""
 
     def __init__(self, pool: RayPool, role: str, worker_class: type) -> None:
         self._pool, self._role, self._class = pool, role, worker_class

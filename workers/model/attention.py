@@ -81,7 +81,7 @@ def packed_attention(
     elif torch.compiler.is_compiling():
         out = segment_attention(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
     else:
-        out = attend_segments(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
+        out = segment_sdpa(q, k, v, cu_seq_lens_q, cu_k, scaling, causal)
     return out.view(rows, length, *out.shape[1:]), None
 
 
@@ -137,7 +137,7 @@ def _takes_enable_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def attend_segments(
+def segment_sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
 ) -> Tensor:
     """Scaled-dot-product attention: queries ``(T, H, D)``, keys and values ``(K, H_kv, D)``, one call for all segments of
@@ -195,8 +195,8 @@ def _aligned_mask(length_q: int, length_k: int, device: torch.device) -> Tensor:
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
 ) -> Tensor:
-    """`attend_segments` as one operator, so that compiled layers need not know the segments' lengths."""
-    return attend_segments(q, k, v, cu_q, cu_k, scaling, causal).contiguous()
+    """`segment_sdpa` as one operator, so that compiled layers need not know the segments' lengths."""
+    return segment_sdpa(q, k, v, cu_q, cu_k, scaling, causal).contiguous()
 
 
 @segment_attention.register_fake
@@ -250,12 +250,12 @@ segment_attention.register_autograd(_to_inputs, setup_context=_keep_inputs)
 Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None, bool], Tensor]
 """Queries, keys, values, their segments' boundaries, their longest segments, scaling and causality, to outputs."""
 
-FLASH: dict[str, Flash] = {"torch": torch_flash, "fa4": flash_4}
+FLASH_KERNELS: dict[str, Flash] = {"torch": torch_flash, "fa4": flash_4}
 """Kernels by the name under which they are chosen."""
 
 
 def use_packed_attention(model: PreTrainedModel, flash: str = "torch") -> None:
-    """Makes every part of ``model`` attend through `packed_attention`, by a kernel of `FLASH`.
+    """Makes every part of ``model`` attend through `packed_attention`, by a kernel of `FLASH_KERNELS`.
 
     Raises:
         InvalidConfig: the kernel cannot be used here.
@@ -263,10 +263,10 @@ def use_packed_attention(model: PreTrainedModel, flash: str = "torch") -> None:
     if flash == "fa4":
         flash4.check_usable()
     name = f"packed_flash_{flash}"  # vision towers make one variable-length call a layer only for names with "flash" in them
-    attend_through(model, name, partial(packed_attention, flash=FLASH[flash]))
+    set_attention(model, name, partial(packed_attention, flash=FLASH_KERNELS[flash]))
 
 
-def attend_through(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
+def set_attention(model: nn.Module, name: str, function: Callable[..., Any]) -> None:
     """Makes every part of ``model`` attend through ``function``, which transformers then knows by ``name``.
 
     Set on the configs, since `set_attn_implementation` looks for a flash-attn package behind any name with "flash" in it.

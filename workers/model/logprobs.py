@@ -107,13 +107,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 if to_hidden is not None:
                     torch.mm(part, w, out=to_hidden[at])
                 if ctx.needs_input_grad[1]:
-                    to_weight = add_product(to_weight, part.t(), hidden[at])
+                    to_weight = accumulate_matmul(to_weight, part.t(), hidden[at])
         if to_weight is None and ctx.needs_input_grad[1]:
             to_weight = torch.zeros_like(weight)
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def accumulate_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """``total + a @ b`` in float32 (float64)."""
     if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
         if total is None:

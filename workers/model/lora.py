@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 
 BASE = ".base_layer"  # what peft puts between an adapted layer's name and its own parameters
 ADAPTER = "default"
 
 
-def add_adapters(model: PreTrainedModel, family: VLMFamily, config: EngineConfig) -> None:
+def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig) -> None:
     """Freezes the model and puts trainable adapters, which change nothing yet, beside its linear layers and experts.
 
     Routers get none. The adapters' initial values depend on nothing but the model, so all ranks draw the same.

@@ -85,7 +85,7 @@ def all_named_weights(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None 
         (name, weight.shape, dtype or weight.dtype) for name, weight in model.named_parameters() if base_name(name)
     ]
     done: set[str] = set()
-    for rank, stage in enumerate(ranks.gather(forms, "pp")):
+    for rank, stage in enumerate(ranks.all_gather(forms, "pp")):
         mine = named_weights(model, dtype) if rank == ranks.rank("pp") else None
         for name, shape, kind in stage:
             base = base_name(name) or name
@@ -111,7 +111,7 @@ def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return whole
 
 
-def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
+def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A model of the same class and configuration without storage, adapters or shards: what knows how a checkpoint is written."""
     with torch.device("meta"):
         bare = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa")

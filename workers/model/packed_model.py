@@ -13,7 +13,7 @@ from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
 from workers.model.logprobs import token_log_probs
-from workers.model.patch_embedding import use_patch_products
+from workers.model.patch_embedding import use_linear_patch_embedding
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TokenShare:
         """
         return rows, spans.to(rows.input_ids.device)
 
-    def held(self, tokens: int) -> int:
+    def num_states(self, tokens: int) -> int:
         """How many states this process has, between layers, of a sequence of ``tokens``."""
         return tokens
 
@@ -58,14 +58,14 @@ class TokenShare:
 
     def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """States ``(n, H)`` that predict response tokens, out of this process's ``(S, H)``, and their targets ``(n,)``."""
-        return rows_of(hidden, rows.predictors), rows.targets
+        return select_rows(hidden, rows.predictors), rows.targets
 
     def join(self, values: Tensor, rows: PackedRows) -> Tensor:
         """``(n,)`` of this process's targets to ``(N,)`` of all."""
         return values
 
 
-def rows_of(x: Tensor, index: Tensor) -> Tensor:
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
     """``x[index]`` of ``x (S, H)``, some rows of which are wanted several times: their gradients are added up in the same order
     every time, where those of an index come from several threads at once.
     """
@@ -88,7 +88,7 @@ class PackedVLM(nn.Module):
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
         use_packed_attention(model)
-        use_patch_products(model)
+        use_linear_patch_embedding(model)
         self.model = model
         self.family = family
         self.temperature = temperature

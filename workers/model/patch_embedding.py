@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
-def use_patch_products(model: nn.Module) -> None:
+def use_linear_patch_embedding(model: nn.Module) -> None:
     """Lets convolutions that may meet one patch at a time be computed as products, in place; weights stay where they are."""
     for module in model.modules():
         if isinstance(module, nn.Conv3d) and module.stride == module.kernel_size and module.groups == 1:

@@ -1,18 +1,18 @@
 """From a model on one device to one spread over many: an ordered list of transforms, each in a module of its own.
 
-A transform is ``apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None`` and works in place.
+A transform is ``apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None`` and works in place.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 
 from dataproto.errors import InvalidConfig
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
 
 # Import path of each transform and when it is due, in the order in which they are applied: each one wraps what those before left.
-TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
+TRANSFORMS: tuple[tuple[str, Callable[[Ranks, ModelConfig], bool]], ...] = (
     ("workers.parallel.pipeline", lambda ranks, options: ranks.size("pp") > 1),
     ("workers.parallel.tensor", lambda ranks, options: ranks.size("tp") > 1),
     ("workers.parallel.expert", lambda ranks, options: ranks.size("ep") > 1),
@@ -25,7 +25,7 @@ TRANSFORMS: tuple[tuple[str, Callable[[Ranks, EngineConfig], bool]], ...] = (
 )
 
 
-def parallelize(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Applies the transforms that are due, in place. A world of one with plain options is left as it is.
 
     Raises:

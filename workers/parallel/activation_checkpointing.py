@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.layers import repeated_layers
 from workers.ranks.mesh import Ranks
@@ -41,7 +41,7 @@ COSTLY = (
 )
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Makes every repeated layer forget what it can compute again; does nothing for ``none``.
 
     Only ``forward`` of each layer instance is replaced, so names of parameters and hooks stay as they are.

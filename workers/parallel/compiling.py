@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.layers import repeated_layers
 from workers.ranks.mesh import Ranks
@@ -25,7 +25,7 @@ VARIANTS = 32
 OPTIONS: dict[str, Any] = {"force_shape_pad": True}
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Compiles ``forward`` of every repeated layer, in place; the work is done when a layer is first run.
 
     Raises:

@@ -17,20 +17,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from dataproto.errors import InvalidConfig
-from workers.model.engine_config import EngineConfig
 from workers.model.lora import expert_layers
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.autograd_collectives import Peers, all_to_all, exchange_tokens
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Deals out the experts of ``module`` over ep, in place.
 
     Raises:
         InvalidConfig: the model has no experts, or their number does not divide.
     """
-    if ranks.experts is None:
+    if ranks.expert_mesh is None:
         return
     model, degree = module.model, ranks.size("ep")
     names = expert_layers(model, module.family)
@@ -41,7 +41,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
         raise InvalidConfig(f"layout.ep={degree} must divide the {experts} experts of this model")
     for name in names:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, SplitExperts(model.get_submodule(name), ranks.experts["ep"]))
+        setattr(model.get_submodule(parent), child, SplitExperts(model.get_submodule(name), ranks.expert_mesh["ep"]))
 
 
 def split_experts(module: nn.Module) -> Iterator["SplitExperts"]:

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from workers.model.engine_config import EngineConfig, compute_dtype
+from workers.model.model_config import ModelConfig, compute_dtype
 from workers.model.packed_model import PackedVLM
 from workers.parallel.expert import split_experts
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Shards ``module`` in place; its parameters become DTensors in float32, on the mesh's device.
 
     Computes in bfloat16 where ``options.dtype`` says so; sums of gradients are float32 either way.
@@ -48,7 +48,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
         for block in model.get_submodule(path).children()
     ]
     for experts in split_experts(module):  # over the ranks that hold the same ones, be it one alone
-        holders: DeviceMesh = ranks.experts["edp"]  # type: ignore[index]
+        holders: DeviceMesh = ranks.expert_mesh["edp"]  # type: ignore[index]
         shard(
             experts,
             mesh=holders,

@@ -20,13 +20,13 @@ from torch import Tensor, distributed, nn
 from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans
-from dataproto.vlm.media import dense_levels
-from workers.model.engine_config import EngineConfig
+from dataproto.vlm.forward import dense_levels
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Leaves this rank's stages of ``module``, in place.
 
     Raises:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
 from dataproto.errors import InvalidConfig
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.autograd_collectives import Peers, gather_split, sum_and_split
 from workers.parallel.heads import check_heads, key_value_share
@@ -37,7 +37,7 @@ BUCKET_ELEMENTS = 2**26
 """Gradients summed at a time."""
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Splits the language model of ``module`` over tp, in place; what is split lies on the mesh's device afterwards.
 
     Raises:

@@ -16,13 +16,13 @@ from torch.nn.functional import pad
 
 from dataproto.packing import PackedRows, fill_up
 from dataproto.vlm import MediaSpans
-from workers.model.engine_config import EngineConfig
-from workers.model.packed_model import PackedVLM, TokenShare, rows_of
+from workers.model.model_config import ModelConfig
+from workers.model.packed_model import PackedVLM, TokenShare, select_rows
 from workers.parallel.autograd_collectives import Peers, gather_shared, sum_and_split
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Splits the tokens of ``module`` over sp x tp, in place."""
     sp, tp = (None if group is None else Peers.of(group) for group in (ranks.group("sp"), ranks.group("tp")))
     module.tokens = SplitTokens(sp, tp)
@@ -39,7 +39,7 @@ class SplitTokens(TokenShare):
         """The rows with this rank's slice of ``input_ids`` and ``position_ids``, and the media in its part of that, told from
         ``spans`` on the host.
         """
-        part = self.held(rows.input_ids.shape[-1])
+        part = self.num_states(rows.input_ids.shape[-1])
         length = part * self._size(self.tp)
         start = length * (0 if self.sp is None else self.sp.rank)
         whole = fill_up(rows, length * self._size(self.sp))
@@ -51,7 +51,7 @@ class SplitTokens(TokenShare):
         first = start + part * (0 if self.tp is None else self.tp.rank)
         return mine, spans.window(first, first + part).to(mine.input_ids.device)
 
-    def held(self, tokens: int) -> int:
+    def num_states(self, tokens: int) -> int:
         return -(-tokens // (self._size(self.sp) * self._size(self.tp)))
 
     def attention(self) -> dict[str, Any]:
@@ -68,7 +68,9 @@ class SplitTokens(TokenShare):
         count = max(-(-len(rows.targets) // self.sp.size), 1)
         owner = torch.div(rows.predictors, len(hidden), rounding_mode="floor")
         mine = (owner == self.sp.rank)[:, None]
-        states = torch.where(mine, rows_of(hidden, rows.predictors % len(hidden)), 0.0)  # 0 where another rank has it
+        states = torch.where(
+            mine, select_rows(hidden, rows.predictors % len(hidden)), 0.0
+        )  # 0 where another rank has it
         missing = count * self.sp.size - len(states)
         states = sum_and_split(pad(states, (0, 0, 0, missing)), self.sp)
         return states, pad(rows.targets, (0, missing)).chunk(self.sp.size)[self.sp.rank]

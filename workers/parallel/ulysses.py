@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.model.attention import FLASH, attend_through, packed_attention
-from workers.model.engine_config import EngineConfig
+from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.autograd_collectives import Peers, exchange
 from workers.parallel.heads import check_heads, key_value_repeats
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Splits the heads in attention of ``module`` over sp, in place.
 
     Raises:
@@ -32,7 +32,7 @@ def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
     check_heads(module.model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
     name = f"ulysses_packed_flash_{options.flash_attention}"
     decoder = module.model.get_submodule(module.family.language_model)
-    attend_through(decoder, name, partial(ulysses_attention, flash=FLASH[options.flash_attention]))
+    set_attention(decoder, name, partial(ulysses_attention, flash=FLASH_KERNELS[options.flash_attention]))
 
 
 def ulysses_attention(

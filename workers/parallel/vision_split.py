@@ -16,13 +16,13 @@ from torch.nn.functional import pad
 from dataproto._ops.transfer import move
 from dataproto.planning import balance
 from dataproto.vlm import VLMFamily
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.autograd_collectives import Peers, gather_split
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: EngineConfig) -> None:
+def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
     """Splits the images of ``module`` over sp x tp, in place."""
     group = ranks.group("sp", "tp")
     if group is not None:

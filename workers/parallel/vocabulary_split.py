@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from rollout.sampling import BANNED_LOGIT, project
-from workers.model.logprobs import add_product, chunk_size
+from workers.model.logprobs import accumulate_matmul, chunk_size
 from workers.parallel.autograd_collectives import Peers, all_gather, all_reduce
 
 
@@ -101,7 +101,7 @@ class _SplitLogProbs(torch.autograd.Function):
             if to_hidden is not None:
                 torch.mm(part, w, out=to_hidden[at])
             if ctx.needs_input_grad[1]:
-                to_weight = add_product(to_weight, part.t(), hidden[at])
+                to_weight = accumulate_matmul(to_weight, part.t(), hidden[at])
         if to_weight is None and ctx.needs_input_grad[1]:  # of no token, where another rank has some: zero, not absent
             to_weight = torch.zeros_like(weight)
         if to_hidden is not None:

@@ -33,7 +33,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def raise_together(errors: Sequence[BaseException]) -> None:
+def raise_first(errors: Sequence[BaseException]) -> None:
     """Raises the first of the errors, if there is one, with what the others say as notes."""
     for other in errors[1:]:
         errors[0].add_note(f"and {type(other).__name__}: {other}")

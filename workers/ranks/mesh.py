@@ -1,4 +1,4 @@
-"""Where a process stands among all that share one model."""
+"""The position of a process in a `Layout`, and its process groups."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,27 +17,25 @@ from workers.ranks.layout import Layout
 T = TypeVar("T")
 
 AXES = ("pp", "dp", "sp", "tp")
-"""The mesh's dimensions, slowest first: ranks of one tp group are neighbours."""
+"""Dimensions of the mesh, slowest first: the ranks of one tp group are consecutive."""
 
-JOINED_AXES = (("dp", "sp"), ("sp", "tp"), ("dp", "sp", "tp"))
-"""Products of axes that have a process group of their own: FSDP shards, ranks with the same rows, a pipeline stage."""
+FLATTENED_AXES = (("dp", "sp"), ("sp", "tp"), ("dp", "sp", "tp"))
+"""Products of axes that have a process group: FSDP shards, ranks with the same rows, a pipeline stage."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in a `Layout`, and the process groups of its axes.
+    """This process's position in a `Layout`, and the process group of each axis.
 
-    >>> alone = Ranks()
-    >>> alone.size("dp", "sp"), alone.rank("tp"), alone.group("dp")
+    >>> single = Ranks()
+    >>> single.size("dp", "sp"), single.rank("tp"), single.group("dp")
     (1, 0, None)
     """
 
     layout: Layout = field(default_factory=Layout)
-    mesh: DeviceMesh | None = None  # dims "pp", "dp", "sp", "tp"; None in a world of one, which has no process group
-    joined: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)  # flattened, by their axes
-    experts: DeviceMesh | None = field(
-        default=None, repr=False
-    )  # dims "edp", "ep": dp x sp, by who holds which experts
+    mesh: DeviceMesh | None = None  # dimensions `AXES`; None in a world of size 1, which has no process group
+    flattened: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)  # by axes
+    expert_mesh: DeviceMesh | None = field(default=None, repr=False)  # dimensions "edp", "ep"; see `_init_expert_mesh`
 
     def size(self, *axes: str) -> int:
         """Product of the degrees of ``axes``."""
@@ -48,21 +46,22 @@ class Ranks:
         return 0 if self.mesh is None else int(self.mesh.get_local_rank(axis))
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """One-dimensional mesh of the ranks that differ from this one in ``axes`` alone, ``None`` if there is no other.
+        """One-dimensional mesh of the ranks that differ from this one only along ``axes``, or ``None`` if it has one rank.
 
-        Several axes: one of `JOINED_AXES`, or ``AXES``, that is everybody.
+        Args:
+            axes: one axis, one of `FLATTENED_AXES`, or all of `AXES`.
         """
         if self.mesh is None or self.size(*axes) == 1:
             return None
-        return self.mesh[axes[0]] if len(axes) == 1 else self.joined[axes]
+        return self.mesh[axes[0]] if len(axes) == 1 else self.flattened[axes]
 
     def group(self, *axes: str) -> ProcessGroup | None:
         """The process group of `submesh`."""
         mesh = self.submesh(*axes)
         return None if mesh is None else mesh.get_group()
 
-    def gather(self, value: T, *axes: str) -> list[T]:
-        """Everybody's ``value``, any picklable object, along ``axes``, in rank order."""
+    def all_gather(self, value: T, *axes: str) -> list[T]:
+        """The ``value`` (any picklable object) of each rank along ``axes``, in rank order."""
         group = self.group(*axes)
         if group is None:
             return [value]
@@ -71,59 +70,60 @@ class Ranks:
         return values
 
     def any_of(self, flags: Sequence[bool], *axes: str) -> list[bool]:
-        """Place by place, whether a flag is set on any rank along ``axes``; all have as many."""
-        return [any(flag) for flag in zip(*self.gather(list(flags), *axes), strict=True)]
+        """For each position in ``flags``, whether it is set on any rank along ``axes``. All ranks pass the same number."""
+        return [any(flag) for flag in zip(*self.all_gather(list(flags), *axes), strict=True)]
 
-    def from_last(self, value: T, axis: str) -> T:
-        """The ``value``, any picklable object, of the last rank along ``axis``."""
+    def broadcast_from_last(self, value: T, axis: str) -> T:
+        """The ``value`` (any picklable object) of the last rank along ``axis``."""
         group = self.group(axis)
         if group is None:
             return value
-        held = [value]
+        values = [value]
         distributed.broadcast_object_list(
-            held, src=distributed.get_global_rank(group, self.size(axis) - 1), group=group
+            values, src=distributed.get_global_rank(group, self.size(axis) - 1), group=group
         )
-        return held[0]
+        return values[0]
 
     @contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """What raises on one rank raises on all, so that none waits for ever in a collective that others never reach.
+    def fail_together(self) -> Iterator[None]:
+        """If the block raises on one rank, raises on all ranks, so that none waits in a collective that others never reach.
 
         Raises:
-            RankFailure: another rank raised; says which and what. The rank that did raises its own error.
+            RankFailure: another rank raised; the message names the rank and its error. A rank that itself raises keeps its own
+                error.
         """
         try:
             yield
         except Exception as error:
-            self._failures(f"{type(error).__name__}: {error}")
-            error.agreed = True  # type: ignore[attr-defined]
+            self._gather_failures(f"{type(error).__name__}: {error}")
+            error.raised_on_all_ranks = True  # type: ignore[attr-defined]
             raise
-        failures = self._failures(None)
+        failures = self._gather_failures(None)
         if failures:
             raise RankFailure("; ".join(failures))
 
-    def _failures(self, mine: str | None) -> list[str]:
-        everybody = self.gather(mine, *AXES)
-        return [f"rank {rank}: {failure}" for rank, failure in enumerate(everybody) if failure is not None]
+    def _gather_failures(self, failure: str | None) -> list[str]:
+        failures = self.all_gather(failure, *AXES)
+        return [f"rank {rank}: {message}" for rank, message in enumerate(failures) if message is not None]
 
     @property
-    def first(self) -> bool:
-        """Whether this is the process that writes files and speaks for all."""
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the process that writes files and logs."""
         return self.mesh is None or distributed.get_rank() == 0
 
 
-def agreed(error: Exception) -> bool:
-    """Whether all ranks know of an error, see `Ranks.all_or_none`."""
-    return isinstance(error, RankFailure) or getattr(error, "agreed", False)
+def raised_on_all_ranks(error: Exception) -> bool:
+    """Whether every rank raised because of this error; see `Ranks.fail_together`."""
+    return isinstance(error, RankFailure) or getattr(error, "raised_on_all_ranks", False)
 
 
-def join(layout: Layout, device: torch.device) -> Ranks:
-    """Takes this process's place in ``layout``, over the default process group; every process calls it.
+def init_ranks(layout: Layout, device: torch.device) -> Ranks:
+    """Builds the mesh and process groups of ``layout`` over the default process group. Every process must call it.
 
-    A world of one needs no process group.
+    A world of size 1 needs no process group.
 
     Raises:
-        InvalidConfig: there is no process group, or its size is not the layout's.
+        InvalidConfig: there is no default process group, or its size is not ``layout.world_size``.
     """
     if layout.world_size == 1:
         return Ranks(layout)
@@ -137,13 +137,13 @@ def join(layout: Layout, device: torch.device) -> Ranks:
             f"{layout} needs {layout.world_size} processes, but the default process group has {distributed.get_world_size()}"
         )
     mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
-    several: tuple[tuple[str, ...], ...] = (*JOINED_AXES, AXES)
-    joined = {axes: mesh[axes]._flatten("_".join(axes)) for axes in several}
-    return Ranks(layout, mesh, joined, _experts(layout, device))
+    products: tuple[tuple[str, ...], ...] = (*FLATTENED_AXES, AXES)
+    flattened = {axes: mesh[axes]._flatten("_".join(axes)) for axes in products}
+    return Ranks(layout, mesh, flattened, _init_expert_mesh(layout, device))
 
 
-def _experts(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """The ranks of dp x sp once more: neighbours along "ep" hold different experts, those along "edp" the same ones."""
+def _init_expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """Divides dp x sp into "edp" x "ep": ranks along "ep" hold different experts, ranks along "edp" hold the same ones."""
     if layout.ep == 1:
         return None
     shape = (layout.pp, layout.dp * layout.sp // layout.ep, layout.ep, layout.tp)

@@ -22,7 +22,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.packing import MAX_TOKENS
 from dataproto.planning import cut_minibatches
 from workers.model.packed_model import PackedVLM
-from workers.ranks.group import dispatch
+from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
 from workers.roles.model_worker import ModelWorker, PolicyConfig, PolicyWorker
 from workers.roles.step_by_step import StepByStep
@@ -142,11 +142,11 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, and what the model said of the rows before it learned from them, which costs no further pass."""
-        with self.ranks.all_or_none():
+        with self.ranks.fail_together():
             check_update(epochs, aggregation, entropy, self.module)
             check_rows(data, self.module)
             parts = minibatches(data, minibatch, self.ranks)
-        with self.ranks.all_or_none():
+        with self.ranks.fail_together():
             parts = with_response_tokens(parts, data["response_mask"], self.ranks)
         shape, first, steps = data["response_mask"].shape, [], []
         with self.accounting.recording():
@@ -172,7 +172,7 @@ class TrainedWorker(ModelWorker):
         self, data: DataProto, loss_fn: LossFn, aggregation: str, entropy: bool, scores: Tensor | None
     ) -> dict[str, float]:
         weights = self._token_weights(data, aggregation)  # (B, R); the loss is their weighted sum
-        self.accounting.add(whole_work(self.ranks.gather(required_work(self.module, data), "pp")))
+        self.accounting.add(whole_work(self.ranks.all_gather(required_work(self.module, data), "pp")))
         self.module.train()
         totals, finite = self.accumulate(data, loss_fn, weights, entropy, scores=scores)
         return self._finish(data, weights, totals, finite)
@@ -224,7 +224,7 @@ class TrainedWorker(ModelWorker):
             return totals, finite
         kept = None if scores is None else scores.cpu()
         found = {name: value.cpu() for name, value in totals.items()}, finite.cpu(), kept
-        found = self.ranks.from_last(found, "pp")
+        found = self.ranks.broadcast_from_last(found, "pp")
         if scores is not None and found[2] is not None:
             scores.copy_(found[2])
         return found[:2]
@@ -245,7 +245,7 @@ class TrainedWorker(ModelWorker):
         """``(B, R)``, with the denominators of all ranks' rows, and the length that a response could have had."""
         mask = data["response_mask"]
         longest = int(data.meta_info.get(MAX_TOKENS, mask.shape[1]))
-        everybody = self.ranks.gather((int(denominator(mask, aggregation)), longest), "dp")
+        everybody = self.ranks.all_gather((int(denominator(mask, aggregation)), longest), "dp")
         total, longest = sum(count for count, _ in everybody), max(longest for _, longest in everybody)
         return token_weights(mask, aggregation, total, max_length=max(longest, 1))
 
@@ -262,7 +262,7 @@ class TrainedWorker(ModelWorker):
         """The optimizer's step, and the metrics of all ranks together."""
         stepped = self.step_optimizer()
         sums = {name: float(value) for name, value in totals.items()}
-        everybody = self.ranks.gather((float(weights.sum()), sums), "dp")
+        everybody = self.ranks.all_gather((float(weights.sum()), sums), "dp")
         weight = max(sum(weight for weight, _ in everybody), 1e-12)
         metrics: dict[str, float] = defaultdict(float)
         for _, part in everybody:
@@ -278,9 +278,9 @@ class TrainedWorker(ModelWorker):
     def _report_skip(self, data: DataProto, grad_norm: float, finite: Tensor) -> None:
         bad = (~finite).nonzero().squeeze(1).tolist()
         mine = [str(data["uid"][row]) if "uid" in data else f"row {row}" for row in bad]
-        rows = dict.fromkeys(name for names in self.ranks.gather(mine, "dp") for name in names)
+        rows = dict.fromkeys(name for names in self.ranks.all_gather(mine, "dp") for name in names)
         self.skipped.append(SkippedStep(self.optimizer.steps - 1, grad_norm, tuple(rows)))
-        if self.ranks.first:
+        if self.ranks.is_first:
             log.warning("%s", self.skipped[-1])
 
     @dispatch("all")
@@ -349,7 +349,7 @@ def with_response_tokens(parts: Sequence[np.ndarray | None], mask: Tensor, ranks
     """
     masks = (mask if part is None else mask[torch.from_numpy(part)] for part in parts)
     mine = [(len(each), int((each != 0).sum())) for each in masks]
-    everybody = ranks.gather(mine, "dp")
+    everybody = ranks.all_gather(mine, "dp")
     count = max(map(len, everybody))
     for number in range(count):
         held = [found[number] for found in everybody if number < len(found)]

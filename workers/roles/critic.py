@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from workers.model.engine_config import EngineConfig
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import HalfWeights
-from workers.ranks.group import dispatch
+from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import TrainedWorker
 from workers.roles.model_worker import ModelWorker
@@ -22,7 +22,7 @@ from workers.training.training_state import load_weights
 
 
 @dataclass(frozen=True)
-class CriticConfig(EngineConfig):
+class CriticConfig(ModelConfig):
     """A critic: the checkpoint it starts from, the policy's own as a rule, and how it is updated."""
 
     model_path: str

@@ -14,18 +14,18 @@ from transformers import PreTrainedModel
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, NonFiniteLogits
 from dataproto.vlm import VLMFamily
-from workers.model.engine_config import EngineConfig, compute_dtype
+from workers.model.model_config import ModelConfig, compute_dtype
 from workers.model.named_weights import all_named_weights
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import HalfWeights
-from workers.ranks.group import dispatch
+from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import MicroBatch, check_rows, forward_rows, micro_batches
 from workers.training.loading import load_packed
 
 
 @dataclass(frozen=True)
-class PolicyConfig(EngineConfig):
+class PolicyConfig(ModelConfig):
     """A policy: the weights and how it is scored."""
 
     model_path: str
@@ -51,7 +51,7 @@ class ModelWorker:
     trains = True
 
     def __init__(self, config: Any, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
-        """``ranks`` comes from `join`; without it the process is alone."""
+        """``ranks`` comes from `init_ranks`; without it the process is alone."""
         self.config = config
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.ranks = ranks or Ranks()
@@ -70,7 +70,7 @@ class ModelWorker:
             NonFiniteLogits: what the model says is NaN or infinite; names the row and the token.
             RankFailure: another rank raised one of these.
         """
-        with self.ranks.all_or_none():
+        with self.ranks.fail_together():
             check_rows(data, self.module)
         shape = tuple(data["response_mask"].shape)
         columns = {name: torch.zeros(shape) for name in (into, "entropys")[: 1 + entropy]}
@@ -87,8 +87,8 @@ class ModelWorker:
             self.passes(data, keep, entropy)
         if self.sharded:
             import_module("workers.parallel.fsdp").reshard(self.module)
-        columns = self.ranks.from_last(columns, "pp")
-        with self.ranks.all_or_none():
+        columns = self.ranks.broadcast_from_last(columns, "pp")
+        with self.ranks.fail_together():
             check_finite(columns[into], data, into)
         return DataProto.from_dict(columns)
 

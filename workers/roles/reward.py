@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import RewardError
-from workers.ranks.group import dispatch
+from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
 
 
@@ -50,7 +50,7 @@ class RewardWorker:
             MissingColumn: a column that is read is absent.
             RewardError: the function returned something else than one finite score a row; names the row.
         """
-        with self.ranks.all_or_none():
+        with self.ranks.fail_together():
             require(data, "responses", "response_mask")
             texts = self.decode(data)
         results = list(self.results(data, texts))

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from dataproto import DataProto
 from rollout.engine import SamplingParams, create_engine
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
-from workers.ranks.dispatch import Arguments, dispatch, join_rows, split_rows
+from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows
 from workers.ranks.mesh import Ranks
 from workers.roles.sharding_manager import ShardingManager, neighbours
 from workers.training.loading import checkpoint_family
@@ -74,11 +74,11 @@ class RolloutWorker:
         """
         self._calls += 1
         with self.sharding as sharding:
-            with self.ranks.all_or_none():  # a row refused by one engine would leave the others waiting
+            with self.ranks.fail_together():  # a row refused by one engine would leave the others waiting
                 shared = sharding.preprocess_data(self._numbered(prompts))
                 completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
-            with self.ranks.all_or_none():
+            with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE])
                 return own
@@ -87,7 +87,7 @@ class RolloutWorker:
         """With the column `OCCURRENCE`, over all data-parallel ranks where each brings rows of its own."""
         if OCCURRENCE in prompts:
             return prompts
-        everybody = self.ranks.gather(prompt_names(prompts), "dp")
+        everybody = self.ranks.all_gather(prompt_names(prompts), "dp")
         return number_occurrences(prompts, [name for names in everybody[: self.ranks.rank("dp")] for name in names])
 
     @dispatch("rank_zero")

@@ -155,12 +155,12 @@ class ShardingManager:
         self.stale = True
 
     def __enter__(self) -> "ShardingManager":
-        """Raises on all ranks what one engine raises as it wakes or takes its weights; see `Ranks.all_or_none`."""
+        """Raises on all ranks what one engine raises as it wakes or takes its weights; see `Ranks.fail_together`."""
         try:
-            with self.ranks.all_or_none():
+            with self.ranks.fail_together():
                 kept = self.engine.wake()
             if self.stale or not kept:
-                with self.ranks.all_or_none():
+                with self.ranks.fail_together():
                     self._load_weights()
         except BaseException:
             self._rest()  # what training needs must not stay with an engine that is not used

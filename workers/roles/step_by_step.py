@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 from dataproto import DataProto
 from dataproto.columns import require
 from workers.model.packed_model import Outputs, PackedVLM
-from workers.ranks.dispatch import split_rows
-from workers.ranks.group import dispatch
+from workers.ranks.dispatch_modes import dispatch, split_rows
 from workers.training.forward_pass import LARGEST, LossFn, check_rows, token_types
 from workers.training.optimizer import AdamParams
 
@@ -87,7 +86,7 @@ class StepByStep(TrainedWorker):
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
         """
-        with self.ranks.all_or_none():
+        with self.ranks.fail_together():
             require(data, "input_ids", "attention_mask", "position_ids")
             rows = every_token(data, self.module)
         found = self.scores(rows, "log_probs")["log_probs"]
@@ -113,7 +112,7 @@ class StepByStep(TrainedWorker):
         self.load(directory)
 
     def _pass(self, data: DataProto, loss_fn: LossFn, per_token: bool, backward: bool) -> PassOutput:
-        with self.ranks.all_or_none():
+        with self.ranks.fail_together():
             check_rows(data, self.module)
             weights, scores = data["response_mask"].float(), None
             if per_token:
@@ -134,7 +133,7 @@ class StepByStep(TrainedWorker):
         own = {name: float(value) for name, value in totals.items()}
         loss = own.pop(f"{self.role}/loss", 0.0)
         sums = {LOSS_SUM: 0.0}
-        for part in self.ranks.gather({LOSS_SUM: loss, **own}, "dp"):
+        for part in self.ranks.all_gather({LOSS_SUM: loss, **own}, "dp"):
             for name, value in part.items():
                 if name.endswith(LARGEST):
                     sums[name] = max(sums.get(name, value), value)

@@ -233,4 +233,4 @@ class Accounting:
             self.seconds[name] += begin.elapsed_time(end) / 1e3
         counts = all(self.ranks.rank(axis) == 0 for axis in ("pp", "sp", "tp"))  # others have the same rows
         mine = Figures(self.work if counts else Work(), seconds, dict(self.seconds), self.peak, memory)
-        return joined_metrics(self.ranks.gather(mine, *AXES), role)
+        return joined_metrics(self.ranks.all_gather(mine, *AXES), role)

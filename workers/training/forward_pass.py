@@ -82,7 +82,7 @@ def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -
         saved,
         *costs,
         token_budget,
-        agree=lambda count: -(-max(ranks.gather(count, "dp")) // stages) * stages,
+        agree=lambda count: -(-max(ranks.all_gather(count, "dp")) // stages) * stages,
     )
 
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
-from workers.model.engine_config import EngineConfig
 from workers.model.lora import add_adapters
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.ranks.mesh import Ranks
@@ -28,7 +28,7 @@ def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, w
     receive their parts; with tensor parallelism or offload each rank reads it, and keeps its own part.
 
     Args:
-        config: an `EngineConfig` with a ``model_path``.
+        config: an `ModelConfig` with a ``model_path``.
         wrap: the packed model around a loaded one.
     """
     family = checkpoint_family(config.model_path)
@@ -78,7 +78,7 @@ def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ra
         send(buffer)
 
 
-def freeze(model: PreTrainedModel, family: VLMFamily, config: EngineConfig, trains: bool) -> None:
+def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, trains: bool) -> None:
     """Leaves gradients to what is trained, and adds the adapters if it is they, also where nothing is trained any more."""
     if config.lora_rank:
         add_adapters(model, family, config)

@@ -6,7 +6,7 @@ import numpy as np
 
 from dataproto import DataProto
 from dataproto.planning import balance, cut_minibatches, places_in_groups
-from workers.ranks.dispatch import Arguments
+from workers.ranks.dispatch_modes import Arguments
 
 TOLERANCE = 1.1
 """How much more than the average the busiest rank may have to do before the samples of a prompt are parted."""

@@ -49,7 +49,7 @@ def run_pipeline(
     feed = Feed.of(module, parts, device)
     deep = module.family.deep_layers(module.model.config) if any(part.tower for part in parts) else 0
     # What each rank of sp x tp has of the tokens, and how wide states are.
-    shape = (module.tokens.held(feed.length), module.model.config.text_config.hidden_size)
+    shape = (module.tokens.num_states(feed.length), module.model.config.text_config.hidden_size)
     made: list[Any] = []
     for number in stages.stages:
         into, out = (

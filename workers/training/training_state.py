@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from dataproto.errors import CheckpointError
 from workers.model.lora import base_name
-from workers.model.named_weights import all_named_weights, bare_copy
+from workers.model.named_weights import all_named_weights, meta_copy
 from workers.model.packed_model import PackedVLM
-from workers.ranks.failures import raise_together
+from workers.ranks.failures import raise_first
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint_files import read_into, stored_names, write, write_behind
 from workers.training.optimizer import Moments, Optimizer, new_moments
@@ -35,12 +35,12 @@ class Saving:
         """
         weights = {}
         for name, weight in all_named_weights(module.model, ranks):
-            if ranks.first:  # the others take part and keep nothing
+            if ranks.is_first:  # the others take part and keep nothing
                 weights[name] = weight.cpu().clone() if behind else weight.cpu()
         # First what all ranks do together: the export may fail, on the first rank alone.
         self.save_training(directory, module, optimizer, behind)
-        if ranks.first:
-            export = partial(bare_copy(module.model).save_pretrained, directory / "huggingface", state_dict=weights)
+        if ranks.is_first:
+            export = partial(meta_copy(module.model).save_pretrained, directory / "huggingface", state_dict=weights)
             if behind:
                 self._writes.append(_EXPORTS.submit(export))
             else:
@@ -58,7 +58,7 @@ class Saving:
         """Waits until all is written; raises what went wrong."""
         writes, self._writes = self._writes, []
         wait(writes)
-        raise_together([error for each in writes if (error := each.exception()) is not None])
+        raise_first([error for each in writes if (error := each.exception()) is not None])
 
 
 _EXPORTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
@@ -73,7 +73,7 @@ def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
         CheckpointError: the checkpoint is missing, damaged, or of another model.
         RankFailure: another rank cannot read it.
     """
-    with ranks.all_or_none():
+    with ranks.fail_together():
         stored = {name.rpartition(".")[0] for name in stored_names(directory / "training")}
     moments: Moments = {
         parameter: optimizer.moments.get(parameter) or new_moments(parameter)
@@ -111,11 +111,11 @@ def load_weights(directory: Path, module: PackedVLM, ranks: Ranks) -> None:
         RankFailure: another rank cannot read it.
     """
     training = directory / "training"
-    with ranks.all_or_none():
+    with ranks.fail_together():
         stored = stored_names(training)
     mine = get_model_state_dict(module)
-    known = {f"model.{name}" for names in ranks.gather(list(mine), "pp") for name in names}
-    with ranks.all_or_none():
+    known = {f"model.{name}" for names in ranks.all_gather(list(mine), "pp") for name in names}
+    with ranks.fail_together():
         _check_fits(training, {name for name in stored if name.startswith("model.")}, known)
     state = {"model": {name: value for name, value in mine.items() if f"model.{name}" in stored}}
     read_into(state, training)

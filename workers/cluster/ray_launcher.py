@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from workers.cluster.launch import Plan, Roles
+from workers.cluster.launcher import Plan, Roles
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayGroup,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from workers.ranks.dispatch import dispatch, dispatch_of
+from workers.ranks.dispatch_modes import dispatch, dispatch_of
 
 __all__ = ["LocalGroup", "dispatch"]
 

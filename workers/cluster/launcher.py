@@ -9,8 +9,8 @@ from typing import Any
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from rollout.engine import SamplingParams
-from workers.ranks.failures import raise_together
-from workers.ranks.group import LocalGroup
+from workers.cluster.local_group import LocalGroup
+from workers.ranks.failures import raise_first
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
@@ -93,7 +93,7 @@ class Roles:
                 group.finish_save()
             except Exception as error:
                 errors.append(error)
-        raise_together(errors)
+        raise_first(errors)
 
 
 def launch(
@@ -140,7 +140,7 @@ class Plan:
     critic: CriticConfig | None = None
 
 
-PLACES = {"local": "workers.cluster.launch:launch_local", "ray": "workers.cluster.ray_launch:launch_ray"}
+PLACES = {"local": "workers.cluster.launcher:launch_local", "ray": "workers.cluster.ray_launcher:launch_ray"}
 
 
 def launch_local(plan: Plan) -> Roles:

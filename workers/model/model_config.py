@@ -9,7 +9,7 @@ from dataproto.errors import InvalidConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class ModelConfig:
     """Options of the forward and backward pass that change speed and memory, never the result beyond rounding."""
 
     token_budget: int = 16_384  # tokens that a rank has of one micro-batch; those along sp share them
