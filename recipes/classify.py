@@ -22,7 +22,7 @@ from recipes.run.evaluation import evaluate_answers
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
 from rollout.prompts import PromptBuilder, SupervisedBuilder
-from workers.cluster.launcher import Roles
+from workers import Roles
 from workers.training.optimizer import OptimizerConfig
 
 

@@ -34,7 +34,7 @@ from recipes.synthetic import LEVELS
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.cluster.launcher import Roles, launch
+from workers import Roles, launch
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout

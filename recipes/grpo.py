@@ -18,7 +18,7 @@ from recipes.run.phases import (
     update_actor,
 )
 from rollout.engine import SamplingParams
-from workers.cluster.launcher import Roles
+from workers import Roles
 
 __all__ = ["GRPOConfig", "accuracy", "grpo_step", "policy_loss"]
 

@@ -19,7 +19,7 @@ from recipes.run.command_line import parse_config
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.cluster.launcher import Roles, launch
+from workers import Roles, launch
 from workers.roles.actor import ActorConfig
 from workers.roles.rollout_worker import RolloutConfig
 

@@ -22,7 +22,7 @@ from recipes.run.phases import (
     update_actor,
 )
 from rollout.engine import SamplingParams
-from workers.cluster.launcher import Roles
+from workers import Roles
 from workers.roles.critic import Values
 from workers.training.forward_pass import LossFn
 

@@ -24,7 +24,7 @@ from recipes.run.loop import RunConfig
 from recipes.run.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
 from recipes.synthetic.talks import DrawnSums, DrawnTalks
 from rollout.prompts import PromptBuilder, SupervisedBuilder, Turns
-from workers.cluster.launcher import Roles
+from workers import Roles
 from workers.training.optimizer import OptimizerConfig
 
 

@@ -1,8 +1,8 @@
 """Role workers, and the groups that run them."""
 
-from workers.cluster.launcher import Roles, launch
+from workers.cluster import Roles, launch
 from workers.model.packed_model import Outputs, PackedVLM
-from workers.ranks.layout import Layout
+from workers.ranks import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker

@@ -8,7 +8,7 @@ from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.run.metrics import timed, validation_metrics
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.cluster.launcher import Roles
+from workers import Roles
 
 REPORTED_ROLLOUTS = 24  # of each evaluation
 

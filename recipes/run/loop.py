@@ -17,7 +17,7 @@ from dataproto.packing import MAX_TOKENS
 from recipes.run.dynamic_sampling import More
 from recipes.run.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
 from recipes.run.progress import Progress
-from workers.cluster.launcher import Roles
+from workers import Roles
 from workers.training.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
 from workers.training.checkpoint_files import missing_parts
 

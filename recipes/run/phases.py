@@ -19,7 +19,7 @@ from recipes.algorithms.sampling import overlong_penalty
 from recipes.run.dynamic_sampling import More, sample_informative_groups
 from recipes.run.metrics import add_update, timed
 from rollout.engine import SamplingParams
-from workers.cluster.launcher import Roles
+from workers import Roles
 from workers.roles.reward import place_on_last_token
 
 Metrics = MutableMapping[str, float]

@@ -19,7 +19,7 @@ from recipes.run.place import check_place
 from recipes.run.run_directory import open_run_directory, over_the_run, with_schedules
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
-from workers.cluster.launcher import Roles, launch
+from workers import Roles, launch
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import Outputs

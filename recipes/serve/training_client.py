@@ -23,7 +23,7 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.datum_losses import datum_loss
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, token_values
-from workers.cluster.launcher import Roles
+from workers import Roles
 from workers.roles.step_by_step import LOSS_SUM
 from workers.training.forward_pass import LossFn
 from workers.training.optimizer import AdamParams

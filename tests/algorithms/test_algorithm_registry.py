@@ -119,11 +119,11 @@ def test_names_are_taken_once_and_papers_set_only_what_they_may():
 def test_the_loss_of_a_file_travels_with_its_code_to_processes_that_do_not_have_the_file(mine):
     import ray
 
-    from workers.cluster.ray_group import send_code_of_lone_modules
+    from workers.cluster.ray_group import pickle_unimportable_modules_by_value
 
     loss = policy_loss(AlgorithmConfig(loss=f"{mine}:loss"), 0.0)
     name = next(name for name in sys.modules if name.startswith("loss_mine_"))
-    send_code_of_lone_modules()
+    pickle_unimportable_modules_by_value()
     code = ray.cloudpickle.dumps(loss)
     module = sys.modules.pop(name)
     try:

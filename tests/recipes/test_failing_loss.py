@@ -13,7 +13,7 @@ from dataproto.errors import InvalidColumn, WorkerFailed
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
 from recipes.run.loop import RunConfig, with_restarts
-from workers.cluster.launcher import Roles, launch
+from workers import Roles, launch
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
 from workers.ranks.layout import Layout
@@ -100,7 +100,7 @@ def test_what_fails_everywhere_leaves_the_policy_as_it_was(config, data, place):
 
 def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
     with start(config) as roles:
-        places = roles.actor._pool.places
+        places = roles.actor._pool.placements
         uid = share_out(data, 2)[1]["uid"][0]
         update = roles.actor.submit("update", data, refusing(uid, OverflowError("too much")))
         behind = roles.reference.submit("log_probs", data)
@@ -109,10 +109,12 @@ def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
         head, _, trace = str(caught.value).partition("\n")
         assert head.startswith(f"actor.update failed: rank 1 on {places[1].name} failed in 'actor.update'")
         assert "OverflowError: too much; rank 0 on " in head
-        assert f"rank 0 on {places[0].name} has not ended 'actor.update'" in head
+        assert f"rank 0 on {places[0].name} did not finish 'actor.update'" in head
         assert ", in loss_fn\n    raise error" in trace
         for call in (behind.result, lambda: roles.actor.log_probs(data)):
-            with pytest.raises(WorkerFailed, match=r"log_probs: no worker is left: actor.update failed: rank 1 on "):
+            with pytest.raises(
+                WorkerFailed, match=r"log_probs: the worker processes have ended: actor.update failed: rank 1 on "
+            ):
                 call()
         processes = [Path("/proc") / place.name.split("process ")[1].rstrip(")") for place in places]
         deadline = time.monotonic() + 60

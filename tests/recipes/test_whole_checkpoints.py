@@ -10,7 +10,7 @@ import torch
 
 from dataproto.errors import CheckpointError
 from recipes.run.loop import Checkpoints, RunConfig
-from workers.cluster.launcher import Roles
+from workers import Roles
 from workers.training.checkpoint import checkpoint_steps
 from workers.training.checkpoint_files import missing_parts, write
 
@@ -18,7 +18,7 @@ from workers.training.checkpoint_files import missing_parts, write
 class Worker:
     """Writes one tensor, perhaps on another machine."""
 
-    ended: str | None = None
+    closed_reason: str | None = None
 
     def __init__(self, elsewhere: Path | None = None, loses: str = "", fails: Exception | None = None) -> None:
         self.elsewhere, self.loses, self.fails, self.finished = elsewhere, loses, fails, 0
@@ -110,7 +110,7 @@ def test_roles_wait_for_what_they_save_unless_an_error_ends_them():
     busy, dead = Worker(), Worker()
     with pytest.raises(KeyError), Roles(busy, None, {}):
         raise KeyError
-    dead.ended = "an update failed, and the caller went on without them"
+    dead.closed_reason = "an update failed, and the caller went on without them"
     with Roles(dead, None, {}):
         pass
     assert (busy.finished, dead.finished) == (0, 0)

@@ -12,7 +12,7 @@ from recipes.rewards.geo3k_reward import geo3k_reward
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.cluster.launcher import launch
+from workers import launch
 from workers.roles.actor import ActorConfig
 
 pytestmark = pytest.mark.slow

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from workers.cluster.placement import Place, rank_order, thread_shares
+from workers.cluster.placement import Placement, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import RayPool, StepBlobs
+from workers.cluster.ray_group import RayPool, new_step_blobs
 from workers.ranks.layout import Layout
 
 
-def place(ip: str, *gpus: object, node: str | None = None, cores: int = 8) -> Place:
-    return Place(ip, node or ip, tuple(map(str, gpus)), cores)
+def place(ip: str, *gpus: object, node: str | None = None, cores: int = 8) -> Placement:
+    return Placement(ip, node or ip, tuple(map(str, gpus)), cores)
 
 
 def test_scattered_processes_are_brought_together_by_node_and_gpu():
@@ -69,11 +69,11 @@ def test_ranks_of_a_scattered_placement_group_are_neighbours_on_their_nodes(monk
         cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=100 * 2**20)
     try:
         ray.init(cluster.address, log_to_driver=False)
-        pool = RayPool(Layout(dp=2, tp=2), RayConfig(), StepBlobs())
-        bundles = ray.util.placement_group_table(pool.placement)["bundles_to_node_id"]
+        pool = RayPool(Layout(dp=2, tp=2), RayConfig(), new_step_blobs())
+        bundles = ray.util.placement_group_table(pool.placement_group)["bundles_to_node_id"]
         first, second, third, fourth = (bundles[number] for number in range(4))
         assert len({first, second}) == len({third, fourth}) == 2  # scattered: both tp groups lie on both nodes
-        found = [(each.node, each.gpus) for each in pool.places]
+        found = [(each.node, each.gpus) for each in pool.placements]
         assert found == sorted(found)
         assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
         assert [gpus for _, gpus in found] == [("0",), ("1",)] * 2

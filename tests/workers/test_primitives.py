@@ -16,7 +16,7 @@ from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
-from workers.cluster.launcher import launch
+from workers import launch
 from workers.cluster.local_group import LocalGroup
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks

@@ -19,9 +19,10 @@ from torch import distributed
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFailed
 from workers.cluster.host import Host
-from workers.cluster.placement import Place
+from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import RayGroup, RayPool, StepBlobs, running_ray, share_cores
+from workers.cluster.ray_group import RayBlobs, RayGroup, RayPool, new_step_blobs, running_ray, share_cores
+from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
 
@@ -137,10 +138,10 @@ def _ray() -> Iterator[None]:
 
 
 def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: float) -> RayGroup:
-    return RayPool(layout or Layout(dp=2), RayConfig(**options), StepBlobs()).build("worker", kind)
+    return RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs()).build("worker", kind)
 
 
-BUNDLES: list[Place] = []  # where Ray put the processes of `group`, in the order of its bundles
+BUNDLES: list[Placement] = []  # where Ray put the processes of `group`, in the order of its bundles
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ def test_what_fails_alike_everywhere_leaves_the_group_usable_and_calls_behind_it
     failing, behind = group.submit("fail_alike"), group.submit("ranks")
     with pytest.raises(WorkerFailed, match=r"(?s)rank 0 on .*OverflowError: too much\n.*in fail_alike"):
         failing.result()
-    with pytest.raises(RankFailure, match=r"did not begin worker.ranks: it had failed in worker.fail_alike before"):
+    with pytest.raises(RankFailure, match=r"refused worker.ranks after its failure in worker.fail_alike"):
         behind.result()
     assert group.ranks() == 3
 
@@ -215,7 +216,7 @@ def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch
 
 def test_media_of_calls_without_an_end_of_a_step_are_let_go_of(group, monkeypatch):
     """As of a program that trains step by step: new images with every call, and nobody who says that a step has ended."""
-    blobs, size = StepBlobs(limit_bytes=3 * 200 * 200 * 3), 200 * 200 * 3
+    blobs, size = StepBlobs(RayBlobs, lambda: 3 * 200 * 200 * 3), 200 * 200 * 3
     monkeypatch.setattr(group._pool, "blobs", blobs)
     kept = []
     for number in range(12):
@@ -225,7 +226,7 @@ def test_media_of_calls_without_an_end_of_a_step_are_let_go_of(group, monkeypatc
         del image
         assert group.sizes(DataProto.from_dict(non_tensors={"media": media}))["pixel"][0][0] == number
     del media
-    assert blobs._store.bytes <= 4 * size
+    assert blobs._store.num_bytes <= 4 * size
     assert sum(each() is not None for each in kept) <= 4
 
 
@@ -243,8 +244,8 @@ def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering
 def test_processes_take_the_ranks_of_their_places(group):
     ranks, processes = zip(*group.process())
     assert ranks == (0, 1)
-    assert group._pool.places == BUNDLES[::-1]
-    for place, process in zip(group._pool.places, processes, strict=True):
+    assert group._pool.placements == BUNDLES[::-1]
+    for place, process in zip(group._pool.placements, processes, strict=True):
         assert place.name.endswith(f"(process {process})")
 
 
@@ -273,9 +274,9 @@ def test_an_engine_that_fails_to_take_weights_is_named_and_the_sender_does_not_w
     sender, receiver = start(Layout(), timeout_s=3000.0), start(Layout(), timeout_s=3000.0)
     sender._pool.open_channel(receiver._pool)
     with pytest.raises(WorkerFailed, match=r"worker.refresh.*OverflowError: no room for weights"):
-        sender._pool.hand_over("worker", receiver)
+        sender._pool.transfer_weights("worker", receiver)
     for group in (sender, receiver):
-        with pytest.raises(WorkerFailed, match=r"no worker is left: .*no room for weights"):
+        with pytest.raises(WorkerFailed, match=r"the worker processes have ended: .*no room for weights"):
             group.ranks()
 
 
@@ -284,10 +285,10 @@ def test_an_engine_that_hangs_while_it_takes_weights_is_named_and_not_who_waits_
     object.__setattr__(sender._pool.config, "timeout_s", 2.0)  # of the channel: the sender gives up first
     sender._pool.open_channel(receiver._pool)
     object.__setattr__(sender._pool.config, "timeout_s", 4.0)
-    with pytest.raises(WorkerFailed, match=r"rank 0 on .* has not ended .*'worker.refresh'"):
-        sender._pool.hand_over("worker", receiver)
+    with pytest.raises(WorkerFailed, match=r"rank 0 on .* did not finish .*'worker.refresh'"):
+        sender._pool.transfer_weights("worker", receiver)
     for group in (sender, receiver):
-        with pytest.raises(WorkerFailed, match="no worker is left"):
+        with pytest.raises(WorkerFailed, match="the worker processes have ended"):
             group.ranks()
 
 
@@ -297,8 +298,8 @@ def test_an_engine_that_hangs_while_it_takes_weights_is_named_and_not_who_waits_
         ([3, 1], r"rank 1 on .*, rows 3 to 5 returned 1 rows for the 3 it was given"),
         ([2, 4], r"rank 0 on .*, rows 0 to 2 returned 2 rows for the 3 it was given"),
         ([0, 0], r"rank 0 on .* returned 0 rows"),
-        ([None, 3], r"rank 0 on .* returned a NoneType instead of rows"),
-        ([3, "text"], r"rank 1 on .*, rows 3 to 5 returned a str instead of rows"),
+        ([None, 3], r"rank 0 on .* returned a NoneType instead of a batch"),
+        ([3, "text"], r"rank 1 on .*, rows 3 to 5 returned a str instead of a batch"),
     ],
 )
 def test_a_rank_that_returns_nonsense_is_named(group, answers, wrong):
@@ -317,14 +318,14 @@ def test_a_rank_that_dies_is_named():
     group = start()
     with pytest.raises(WorkerFailed, match=r"rank 1 on .*, rows 2 to 4 died in 'worker.die'"):
         group.die(numbers(5))
-    with pytest.raises(WorkerFailed, match="no worker is left"):
+    with pytest.raises(WorkerFailed, match="the worker processes have ended"):
         group.ranks()
 
 
 def test_a_rank_that_hangs_is_named():
     group = start(timeout_s=30.0)
     object.__setattr__(group._pool.config, "timeout_s", 2.0)
-    with pytest.raises(WorkerFailed, match=r"within 2 s: rank 1 on .* has not ended 'worker.hang'"):
+    with pytest.raises(WorkerFailed, match=r"within 2 s: rank 1 on .* did not finish 'worker.hang'"):
         group.hang()
 
 

@@ -1,4 +1,4 @@
-"""A process that holds the workers of one rank: several roles that share a device."""
+"""The process of one rank: it holds the workers of several roles, which share its device."""
 
 import os
 import socket
@@ -16,43 +16,45 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
 
 
-class Monitor:
-    """Knows what each rank did last, also of one that is dead."""
+class PhaseMonitor:
+    """Stores the last phase that each rank reported, so that it is known after a rank has died."""
 
     def __init__(self) -> None:
-        self.phases: dict[int, str] = {}
+        self._phases: dict[int, str] = {}
 
     def report(self, rank: int, phase: str) -> None:
-        self.phases[rank] = phase
+        self._phases[rank] = phase
 
-    def last(self) -> dict[int, str]:
-        return self.phases
+    def last_phases(self) -> dict[int, str]:
+        return self._phases
 
 
 class Host:
-    """One rank's workers by role, in a process of its own."""
+    """The workers of one rank by role, and the connections of the rank to others."""
 
     def __init__(self, report: Callable[[str], None] = lambda phase: None) -> None:
-        """``report`` is told what this rank does next."""
-        self.rank = 0  # until `meet`
+        """``report`` is called with the name of each phase before the rank begins it."""
+        self.rank = 0  # until `init_distributed`
         self.roles: dict[str, Any] = {}
         self.ranks = Ranks()
         self.channel: WeightChannel | None = None
-        self._listener: socket.socket | None = None  # where others meet this rank, until they do
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.report = report
-        self.adrift: str | None = None  # the call that failed on this rank, and on others perhaps not
+        self.desynced_by: str | None = None  # the call that failed on this rank, but perhaps not on all ranks
+        self._listener: socket.socket | None = None
 
-    def address(self, ip: str) -> str:
-        """``ip:port`` where this rank can be met from now on, and nowhere else: torch's own store would listen on every address
-        of the machine.
+    def listen(self, ip: str) -> str:
+        """Opens a port on ``ip`` for other ranks to connect to, and returns ``ip:port``.
+
+        The port is open on this address only, while a ``TCPStore`` that opens its own port listens on every address of the
+        machine.
         """
         self._stop_listening()
         self._listener = socket.create_server((ip, 0))
         return f"{ip}:{self._listener.getsockname()[1]}"
 
-    def _store(self, address: str, rank: int, size: int, timeout_s: float) -> distributed.TCPStore:
-        """What ``size`` processes meet by, at the address of the first."""
+    def _connect_store(self, address: str, rank: int, size: int, timeout_s: float) -> distributed.TCPStore:
+        """The store of ``size`` processes, which rank 0 serves at ``address``."""
         host, port = address.rsplit(":", 1)
         listener = self._listener.detach() if rank == 0 and self._listener is not None else None
         self._stop_listening()
@@ -70,27 +72,28 @@ class Host:
             self._listener.close()
             self._listener = None
 
-    def meet(self, layout: Layout, rank: int, address: str, timeout_s: float) -> None:
-        """Takes the place of ``rank`` among all ranks of ``layout``, which meet at ``address``."""
+    def init_distributed(self, layout: Layout, rank: int, address: str, timeout_s: float) -> None:
+        """Becomes ``rank`` of ``layout``. All ranks call it with the address at which rank 0 listens.
+
+        Sets the environment variables of ``torchrun`` for engines that start their own ranks.
+        """
         self.rank = rank
-        self.report("meeting the other ranks")
+        self.report("connecting to the other ranks")
         host, port = address.rsplit(":", 1)
-        world = {
+        variables = {
             "RANK": self.rank,
             "WORLD_SIZE": layout.world_size,
             "LOCAL_RANK": 0,
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
         }
-        os.environ.update(
-            {name: str(value) for name, value in world.items()}
-        )  # engines with ranks of their own read them
+        os.environ.update({name: str(value) for name, value in variables.items()})
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if layout.world_size > 1:
             distributed.init_process_group(
                 "cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo",
-                store=self._store(address, self.rank, layout.world_size, timeout_s),
+                store=self._connect_store(address, self.rank, layout.world_size, timeout_s),
                 rank=self.rank,
                 world_size=layout.world_size,
                 timeout=timedelta(seconds=timeout_s),
@@ -99,12 +102,12 @@ class Host:
         self.ranks = init_ranks(layout, self.device)
 
     def open_channel(self, address: str, rank: int, size: int, timeout_s: float) -> None:
-        """Takes a place among the processes that hand weights over."""
-        store = self._store(address, rank, size, timeout_s)
+        """Opens a `WeightChannel` of ``size`` processes as its ``rank``."""
+        store = self._connect_store(address, rank, size, timeout_s)
         self.channel = WeightChannel(store, rank, size, self.device, timeout_s)
 
     def send_weights(self, role: str, dtype: torch.dtype | None = None) -> None:
-        """Hands a role's weights, in ``dtype``, to the other end of the channel. Every rank gathers; the first one sends."""
+        """Sends a role's weights, in ``dtype``, through the channel. All ranks gather them; the one with the channel sends."""
         self.report(f"{role}: sending weights")
         weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in self.roles[role].named_weights(dtype))
         if self.channel is not None:
@@ -114,37 +117,41 @@ class Host:
                 pass
 
     def receive_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the other end of the channel sends."""
+        """The (name, tensor) pairs that arrive through the channel.
+
+        Raises:
+            InvalidConfig: this process has no channel.
+        """
         if self.channel is None:
-            raise InvalidConfig("this process has no channel that weights come through")
+            raise InvalidConfig("this process has no weight channel: call open_channel first")
         return self.channel.receive()
 
     def build(self, role: str, make: Callable[["Host"], Any]) -> type:
-        """Makes the worker of a role; returns its class."""
+        """Builds the worker of a role and returns its class."""
         self.report(f"building {role}")
         self.roles[role] = make(self)
         return type(self.roles[role])
 
     def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the role's method returns; what it raises carries its traceback as text.
+        """Calls a method of a role's worker. An exception carries its traceback as a note.
 
-        After an error that not all ranks raise (`Ranks.fail_together`), others may wait for this rank in a collective. It
-        takes no call then until it is told to `rejoin`: a call that came behind would meet them in the wrong place.
+        After an error that did not reach all ranks (see `Ranks.fail_together`), other ranks may still wait for this one in a
+        collective, which the next call would enter at the wrong point. This rank then refuses calls until `resync`.
 
         Raises:
-            RankFailure: such an error was before.
+            RankFailure: an earlier call failed in that way.
         """
-        if self.adrift is not None:
-            raise RankFailure(f"rank {self.rank} did not begin {role}.{method}: it had failed in {self.adrift} before")
+        if self.desynced_by is not None:
+            raise RankFailure(f"rank {self.rank} refused {role}.{method} after its failure in {self.desynced_by}")
         self.report(f"{role}.{method}")
         try:
             return getattr(self.roles[role], method)(*args, **kwargs)
         except Exception as error:
             error.add_note(f"rank {self.rank}, {role}.{method}:\n{traceback.format_exc()}")
             if self.ranks.mesh is not None and not raised_on_all_ranks(error):
-                self.adrift = f"{role}.{method}"
+                self.desynced_by = f"{role}.{method}"
             raise
 
-    def rejoin(self) -> None:
-        """All ranks have come back: this one takes calls again."""
-        self.adrift = None
+    def resync(self) -> None:
+        """Accepts calls again, once every rank has finished the failed one."""
+        self.desynced_by = None

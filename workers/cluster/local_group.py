@@ -1,28 +1,25 @@
-"""Groups of workers: how a call reaches them and how its result comes back.
+"""A group of one worker in this process.
 
-A method says by `dispatch` how a group with several ranks splits its arguments and joins its results. A recipe calls
-``group.method(...)``, or ``group.submit("method", ...)`` for a future, and cannot tell which kind of group it talks to.
+A recipe calls ``group.method(...)``, or ``group.submit("method", ...)`` for a future, in the same way on every kind of group.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from workers.ranks.dispatch_modes import dispatch, dispatch_of
-
-__all__ = ["LocalGroup", "dispatch"]
+from workers.ranks.dispatch_modes import dispatch_of
 
 
 class LocalGroup:
-    """One worker in this process: every dispatch mode is a plain call."""
+    """One worker in this process. In every dispatch mode ``group.method`` is the worker's own bound method."""
 
-    ended: str | None = None  # why no call can be made any more: of this process there is no such reason
+    closed_reason: str | None = None  # a local group is never closed; see `RayGroup.closed_reason`
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Runs the call and returns its finished future; an exception waits there as well."""
+        """Runs the call and returns a finished future, which holds the result or the exception."""
         future: Future[Any] = Future()
         try:
             future.set_result(self._method(method)(*args, **kwargs))

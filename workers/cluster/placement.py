@@ -1,4 +1,4 @@
-"""Where processes run: which of them is which rank, and how many threads each may use."""
+"""Assigns ranks and threads to processes by the node and GPUs they run on."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,45 +6,45 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where one process runs."""
 
     ip: str  # of its node
-    node: str  # unlike that of any other node, of the same address even
+    node: str  # unique id of the node; several nodes may share an address
     gpus: tuple[str, ...]  # numbers or names of its GPUs on the node
-    cores: int  # of the node, that its processes may use
-    address: str = ""  # ``ip:port`` where other ranks meet it
-    name: str = "not started yet"  # for people
+    cores: int  # of the node that its processes may use
+    address: str = ""  # ``ip:port`` where other ranks connect to it
+    name: str = "not started yet"  # for messages
 
 
-def rank_order(places: Sequence[Place]) -> list[int]:
-    """Which process is which rank: those of a node are neighbours there, in the order of their GPUs.
+def rank_order(placements: Sequence[Placement]) -> list[int]:
+    """The index of the process that becomes each rank: processes of one node get consecutive ranks, in the order of their GPUs.
 
-    Ranks of one tp group are neighbours, so that they share a node wherever a node holds all of them. Nodes are ordered by
-    address; Ray gives the bundles of a placement group to nodes in any order.
+    The ranks of a tp group are consecutive, so they share a node wherever one node can hold the group. Nodes are ordered by
+    address, since Ray assigns the bundles of a placement group to nodes in any order.
 
-    >>> a, b = (Place(ip, ip, (), 8) for ip in ("10.0.0.9", "10.0.0.10"))
+    >>> a, b = (Placement(ip, ip, (), 8) for ip in ("10.0.0.9", "10.0.0.10"))
     >>> rank_order([b, a, b, a])
     [1, 3, 0, 2]
     """
-    return sorted(range(len(places)), key=lambda process: _order(places[process]))
+    return sorted(range(len(placements)), key=lambda process: _sort_key(placements[process]))
 
 
-def _order(place: Place) -> tuple[tuple[tuple[int, str], ...], str, tuple[tuple[int, str], ...]]:
-    ip = tuple(map(_numeric, place.ip.split(".")))
-    return ip, place.node, tuple(map(_numeric, place.gpus))
+def _sort_key(placement: Placement) -> tuple[tuple[tuple[int, str], ...], str, tuple[tuple[int, str], ...]]:
+    ip = tuple(map(_numeric_key, placement.ip.split(".")))
+    return ip, placement.node, tuple(map(_numeric_key, placement.gpus))
 
 
-def _numeric(text: str) -> tuple[int, str]:
-    """Sorts "10" behind "9"."""
+def _numeric_key(text: str) -> tuple[int, str]:
+    """Sorts "9" before "10"."""
     return len(text), text
 
 
-def thread_shares(places: Sequence[Place]) -> list[int]:
-    """Threads of each process: an equal share of its node's cores, at least 1, never more than the cores of the node together.
+def thread_shares(placements: Sequence[Placement]) -> list[int]:
+    """Number of threads of each process: an equal share of its node's cores, rounded down, and at least 1.
 
-    >>> thread_shares([Place("10.0.0.1", "a", (), 9)] * 4 + [Place("10.0.0.2", "b", (), 5)])
+    >>> thread_shares([Placement("10.0.0.1", "a", (), 9)] * 4 + [Placement("10.0.0.2", "b", (), 5)])
     [2, 2, 2, 2, 5]
     """
-    processes = Counter(place.node for place in places)
-    return [max(1, place.cores // processes[place.node]) for place in places]
+    processes = Counter(placement.node for placement in placements)
+    return [max(1, placement.cores // processes[placement.node]) for placement in placements]

@@ -1,4 +1,4 @@
-"""Where the processes of a run are placed on Ray. This module does not load Ray."""
+"""Options of `launch(..., on="ray")`. This module does not import Ray."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from dataproto.errors import InvalidConfig
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Where processes run and how long they may take."""
+    """Resources and time limits of the processes that Ray runs."""
 
-    address: str | None = None  # of a running cluster, or "auto"; by default one starts here, seen by this machine only
+    address: str | None = None  # of a running cluster, or "auto"; by default Ray starts here, open to this machine only
     cpus: float = 1.0  # of each process
     gpus: float | None = None  # of each process; default: 1 if the cluster has any
-    rollout_processes: int = 0  # with engines on devices of their own; 0: each actor process has one
+    rollout_processes: int = 0  # with engines on separate devices; 0: each actor process has an engine
     reward_processes: int = 1  # that share the rows to be scored by a function
-    reward_timeout_s: float = 600.0  # of scoring a batch
-    timeout_s: float = 1800.0  # of one call; a rank that takes longer counts as hanging
-    object_store_gib: float | None = None  # of a cluster started here; Ray's own default: 30 % of the memory
+    reward_timeout_s: float = 600.0  # for scoring a batch
+    timeout_s: float = 1800.0  # for one call; a rank that takes longer counts as hanging
+    object_store_gib: float | None = None  # of a cluster started here; Ray's default: 30 % of the memory
 
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.reward_timeout_s) <= 0 or self.cpus < 0:

@@ -1,4 +1,4 @@
-"""Roles in Ray processes: which worker stands where."""
+"""Launches the roles of a run in Ray processes."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,17 +7,17 @@ from math import ceil
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from workers.cluster.launcher import Plan, Roles
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayGroup,
     RayPool,
-    StepBlobs,
-    gpus_of,
+    gpus_per_process,
+    new_step_blobs,
+    pickle_unimportable_modules_by_value,
     running_ray,
-    send_code_of_lone_modules,
     share_cores,
 )
+from workers.cluster.role_groups import LaunchPlan, Roles
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -27,66 +27,79 @@ from workers.roles.reward import RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
 
-def launch_ray(plan: Plan, **options: Any) -> Roles:
-    """One process for each rank of the layout, each holding that rank of actor, reference, critic and, unless it has processes
-    of its own, rollout; the reward has a process without a device.
+def launch_ray(plan: LaunchPlan, **options: Any) -> Roles:
+    """Starts one process for each rank of the layout, which holds that rank of actor, reference, critic and rollout.
+
+    Engines get separate processes if ``rollout_processes`` is set. A reward function gets processes without a device.
 
     Raises:
-        InvalidConfig: an unknown option, or the cluster is too small.
+        InvalidConfig: an option is unknown, or the cluster is too small.
     """
     unknown = sorted(options.keys() - {field.name for field in fields(RayConfig)})
     if unknown:
         raise InvalidConfig(f"on='ray' has no options {unknown}: it has {[field.name for field in fields(RayConfig)]}")
-    config, blobs = RayConfig(**options), StepBlobs()
-    send_code_of_lone_modules()
+    config = RayConfig(**options)
+    model_processes = plan.layout.world_size + config.rollout_processes
+    pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
-        stack.enter_context(
-            running_ray(config, plan.layout.world_size + config.rollout_processes + config.reward_processes)
-        )
-        pool = RayPool(plan.layout, config, blobs)
+        stack.enter_context(running_ray(config, model_processes + config.reward_processes))
+        pool = RayPool(plan.layout, config, new_step_blobs())
         stack.callback(pool.close)
         actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
-        optional: dict[str, Any] = {"reference": None, "critic": None, "reward": None}
-        if plan.reference is not None:
-            policy = plan.reference
-            optional["reference"] = pool.build(
-                "reference", lambda host: ReferenceWorker(policy, host.device, host.ranks)
-            )
-        if plan.critic is not None:
-            critic = plan.critic
-            optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
-        if plan.reward is not None:
-            optional["reward"] = build_reward(plan.reward, plan.actor.model_path, pool, stack)
-        rollout, hand_over = build_rollout(plan, pool, config, blobs, stack)
+        optional = _build_optional(plan, pool, stack)
+        rollout, transfer_weights = _build_rollout(plan, pool, stack)
         share_cores([group for group in (actor, rollout, optional["reward"]) if group is not None])
 
         def after_sync() -> None:
-            blobs.renew()
-            hand_over()
+            pool.blobs.renew()
+            transfer_weights()
 
-        devices = devices_of(plan.layout.world_size + config.rollout_processes, gpus_of(config))
+        devices = _num_devices(model_processes, gpus_per_process(config))
         return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, devices)
 
 
-def devices_of(processes: int, gpus: float) -> int:
-    """GPUs of processes that hold ``gpus`` each, of which several may share one; the processes where they hold none.
+def _num_devices(processes: int, gpus: float) -> int:
+    """GPUs of ``processes`` with ``gpus`` each (several may share one), or the number of processes if they have none.
 
-    >>> devices_of(4, 1.0), devices_of(4, 0.5), devices_of(4, 0.0)
+    >>> _num_devices(4, 1.0), _num_devices(4, 0.5), _num_devices(4, 0.0)
     (4, 2, 4)
     """
     return ceil(processes * gpus) if 0 < gpus < 1 else processes
 
 
-def build_rollout(
-    plan: Plan, pool: RayPool, config: RayConfig, blobs: StepBlobs, stack: ExitStack
-) -> tuple[RayGroup, Callable[[], None]]:
-    """The engines, beside the actor or on devices of their own, and what brings them new weights at the end of a step."""
-    if not config.rollout_processes:
-        beside = pool.build(
+def _build_optional(plan: LaunchPlan, pool: RayPool, stack: ExitStack) -> dict[str, RayGroup | None]:
+    optional: dict[str, RayGroup | None] = {"reference": None, "critic": None, "reward": None}
+    if plan.reference is not None:
+        reference = plan.reference
+        optional["reference"] = pool.build(
+            "reference", lambda host: ReferenceWorker(reference, host.device, host.ranks)
+        )
+    if plan.critic is not None:
+        critic = plan.critic
+        optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
+    if plan.reward is not None:
+        optional["reward"] = _build_reward(plan.reward, plan.actor.model_path, pool, stack)
+    return optional
+
+
+def _build_reward(reward: RewardFunction | ModelReward, model_path: str, pool: RayPool, stack: ExitStack) -> RayGroup:
+    """A reward model shares the actor's processes. A function gets separate ones, so that scoring overlaps with the models."""
+    if isinstance(reward, ModelReward):
+        return pool.build("reward", lambda host: ModelRewardWorker(reward, model_path, host.device, host.ranks))
+    config = replace(pool.config, gpus=0.0, timeout_s=pool.config.reward_timeout_s)
+    scorers = RayPool(Layout(dp=pool.config.reward_processes), config, pool.blobs)
+    stack.callback(scorers.close)
+    return scorers.build("reward", lambda host: RewardWorker(reward, model_path))
+
+
+def _build_rollout(plan: LaunchPlan, pool: RayPool, stack: ExitStack) -> tuple[RayGroup, Callable[[], None]]:
+    """The engines, and a function that sends them the actor's weights at the end of a step."""
+    if not pool.config.rollout_processes:
+        shared = pool.build(
             "rollout", lambda host: RolloutWorker(plan.rollout, host.roles["actor"].named_weights, host.ranks)
         )
-        return beside, lambda: None  # they stream from the actor before they next generate
-    engines = RayPool(Layout(dp=config.rollout_processes), config, blobs)
+        return shared, lambda: None  # these engines read the actor's weights before they next generate
+    engines = RayPool(Layout(dp=pool.config.rollout_processes), pool.config, pool.blobs)
     stack.callback(engines.close)
     rollout = engines.build(
         "rollout",
@@ -95,18 +108,8 @@ def build_rollout(
     pool.open_channel(engines)
     dtype = rollout.weights_dtype()
 
-    def hand_over() -> None:
-        pool.hand_over("actor", rollout, dtype)
+    def transfer_weights() -> None:
+        pool.transfer_weights("actor", rollout, dtype)
 
-    hand_over()
-    return rollout, hand_over
-
-
-def build_reward(reward: RewardFunction | ModelReward, model_path: str, pool: RayPool, stack: ExitStack) -> RayGroup:
-    """A model beside the others; a function in processes without a device, so that scoring overlaps with the models' work."""
-    if isinstance(reward, ModelReward):
-        return pool.build("reward", lambda host: ModelRewardWorker(reward, model_path, host.device, host.ranks))
-    config = replace(pool.config, gpus=0.0, timeout_s=pool.config.reward_timeout_s)
-    scorers = RayPool(Layout(dp=pool.config.reward_processes), config, pool.blobs)
-    stack.callback(scorers.close)
-    return scorers.build("reward", lambda host: RewardWorker(reward, model_path))
+    transfer_weights()
+    return rollout, transfer_weights

@@ -1,7 +1,7 @@
-"""Weights from one process to others, without the driver and without a disk.
+"""Sends weights from one process to others, without the driver and without a disk.
 
-For roles that stand on devices of their own. The channel is a process group apart from the default one: its first rank holds
-the actor, the others a rollout engine each.
+Used when engines run on devices separate from the actor's. The channel is a process group apart from the default one: its rank 0
+holds the actor, each other rank holds a rollout engine.
 """
 
 import json
@@ -16,44 +16,44 @@ BUCKET_BYTES = 1 << 28  # tensors are sent together up to this size
 
 
 class WeightChannel:
-    """Broadcasts (name, tensor) pairs from rank 0: over NCCL between GPUs, else over gloo."""
+    """Broadcasts (name, tensor) pairs from rank 0, over NCCL between GPUs and over gloo otherwise."""
 
     def __init__(self, store: distributed.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """All ``size`` processes meet by ``store``."""
+        """All ``size`` processes connect through ``store``."""
         timeout = timedelta(seconds=timeout_s)
-        kind: Any = distributed.ProcessGroupNCCL if device.type == "cuda" else distributed.ProcessGroupGloo
-        self.group = kind(store, rank, size, timeout)
-        self.device = device
+        backend: Any = distributed.ProcessGroupNCCL if device.type == "cuda" else distributed.ProcessGroupGloo
+        self._group = backend(store, rank, size, timeout)
+        self._device = device
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Rank 0: sends all pairs, bucket by bucket."""
-        for bucket in buckets(weights):
+        """On rank 0: sends all pairs, bucket by bucket."""
+        for bucket in _buckets(weights):
             header = json.dumps([(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in bucket])
-            described = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-            self._broadcast(torch.tensor([len(described)]))
-            self._broadcast(described)
+            header_bytes = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+            self._broadcast(torch.tensor([len(header_bytes)]))
+            self._broadcast(header_bytes)
             self._broadcast(torch.cat([weight.contiguous().view(-1).view(torch.uint8) for _, weight in bucket]))
         self._broadcast(torch.tensor([0]))
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """The other ranks: the pairs that rank 0 sends, one after the other; a bucket is let go of before the next comes."""
+        """On the other ranks: yields the pairs that rank 0 sends. Each bucket is freed before the next one arrives."""
         while size := int(self._broadcast(torch.zeros(1, dtype=torch.int64))):
             header = self._broadcast(torch.empty(size, dtype=torch.uint8)).cpu().numpy().tobytes()
-            forms = [(name, getattr(torch, dtype), shape) for name, dtype, shape in json.loads(header)]
-            sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in forms]
-            parts = self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)).split(sizes)
-            for (name, dtype, shape), part in zip(forms, parts, strict=True):
+            entries = [(name, getattr(torch, dtype), shape) for name, dtype, shape in json.loads(header)]
+            sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in entries]
+            parts = self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)).split(sizes)
+            for (name, dtype, shape), part in zip(entries, parts, strict=True):
                 aligned = part.clone() if part.storage_offset() % dtype.itemsize else part
                 yield name, aligned.view(dtype).view(shape)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self.device)
-        self.group.broadcast([tensor]).wait()
+        tensor = tensor.to(self._device)
+        self._group.broadcast([tensor]).wait()
         return tensor
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Pairs in lists of about `BUCKET_BYTES`; a larger tensor stands alone. Empty tensors travel along."""
+def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Groups pairs into lists of at most `BUCKET_BYTES`. A larger tensor is alone in its list; empty tensors are kept."""
     bucket: list[tuple[str, Tensor]] = []
     filled = 0
     for name, weight in weights:

@@ -1,4 +1,4 @@
-"""How a call reaches the ranks of a group and how their results become one."""
+"""Dispatch modes: how a group splits the arguments of a call over its ranks and joins their results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,28 +9,30 @@ import numpy as np
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from workers.ranks.layout import Layout
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Arguments(NamedTuple):
-    """What one rank is called with."""
+    """The arguments of one rank's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-Split = Callable[
-    [Arguments, int], Sequence[Arguments]
-]  # the call and the number of data-parallel ranks -> one call for each
-Join = Callable[[Sequence[Any]], Any]  # the results of the data-parallel ranks -> the result
+Split = Callable[[Arguments, int], Sequence[Arguments]]
+"""The arguments of a call and the number of data-parallel ranks, to the arguments of each of them."""
+
+Join = Callable[[Sequence[Any]], Any]
+"""The results of the data-parallel ranks to the result of the call."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How a method is spread: over which ranks, how its arguments are split, how results are joined.
+    """How a group calls a method: on which ranks, how it splits arguments and how it joins results.
 
-    Ranks of one data-parallel position (pp, sp, tp) get the same arguments; the first one's result counts.
+    All ranks of one data-parallel position get the same arguments, and one of them returns the result (`returns_result`).
     """
 
     split: Split
@@ -38,15 +40,15 @@ class Dispatch:
     rank_zero_only: bool = False
 
 
-def same_for_all(call: Arguments, parts: int) -> list[Arguments]:
-    """The same arguments for every rank."""
+def replicate(call: Arguments, parts: int) -> list[Arguments]:
+    """Passes the same arguments to every rank."""
     return [call] * parts
 
 
 def split_rows(call: Arguments, parts: int) -> list[Arguments]:
-    """Cuts every batch among the arguments into contiguous parts of about equal cost; the rest goes to every rank.
+    """Splits each `DataProto` among the arguments into contiguous parts with similar numbers of tokens; copies other arguments.
 
-    A part may have no rows where there are fewer rows than ranks.
+    A part has no rows if there are fewer rows than ranks.
 
     >>> data = DataProto.from_dict(non_tensors={"name": ["a", "b", "c"]})
     >>> [part.args[0]["name"].tolist() for part in split_rows(Arguments((data,), {}), 2)]
@@ -63,12 +65,12 @@ def split_rows(call: Arguments, parts: int) -> list[Arguments]:
 def _parts(value: Any, parts: int) -> Sequence[Any]:
     if not isinstance(value, DataProto):
         return [value] * parts
-    bounds = even_bounds(row_sizes(value), parts)
+    bounds = _even_bounds(_row_sizes(value), parts)
     return [value[start:stop] for start, stop in pairwise(bounds)]
 
 
 def row_counts(calls: Sequence[Arguments]) -> list[int]:
-    """How many rows of the caller's batch each call holds; nothing where calls hold none."""
+    """The number of rows of the caller's batch in each call; empty if the call has no batch."""
     batches = [
         next((v for v in [*call.args, *call.kwargs.values()] if isinstance(v, DataProto)), None) for call in calls
     ]
@@ -78,7 +80,7 @@ def row_counts(calls: Sequence[Arguments]) -> list[int]:
 
 
 def row_ranges(counts: Sequence[int]) -> list[str]:
-    """Which rows of the caller's batch each call holds, for messages.
+    """The rows of the caller's batch in each call, for messages.
 
     >>> row_ranges([2, 0, 1])
     ['rows 0 to 1', 'no rows', 'rows 2 to 2']
@@ -87,17 +89,17 @@ def row_ranges(counts: Sequence[int]) -> list[str]:
     return [f"rows {end - count} to {end - 1}" if count else "no rows" for count, end in zip(counts, ends)]
 
 
-def row_sizes(data: DataProto) -> np.ndarray:
-    """How much work each row ``(B,)`` roughly is: its tokens, or 1 where a batch has none."""
+def _row_sizes(data: DataProto) -> np.ndarray:
+    """Estimated cost of each row ``(B,)``: its number of tokens, or 1 if the batch has no tokens."""
     if "attention_mask" not in data:
         return np.ones(len(data))
     return np.asarray(data["attention_mask"].sum(1).cpu(), dtype=np.float64) + 1.0
 
 
-def even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
-    """Where to cut rows of ``sizes`` ``(B,)``, in order, into parts of about equal sums; no part is empty while rows last.
+def _even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
+    """Bounds that split rows of ``sizes`` ``(B,)``, in order, into parts with similar sums, none empty if there are enough rows.
 
-    >>> even_bounds(np.array([1, 1, 1, 3]), 2), even_bounds(np.array([5]), 2)
+    >>> _even_bounds(np.array([1, 1, 1, 3]), 2), _even_bounds(np.array([5]), 2)
     ([0, 3, 4], [0, 1, 1])
     """
     ends = np.cumsum(sizes)
@@ -111,84 +113,98 @@ def even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
 
 
 def join_rows(results: Sequence[Any]) -> Any:
-    """Batches one after the other (rollouts as wide as the widest, see `DataProto.concat`), as many rows as went in or the
-    same number of samples of each; of anything else, the first rank's.
-    """
+    """Concatenates batches (rollouts are padded to the widest, see `DataProto.concat`); of other results returns the first."""
     if not isinstance(results[0], DataProto):
         return results[0]
     return DataProto.concat([result for result in results if len(result)] or list(results[:1]))
 
 
-def misfit(results: Sequence[Any], rows: Sequence[int]) -> tuple[int, str] | None:
-    """The first result that `join_rows` must not join, by its place, and what is wrong with it: not a batch where others are one,
-    or not as many rows, or samples of each, as the others make of the ``rows`` that they were given.
+def find_mismatch(results: Sequence[Any], rows: Sequence[int]) -> tuple[int, str] | None:
+    """The first result that `join_rows` cannot join: its index and the problem, or ``None`` if all fit.
+
+    Either every result is a batch, or none. All batches must have the same number of rows (samples) for each of the ``rows``
+    that their ranks were given.
 
     >>> three, two = (DataProto.from_dict(non_tensors={"name": ["a"] * count}) for count in (3, 2))
-    >>> misfit([three, two], rows=[3, 2]), misfit([three, None], rows=[3, 2]), misfit([three, two], rows=[3, 3])
-    (None, (1, 'returned a NoneType instead of rows'), (1, 'returned 2 rows for the 3 it was given'))
+    >>> find_mismatch([three, two], rows=[3, 2]), find_mismatch([three, two], rows=[3, 3])
+    (None, (1, 'returned 2 rows for the 3 it was given'))
+    >>> find_mismatch([three, None], rows=[3, 2])
+    (1, 'returned a NoneType instead of a batch')
     """
     batches = [isinstance(result, DataProto) for result in results]
     if not any(batches):
         return None
     if not all(batches):
-        place = batches.index(False)
-        return place, f"returned a {type(results[place]).__name__} instead of rows"
-    whole = [len(result) // count for result, count in zip(results, rows) if count and len(result) % count == 0]
-    samples = max(set(whole), key=whole.count, default=0)
-    for place, (result, count) in enumerate(zip(results, rows)):
+        index = batches.index(False)
+        return index, f"returned a {type(results[index]).__name__} instead of a batch"
+    multiples = [len(result) // count for result, count in zip(results, rows) if count and len(result) % count == 0]
+    samples = max(set(multiples), key=multiples.count, default=0)
+    for index, (result, count) in enumerate(zip(results, rows)):
         if len(result) != samples * count or (count and not samples):
-            return place, f"returned {len(result)} rows for the {count} it was given"
+            return index, f"returned {len(result)} rows for the {count} it was given"
     return None
 
 
 def first_result(results: Sequence[Any]) -> Any:
-    """The first rank's result."""
+    """Returns the result of the first rank."""
     return results[0]
 
 
-MODES = {
+DISPATCH_MODES = {
     "dp": Dispatch(split_rows, join_rows),
-    "all": Dispatch(same_for_all, first_result),
-    "rank_zero": Dispatch(same_for_all, first_result, rank_zero_only=True),
+    "all": Dispatch(replicate, first_result),
+    "rank_zero": Dispatch(replicate, first_result, rank_zero_only=True),
 }
 
 
 def dispatch(
-    mode: str | None = None, *, split: Split = same_for_all, join: Join = first_result
+    mode: str | None = None, *, split: Split = replicate, join: Join = first_result
 ) -> Callable[[Method], Method]:
-    """Marks a worker's method as callable through a group.
+    """Makes a worker's method callable through a group. The method itself is returned unchanged.
 
     Args:
-        mode: ``"dp"``: rows are split over the data-parallel ranks and joined again; ``"all"``: every rank gets the same
-            arguments; ``"rank_zero"``: only the first rank is called.
-        split, join: instead of a mode, how arguments are split and results joined.
+        mode: ``"dp"`` splits the rows over the data-parallel ranks and joins their results; ``"all"`` passes the same arguments
+            to every rank and returns the first result; ``"rank_zero"`` calls only the first rank.
+        split, join: custom functions, instead of a mode.
 
     Raises:
-        InvalidConfig: an unknown mode.
+        InvalidConfig: the mode is unknown.
     """
-    if mode is not None and mode not in MODES:
-        raise InvalidConfig(f"dispatch mode {mode!r} is unknown: choose one of {sorted(MODES)}, or give split and join")
-    how = Dispatch(split, join) if mode is None else MODES[mode]
+    if mode is not None and mode not in DISPATCH_MODES:
+        raise InvalidConfig(
+            f"dispatch mode {mode!r} is unknown: choose one of {sorted(DISPATCH_MODES)}, or give split and join"
+        )
+    chosen = Dispatch(split, join) if mode is None else DISPATCH_MODES[mode]
 
     def mark(method: Method) -> Method:
-        method.dispatch = how  # type: ignore[attr-defined]
+        method.dispatch = chosen  # type: ignore[attr-defined]
         return method
 
     return mark
 
 
 def dispatch_of(worker_class: type, name: str) -> Dispatch:
-    """How a method of a worker is spread.
+    """The dispatch of a worker's method.
 
     Raises:
-        InvalidConfig: there is no method of that name that a group may call; names those that there are.
+        InvalidConfig: the worker has no such method, or it is not marked by `dispatch`; the message lists the methods that are.
     """
-    how = getattr(getattr(worker_class, name, None), "dispatch", None)
-    if not isinstance(how, Dispatch):
+    found = getattr(getattr(worker_class, name, None), "dispatch", None)
+    if not isinstance(found, Dispatch):
         names = sorted(
             each
             for each in dir(worker_class)
             if isinstance(getattr(getattr(worker_class, each), "dispatch", None), Dispatch)
         )
         raise InvalidConfig(f"{worker_class.__name__} has no method {name!r} to call through a group; it has {names}")
-    return how
+    return found
+
+
+def returns_result(layout: Layout, rank: int) -> bool:
+    """Whether a rank returns the result of its data-parallel position: the first rank of sp and tp in the last pipeline stage.
+
+    >>> [rank for rank in range(8) if returns_result(Layout(dp=2, tp=2, pp=2), rank)]
+    [4, 6]
+    """
+    position = layout.coordinates(rank)
+    return position["tp"] == position["sp"] == 0 and position["pp"] == layout.pp - 1

@@ -1,40 +1,80 @@
-"""How failures of several ranks in one call are told apart: which of them is the cause, and how long to wait for it."""
+"""Failures of several ranks in one call: which one is the cause, how long to wait for it, and how messages describe it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from dataproto.errors import DataProtoError, RankFailure
 
-GRACE_S = 10.0  # that ranks have to refuse a call together, or to tell of the failure that another rank's comes of
-ALIKE_S = 2.0  # that ranks have to fail alike; those that do not may wait for the failed one in a collective, for ever
+REPORT_GRACE_S = (
+    10.0  # for ranks that refuse a call together, or to report the failure that a secondary one follows from
+)
+FAILURE_GRACE_S = 2.0  # for ranks to fail alike; the others may wait for the failed rank in a collective for ever
 
 
-def tells_of_another(cause: Exception) -> bool:
-    """Whether a rank failed because of another: by our own word, or by that of a collective's library.
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank's call has no result."""
 
-    >>> tells_of_another(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")), tells_of_another(KeyError("x"))
+    error: Exception  # what the rank raised; if it died, what the backend says about that
+    died: bool = False
+    text: str = ""  # the error with the traceback of the rank, where ``error`` has no notes
+
+    @property
+    def traceback(self) -> str:
+        """The rank's traceback; empty for a process that died."""
+        return "" if self.died else "\n".join(getattr(self.error, "__notes__", ())) or self.text
+
+
+def is_secondary(error: Exception) -> bool:
+    """Whether a rank failed because another one did: a `RankFailure`, or an error of the collectives' library.
+
+    >>> is_secondary(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")), is_secondary(KeyError("x"))
     (True, False)
     """
-    library = isinstance(cause, RuntimeError) and any(name in str(cause).lower() for name in ("gloo", "nccl"))
-    return library or isinstance(cause, RankFailure)
+    from_library = isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl"))
+    return from_library or isinstance(error, RankFailure)
 
 
-def patience(cause: Exception) -> float:
-    """Seconds in which the other ranks may still tell of theirs, once one has failed."""
-    return GRACE_S if isinstance(cause, DataProtoError) or tells_of_another(cause) else ALIKE_S
+def grace_period(error: Exception) -> float:
+    """Seconds to wait for the failures of other ranks after a rank failed with ``error``."""
+    return REPORT_GRACE_S if isinstance(error, DataProtoError) or is_secondary(error) else FAILURE_GRACE_S
 
 
-def place_of(what: str, phase: str | None) -> str:
-    """A call, and what its rank last told of; the last word of one that died may not have come through."""
-    return repr(what) if phase in (None, what) else f"{what!r} (last told of: {phase!r})"
+def root_causes(failures: Mapping[int, Failure]) -> list[int]:
+    """The ranks whose failures explain the others: those that died, else those with a primary error, else all.
+
+    >>> root_causes({0: Failure(RankFailure("rank 1: ...")), 1: Failure(KeyError("x"))})
+    [1]
+    """
+    dead = [rank for rank, failure in failures.items() if failure.died]
+    primary = [rank for rank, failure in failures.items() if not is_secondary(failure.error)]
+    return sorted(dead or primary or failures)
+
+
+def describe_call(call: str, phase: str | None) -> str:
+    """A call and the last phase that its rank reported. The last report of a process that died may be missing.
+
+    >>> describe_call("actor.update", "actor: sending weights")
+    "'actor.update' (last phase: 'actor: sending weights')"
+    """
+    return repr(call) if phase in (None, call) else f"{call!r} (last phase: {phase!r})"
+
+
+def describe_failure(rank_name: str, call: str, phase: str | None, failure: Failure) -> str:
+    """One line: which rank failed, in which call and why."""
+    where, message = describe_call(call, phase), first_line(failure.error)
+    if failure.died:
+        return f"{rank_name} died in {where}: {message}"
+    return f"{rank_name} failed in {where}: {type(failure.error).__name__}: {message}"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [""])[0]
 
 
 def raise_first(errors: Sequence[BaseException]) -> None:
-    """Raises the first of the errors, if there is one, with what the others say as notes."""
+    """Raises the first of the errors, if there is any, with the messages of the others as notes."""
     for other in errors[1:]:
         errors[0].add_note(f"and {type(other).__name__}: {other}")
     if errors:

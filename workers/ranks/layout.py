@@ -1,4 +1,4 @@
-"""All degrees of parallelism in one value, and where a rank stands in it."""
+"""`Layout`: all degrees of parallelism, and the position of each rank."""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +7,9 @@ from dataproto.errors import InvalidConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """World = pp x dp x sp x tp; FSDP shards over dp x sp; ep divides dp x sp.
+    """The degrees of data (dp), tensor (tp), pipeline (pp), sequence (sp) and expert (ep) parallelism.
+
+    The world has pp x dp x sp x tp ranks. FSDP shards over dp x sp, and ep must divide dp x sp.
 
     >>> Layout(dp=2, tp=2).world_size
     4
@@ -25,7 +27,7 @@ class Layout:
         for field in fields(self):
             degree = getattr(self, field.name)
             if not isinstance(degree, int) or degree < 1:
-                raise InvalidConfig(f"layout.{field.name}={degree!r}: a degree is a whole number of at least 1")
+                raise InvalidConfig(f"layout.{field.name}={degree!r}: must be an integer of at least 1")
         if (self.dp * self.sp) % self.ep:
             raise InvalidConfig(f"layout.ep={self.ep} must divide dp x sp = {self.dp * self.sp}")
 
@@ -34,9 +36,9 @@ class Layout:
         return self.pp * self.dp * self.sp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of ``rank`` along each axis; tp varies fastest, then sp, dp, pp."""
+        """The position of ``rank`` along each axis; tp varies fastest, then sp, dp and pp."""
         if not 0 <= rank < self.world_size:
-            raise InvalidConfig(f"rank {rank} is outside a world of {self.world_size}")
+            raise InvalidConfig(f"rank {rank} is not in a world of {self.world_size} ranks")
         position: dict[str, int] = {}
         for axis in ("tp", "sp", "dp", "pp"):
             rank, position[axis] = divmod(rank, getattr(self, axis))

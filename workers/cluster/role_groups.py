@@ -1,0 +1,108 @@
+"""The roles of one run: what to launch (`LaunchPlan`), and the launched groups (`Roles`)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from rollout.engine import SamplingParams
+from workers.ranks.failures import raise_first
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig
+from workers.roles.critic import CriticConfig
+from workers.roles.model_reward import ModelReward
+from workers.roles.model_worker import PolicyConfig
+from workers.roles.reward import RewardFunction
+from workers.roles.rollout_worker import RolloutConfig
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The roles of one run, before they are launched. An optional role that is ``None`` is left out."""
+
+    actor: ActorConfig
+    reference: PolicyConfig | None
+    reward: RewardFunction | ModelReward | None
+    rollout: RolloutConfig
+    layout: Layout
+    critic: CriticConfig | None = None
+
+
+@dataclass
+class Roles:
+    """The groups of one run, as attributes.
+
+    A context manager: on exit it waits for unfinished checkpoints, unless an error ended the run, and closes the groups.
+    ``reference``, ``critic`` and ``reward`` raise `InvalidConfig` if they were not launched.
+    """
+
+    actor: Any
+    rollout: Any
+    optional: dict[str, Any]
+    close: Callable[[], None] = lambda: None
+    after_sync: Callable[[], None] = lambda: None  # called at the end of `sync_weights`
+    devices: int = 1  # GPUs (processes where there are none) that hold models, those of separate engines included
+
+    @property
+    def reference(self) -> Any:
+        return self._optional("reference")
+
+    @property
+    def critic(self) -> Any:
+        return self._optional("critic")
+
+    @property
+    def reward(self) -> Any:
+        return self._optional("reward")
+
+    def has(self, role: str) -> bool:
+        """Whether an optional role was launched."""
+        return self.optional.get(role) is not None
+
+    def sync_weights(self) -> None:
+        """Marks the engine's weights as stale; the next generation receives the actor's weights, once."""
+        self.rollout.mark_stale()
+        self.after_sync()
+
+    def sample(self, prompts: DataProto, sampling: SamplingParams | None = None) -> DataProto:
+        """Generates ``sampling.n`` responses to each prompt; see `RolloutWorker.generate`.
+
+        Uses the weights that the engine last received. It receives the actor's weights first if it has none: before the first
+        `sync_weights`, or after it dropped them while asleep (vLLM on CUDA, unless its option ``sleep_level`` is 1).
+        """
+        data: DataProto = self.rollout.generate(prompts, sampling or SamplingParams())
+        return data
+
+    def save_weights_for_sampler(self) -> None:
+        """Sends the actor's current weights to the engine now; `sync_weights` defers that to the next generation."""
+        self.sync_weights()
+        self.rollout.refresh()
+
+    def _optional(self, role: str) -> Any:
+        if not self.has(role):
+            raise InvalidConfig(f"this run has no {role}: pass launch({role}=...)")
+        return self.optional[role]
+
+    def __enter__(self) -> "Roles":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self.actor.closed_reason is None:  # otherwise the caller already has the error
+                self.finish_saves()
+        finally:
+            self.close()
+
+    def finish_saves(self) -> None:
+        """Waits until the background saves of actor and critic are on disk, and raises the first of their errors."""
+        errors: list[Exception] = []
+        for group in (self.actor, *([self.critic] if self.has("critic") else [])):
+            try:
+                group.finish_save()
+            except Exception as error:
+                errors.append(error)
+        raise_first(errors)
