@@ -12,7 +12,7 @@ from typing import Any, Literal
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import DataProtoError, InvalidConfig
-from recipes.algorithms.differences import Differences, differences
+from recipes.algorithms.mismatch import Differences, differences
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.problem_rows import load_rows
 from recipes.run.command_line import parse_config

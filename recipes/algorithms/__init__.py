@@ -1,1 +1,72 @@
+"""Policy-gradient algorithms as pure functions on tensors, and the options that select them. See docs/algorithms.md."""
 
+from recipes.algorithms.advantages import (
+    gae,
+    greedy_baseline_advantage,
+    group_advantage,
+    informative_rows,
+    leave_one_out_advantage,
+    length_weighted_advantage,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    whiten,
+)
+from recipes.algorithms.correction import importance_weights, kept_tokens
+from recipes.algorithms.covariances import highest_covariance, random_high_covariance
+from recipes.algorithms.datum_losses import datum_loss
+from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
+from recipes.algorithms.losses import (
+    clip_cov_loss,
+    clipped_policy_loss,
+    clipped_weight_loss,
+    gated_policy_loss,
+    kl_cov_loss,
+    sequence_policy_loss,
+    value_loss,
+)
+from recipes.algorithms.mismatch import Differences, correction_metrics, difference_metrics, differences
+from recipes.algorithms.options import AlgorithmConfig, add_loss_columns, outcome_advantage, policy_loss
+from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
+from recipes.algorithms.registry import ADVANTAGES, LOSSES, Settings
+
+__all__ = [
+    "ADVANTAGES",
+    "LOSSES",
+    "AlgorithmConfig",
+    "Differences",
+    "KLController",
+    "Settings",
+    "add_loss_columns",
+    "clip_cov_loss",
+    "clipped_policy_loss",
+    "clipped_weight_loss",
+    "correction_metrics",
+    "datum_loss",
+    "difference_metrics",
+    "differences",
+    "gae",
+    "gated_policy_loss",
+    "greedy_baseline_advantage",
+    "group_advantage",
+    "highest_covariance",
+    "importance_weights",
+    "informative_rows",
+    "k1_kl",
+    "k2_kl",
+    "k3_kl",
+    "kept_tokens",
+    "kl_cov_loss",
+    "leave_one_out_advantage",
+    "length_weighted_advantage",
+    "outcome_advantage",
+    "overlong_penalty",
+    "penalised_rewards",
+    "policy_loss",
+    "random_high_covariance",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "sequence_policy_loss",
+    "unbiased_k3_kl",
+    "value_loss",
+    "whiten",
+]

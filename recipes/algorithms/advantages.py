@@ -1,21 +1,25 @@
-"""Advantages: how much better a response, or a token of it, did than expected.
+"""Advantages: how much better a response, or a token of it, is than its baseline.
 
-Dimension letters: B rows, R response tokens. All are functions of the whole batch, without gradient, and zero where
-``response_mask`` is.
+Dimension letters: B rows, R response tokens. All functions take a whole batch, return tensors without gradient, and return
+zero where ``response_mask`` is zero.
 
-| function | baseline | an advantage for each | paper |
+| function | baseline | one advantage for each | paper |
 |---|---|---|---|
 | `group_advantage` | the mean of the row's group | row | GRPO, Dr. GRPO |
-| `leave_one_out_advantage` | the mean of the others in the group | row | RLOO |
-| `length_weighted_advantage` | the mean of the row's group, weighted by length | row | OPO |
+| `leave_one_out_advantage` | the mean of the other rows of the group | row | RLOO |
+| `length_weighted_advantage` | the length-weighted mean of the row's group | row | OPO |
 | `greedy_baseline_advantage` | the score of the greedy response | token | ReMax |
 | `reinforce_plus_plus` | the mean of the batch | token | REINFORCE++ |
-| `reinforce_plus_plus_baseline` | the mean of the row's group, then that of the batch | row | REINFORCE++ |
+| `reinforce_plus_plus_baseline` | the mean of the row's group, then the mean of the batch | row | REINFORCE++ |
 | `gae` | the critic's values | token | GAE |
+
+`informative_rows` finds the groups whose advantages are not all zero.
 """
 
-from collections.abc import Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,32 +33,32 @@ def group_advantage(
     normalise_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Group-relative advantage: a response against all responses to the same prompt, itself included.
+    """GRPO: the score of a response relative to all responses to the same prompt, itself included.
 
-    With score r_i = the sum of a row's token-level rewards and G_i the rows that share its ``uid``,
+    With the score r_i = the sum of a row's token-level rewards, and the group G_i = the rows that share its ``uid``,
 
         A_i = (r_i - mean(r[G_i])) / (std(r[G_i]) + eps)       GRPO, arXiv:2402.03300, section 4.1.2
         A_i =  r_i - mean(r[G_i])                              Dr. GRPO, arXiv:2503.20783, ``normalise_std=False``
 
-    the same for each of the row's sampled tokens, zero elsewhere. ``std`` has Bessel's correction, as in verl and TRL.
+    for each sampled token of the row. ``std`` uses Bessel's correction, as in verl and TRL.
 
-    Scores are centred on the group's lowest first, in float64: equal scores give exactly zero whatever their value.
+    Scores are first shifted by the lowest of their group, in float64, so that equal scores give exactly zero.
 
-    Deviations: a group of one says nothing relative and gets 0 (verl: the score itself). A row without a sampled token
-    gets 0 and stays out of its group's mean and deviation, so inert rows change nothing (verl counts them).
+    Deviations: a group of one row gets 0 (verl: the score itself). A row without sampled tokens gets 0 and does not enter
+    the mean and standard deviation of its group, so inert rows change nothing (verl counts them).
 
     Args:
         token_level_rewards: (B, R) float.
         uid: B hashables, equal for the samples of one prompt.
-        response_mask: (B, R) of any dtype, not zero where the policy sampled the token.
-        normalise_std: divide by the group's standard deviation.
+        response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
+        normalise_std: whether to divide by the standard deviation of the group.
         eps: added to the standard deviation.
 
     Returns:
         (B, R) float32, without gradient.
 
     Raises:
-        RowCountMismatch: the three disagree in rows or shape.
+        RowCountMismatch: the shapes, or the number of rows, differ.
 
     >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.5, 0.5], [1.0, 0.0]])
     >>> mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
@@ -73,15 +77,15 @@ def group_advantage(
 
 
 def leave_one_out_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable], response_mask: Tensor) -> Tensor:
-    """RLOO: a response against the mean of the other responses to the same prompt (arXiv:2402.14740).
+    """RLOO: the score of a response minus the mean score of the other responses to the same prompt (arXiv:2402.14740).
 
-    With score r_i = the sum of a row's token-level rewards and the n rows of its group,
+    With the score r_i = the sum of a row's token-level rewards, and n rows in its group,
 
         A_i = r_i - sum(r_j, j != i) / (n - 1) = n / (n - 1) * (r_i - mean(r))
 
-    the same for each of the row's sampled tokens, so `group_advantage` without deviation, larger by n / (n - 1).
+    for each sampled token of the row. This is `group_advantage` without ``normalise_std``, times n / (n - 1).
 
-    Deviations: those of `group_advantage` (a group of one gets 0; rows without a sampled token count nowhere).
+    Deviations: as in `group_advantage`.
 
     Args, returns, raises: as `group_advantage`.
 
@@ -95,16 +99,16 @@ def leave_one_out_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable]
 
 
 def length_weighted_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable], response_mask: Tensor) -> Tensor:
-    """OPO: a response against the mean of its group weighted by length, which is the baseline of least variance where a
-    gradient's norm grows with the length of the response (arXiv:2505.23585, section 3).
+    """OPO: the score of a response minus the length-weighted mean score of its group (arXiv:2505.23585, section 3).
 
-    With score r_i = the sum of a row's token-level rewards and l_i its sampled tokens,
+    This baseline has the least variance if the squared norm of a response's gradient is proportional to its length. With the
+    score r_i = the sum of a row's token-level rewards, and its number of sampled tokens l_i,
 
         A_i = r_i - sum(l_j r_j) / sum(l_j)    over the rows j of its group, itself included
 
-    the same for each of the row's sampled tokens.
+    for each sampled token of the row.
 
-    Deviations: those of `group_advantage` (a group of one gets 0, in verl its score; rows without a sampled token count nowhere).
+    Deviations: as in `group_advantage`.
 
     Args, returns, raises: as `group_advantage`.
 
@@ -122,22 +126,23 @@ def length_weighted_advantage(token_level_rewards: Tensor, uid: Iterable[Hashabl
 
 
 def greedy_baseline_advantage(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> Tensor:
-    """ReMax: the rewards to come less the score of the greedy response to the same prompt (arXiv:2310.10505, algorithm 1).
+    """ReMax: the reward-to-go minus the score of the greedy response to the same prompt (arXiv:2310.10505, algorithm 1).
 
         A_t = sum(r_k, k = t .. T) - b
 
-    over a row's sampled tokens t = 0 .. T. The baseline is a score without the KL penalty that rewards may hold, as in verl.
+    for the sampled tokens t = 0 .. T of a row. The baseline b does not include the KL penalty that the rewards may include,
+    as in verl.
 
     Args:
         token_level_rewards: (B, R) float.
-        reward_baselines: (B,) numbers, b: the score of the greedy response to the row's prompt.
-        response_mask: (B, R) of any dtype, not zero where the policy sampled the token.
+        reward_baselines: (B,), the score b of the greedy response to the row's prompt.
+        response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
 
     Returns:
-        (B, R) float32, zero where the mask is.
+        (B, R) float32, zero where the mask is zero.
 
     Raises:
-        RowCountMismatch: the three disagree in rows or shape.
+        RowCountMismatch: the shapes, or the number of rows, differ.
 
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0]]), torch.tensor([[1, 1], [1, 0]])
     >>> greedy_baseline_advantage(rewards, torch.tensor([0.25, 1.0]), mask)
@@ -153,12 +158,12 @@ def greedy_baseline_advantage(token_level_rewards: Tensor, reward_baselines: Ten
 
 
 def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """REINFORCE++: the discounted rewards to come, whitened over all sampled tokens of the batch (arXiv:2501.03262).
+    """REINFORCE++: the discounted reward-to-go, whitened over all sampled tokens of the batch (arXiv:2501.03262).
 
         G_t = sum(gamma^(k - t) r_k, k = t .. T),    A = whiten(G)
 
-    over a row's sampled tokens t = 0 .. T; it is `gae` with lam = 1 where all values are zero. The paper's KL term is part
-    of the rewards, see `recipes.algorithms.kl.penalised_rewards`.
+    for the sampled tokens t = 0 .. T of a row. G equals `gae` with lam = 1 and all values zero. The KL term of the paper is
+    part of the rewards; see `recipes.algorithms.penalties.penalised_rewards`.
 
     Args, returns, raises: as `gae` and `whiten`.
 
@@ -171,12 +176,12 @@ def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamm
 
 
 def reinforce_plus_plus_baseline(token_level_rewards: Tensor, uid: Iterable[Hashable], response_mask: Tensor) -> Tensor:
-    """REINFORCE++ with baseline: scores minus their group's mean, whitened over all sampled tokens of the batch.
+    """REINFORCE++ with baseline: scores minus the mean of their group, whitened over all sampled tokens of the batch.
 
-    arXiv:2501.03262, its variant for several samples a prompt: the deviation is that of the batch, not of the group as in
-    GRPO, so that a group with almost equal scores is not blown up.
+    This is the variant of arXiv:2501.03262 for several samples of each prompt. It divides by the standard deviation of the
+    batch and not of the group, so that small differences within a group are not amplified.
 
-    Args, returns, raises: as `group_advantage`, whose deviations hold here too.
+    Args, returns, raises, deviations: as `group_advantage`.
 
     >>> rewards, mask = torch.tensor([[1.0], [0.0], [3.0], [3.0]]), torch.ones(4, 1)
     >>> reinforce_plus_plus_baseline(rewards, ["a", "a", "b", "b"], mask).squeeze(1)
@@ -190,28 +195,28 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), and the returns that the critic learns.
 
-    Over a row's sampled tokens t = 0 .. T, with V_t the value of the state before token t is sampled,
+    For the sampled tokens t = 0 .. T of a row, with V_t the value of the state before token t is sampled,
 
         delta_t = r_t + gamma V_(t+1) - V_t,    V_(T+1) = 0
         A_t = delta_t + gamma lam A_(t+1),      A_(T+1) = 0
         returns_t = A_t + V_t
 
-    Tokens that the policy did not sample (observations between turns) are passed over as if they were not there: the
-    next sampled token is the next state, and reward and value on one of them, NaN even, are not seen. The last sampled
-    token ends the episode, also where the response was cut at its maximal length. All of that as in verl, which also
+    Tokens that the policy did not sample (observations between turns) are skipped: the next state is that of the next
+    sampled token, and rewards and values of skipped tokens are ignored, even if they are NaN. The last sampled token ends
+    the episode, even if the response was truncated at the maximum length. All of this follows verl. Deviation: verl also
     whitens the advantages here; see `whiten`.
 
     Args:
         token_level_rewards, values: (B, R) float.
-        response_mask: (B, R) of any dtype, not zero where the policy sampled the token.
+        response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
         gamma: discount, from 0 to 1.
-        lam: 0 trusts the critic alone, 1 the rewards alone.
+        lam: from 0 (one-step errors of the critic) to 1 (the full reward-to-go).
 
     Returns:
-        advantages and returns, (B, R) float32 each, zero where the mask is.
+        The advantages and the returns, each (B, R) float32 and zero where the mask is zero.
 
     Raises:
-        RowCountMismatch: the three differ in shape.
+        RowCountMismatch: the shapes differ.
 
     >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.8]])
     >>> gae(rewards, values, torch.ones(1, 3), gamma=1.0, lam=0.5)
@@ -219,53 +224,76 @@ def gae(
     """
     _same_shape(token_level_rewards, response_mask, values=values)
     sampled = response_mask != 0
-    rewards, old = (torch.where(sampled, each.detach().float(), 0.0) for each in (token_level_rewards, values))
+    rewards, values = (torch.where(sampled, each.detach().float(), 0.0) for each in (token_level_rewards, values))
     advantages = torch.zeros_like(rewards)
-    following = next_value = rewards.new_zeros(rewards.shape[0])  # A and V of the next sampled token
+    next_advantage = next_value = rewards.new_zeros(rewards.shape[0])  # of the next sampled token
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - old[:, t]
-        following = torch.where(sampled[:, t], delta + gamma * lam * following, following)
-        next_value = torch.where(sampled[:, t], old[:, t], next_value)
-        advantages[:, t] = torch.where(sampled[:, t], following, 0.0)
-    return advantages, advantages + old
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(sampled[:, t], delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(sampled[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(sampled[:, t], next_advantage, 0.0)
+    return advantages, advantages + values
 
 
 def whiten(values: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shifts and scales so that mean and variance over the mask are 0 and 1: (x - mean) / sqrt(variance + eps).
+    """Shifts and scales ``values`` to mean 0 and variance 1 over the mask: (x - mean) / sqrt(variance + eps).
 
-    With Bessel's correction, as verl's ``masked_whiten``, and in float64. Equal values give exactly zero. Deviation: so
-    does a single one (verl refuses it), and masked places are zero.
+    The variance uses Bessel's correction, as in verl's ``masked_whiten``, and float64. Equal values give exactly zero.
+    Deviations: a single value gives zero (verl raises an error), and so do values outside the mask.
 
     Args:
         values: (B, R) float.
-        response_mask: (B, R) of any dtype; places where it is zero have no part in this.
+        response_mask: (B, R) of any dtype; values where it is zero are ignored.
 
     Returns:
-        (B, R) float32, zero where the mask is.
+        (B, R) float32, zero where the mask is zero.
 
     Raises:
-        RowCountMismatch: the two differ in shape.
+        RowCountMismatch: the shapes differ.
 
     >>> whiten(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0]]))
     tensor([[-0.7071,  0.7071,  0.0000]])
     """
     _same_shape(values, response_mask)
-    kept = response_mask != 0
-    chosen = values.detach().double()[kept]
+    sampled = response_mask != 0
+    whitened = torch.zeros_like(values, dtype=torch.float32)
+    chosen = values.detach().double()[sampled]
     if not len(chosen):
-        return torch.zeros_like(values, dtype=torch.float32)
+        return whitened
     offsets = chosen - chosen.min()
     centred = offsets - offsets.mean()
     variance = centred.square().sum() / max(len(chosen) - 1, 1)
-    return torch.zeros_like(values, dtype=torch.float32).masked_scatter(
-        kept, (centred / (variance + eps).sqrt()).float()
-    )
+    return whitened.masked_scatter(sampled, (centred / (variance + eps).sqrt()).float())
+
+
+def informative_rows(scores: Sequence[float], uid: Sequence[Hashable]) -> np.ndarray:
+    """Selects the rows whose group has different scores: those that DAPO's dynamic sampling keeps (arXiv:2503.14476, eq. 11).
+
+    Args:
+        scores: B numbers; in the paper 1 for a correct answer and 0 for a wrong one.
+        uid: B hashables, equal for the samples of one prompt.
+
+    Returns:
+        (B,) bool.
+
+    Raises:
+        RowCountMismatch: the lengths differ.
+
+    >>> informative_rows([1.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"]).tolist()
+    [False, False, True, True]
+    """
+    if len(scores) != len(uid):
+        raise RowCountMismatch(f"{len(scores)} scores, {len(uid)} uids")
+    distinct: dict[Hashable, set[float]] = defaultdict(set)
+    for name, score in zip(uid, scores, strict=True):
+        distinct[name].add(float(score))
+    return np.array([len(distinct[name]) > 1 for name in uid], dtype=bool)
 
 
 def _centred(rewards: Tensor, group: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (B,) float64 minus the mean of their group, and the size of each group (B,), of which the first entries are in use.
+    """Scores minus the mean of their group, (B,) float64, and the number of rows of each group, (B,) with unused entries zero.
 
-    Rows without a sampled token, and groups of one, are 0.
+    Rows without sampled tokens, and groups of one row, get 0.
     """
     counts = (mask != 0).any(-1).double()
     scores = torch.where(counts > 0, rewards.detach().sum(-1).double(), torch.inf)
@@ -277,17 +305,17 @@ def _centred(rewards: Tensor, group: Tensor, mask: Tensor) -> tuple[Tensor, Tens
 
 
 def _spread(scores: Tensor, mask: Tensor) -> Tensor:
-    """(B,) to (B, R) float32: a row's number on each of its sampled tokens."""
+    """Copies the number of each row to its sampled tokens: (B,) to (B, R) float32."""
     return torch.where(mask != 0, scores.reshape(-1, 1), 0.0).float()
 
 
 def _group_index(uid: Iterable[Hashable], rewards: Tensor, mask: Tensor) -> Tensor:
-    """(B,) int64: 0 for the first uid met, 1 for the next new one, and so on."""
-    seen: dict[Hashable, int] = {}
-    index = [seen.setdefault(name, len(seen)) for name in uid]
+    """Numbers the groups in order of appearance: (B,) int64."""
+    numbers: dict[Hashable, int] = {}
+    index = [numbers.setdefault(name, len(numbers)) for name in uid]
     if rewards.shape != mask.shape or len(index) != rewards.shape[0]:
         raise RowCountMismatch(
-            f"rewards {tuple(rewards.shape)}, response_mask {tuple(mask.shape)} and {len(index)} uids disagree"
+            f"rewards {tuple(rewards.shape)}, response_mask {tuple(mask.shape)} and {len(index)} uids differ in rows or shape"
         )
     return torch.tensor(index, dtype=torch.int64, device=rewards.device)
 
@@ -295,5 +323,5 @@ def _group_index(uid: Iterable[Hashable], rewards: Tensor, mask: Tensor) -> Tens
 def _same_shape(first: Tensor, mask: Tensor, **others: Tensor) -> None:
     shapes = {"response_mask": mask, **others}
     if any(each.shape != first.shape for each in shapes.values()):
-        told = ", ".join(f"{name} {tuple(each.shape)}" for name, each in shapes.items())
-        raise RowCountMismatch(f"{tuple(first.shape)} was expected of all: {told}")
+        found = ", ".join(f"{name} {tuple(each.shape)}" for name, each in shapes.items())
+        raise RowCountMismatch(f"expected the shape {tuple(first.shape)} for all, but got {found}")

@@ -1,13 +1,14 @@
-"""Tokens whose gradient takes much entropy away (Cui et al., "The Entropy Mechanism of RL", arXiv:2505.22617, section 4).
+"""Selection of the tokens that lower the entropy most (Cui et al., "The Entropy Mechanism of RL", arXiv:2505.22617, section 4).
 
-A step lowers the entropy by about the covariance of log-probs and advantages: likely tokens of good responses, and unlikely ones
-of bad responses. Over the T sampled tokens of a batch, a token has the share
+An optimizer step lowers the entropy by about the covariance of log-probs and advantages over the sampled tokens of a batch.
+The contribution of a token is
 
     c_t = (log_probs_t - mean(log_probs)) (advantages_t - mean(advantages))
 
-Both functions look at a whole batch before its update, so that the choice does not depend on how it is split. Deviation: so
-``log_probs`` are those of before the first optimizer step of a batch (verl: those of each step, of each micro-batch alone), and
-no token has been clipped yet (verl leaves those out).
+which is high for likely tokens of good responses and for unlikely tokens of bad ones. Both functions take a whole batch before
+its update, so that the selection does not depend on how the batch is split. Deviations: the log-probs are those before the
+first optimizer step of the batch (verl: before each step, for each micro-batch), and clipped tokens are not excluded (verl
+excludes them).
 
 Dimension letters: B rows, R response tokens.
 """
@@ -27,15 +28,17 @@ def random_high_covariance(
     cov_bounds: tuple[float, float],
     seed: int | Sequence[int],
 ) -> Tensor:
-    """Clip-Cov's choice: ``cov_ratio`` of the tokens, at least one, drawn from those with low < c_t < high.
+    """Clip-Cov: draws a share ``cov_ratio`` of the tokens, at least one, from those with low < c_t < high.
 
     Args:
         old_log_probs, advantages: (B, R) float.
-        response_mask: (B, R) of any dtype, not zero where the policy sampled the token.
-        seed: of the draw.
+        response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
+        cov_ratio: share of the sampled tokens.
+        cov_bounds: low and high.
+        seed: seed of the draw.
 
     Returns:
-        (B, R) bool; fewer tokens if there are not so many within the bounds.
+        (B, R) bool, with fewer tokens if fewer are within the bounds.
 
     >>> log_probs, advantages = torch.tensor([[-1.0, -3.0, -2.0]]), torch.tensor([[2.0, -2.0, 0.0]])
     >>> random_high_covariance(log_probs, advantages, torch.ones(1, 3), 0.5, (1.0, 5.0), seed=0)
@@ -45,11 +48,11 @@ def random_high_covariance(
     within = (sampled & (covariance > cov_bounds[0]) & (covariance < cov_bounds[1])).flatten().nonzero().squeeze(1)
     count = min(max(int(cov_ratio * int(sampled.sum())), 1), len(within))
     drawn = np.random.default_rng(seed).permutation(len(within))[:count]
-    return _marked(within[torch.from_numpy(drawn).to(within.device)], sampled)
+    return _mask_of(within[torch.from_numpy(drawn).to(within.device)], sampled)
 
 
 def highest_covariance(old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, cov_ratio: float) -> Tensor:
-    """KL-Cov's choice: the ``cov_ratio`` of the tokens, at least one, with the highest c_t.
+    """KL-Cov: selects the share ``cov_ratio`` of the tokens, at least one, with the highest c_t.
 
     Args, returns: as `random_high_covariance`.
 
@@ -62,11 +65,11 @@ def highest_covariance(old_log_probs: Tensor, advantages: Tensor, response_mask:
     if not tokens:
         return sampled
     covariance = _covariances(old_log_probs, advantages, response_mask).masked_fill(~sampled, -torch.inf)
-    return _marked(covariance.flatten().topk(max(int(cov_ratio * tokens), 1)).indices, sampled)
+    return _mask_of(covariance.flatten().topk(max(int(cov_ratio * tokens), 1)).indices, sampled)
 
 
 def _covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B, R) float64, 0 outside of the mask."""
+    """The contributions c_t, (B, R) float64; 0 outside the mask."""
     sampled = mask != 0
     centred = []
     for values in (log_probs, advantages):
@@ -75,8 +78,8 @@ def _covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return centred[0] * centred[1]
 
 
-def _marked(places: Tensor, like: Tensor) -> Tensor:
-    """(B, R) bool: True at the flat indices."""
-    marked = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
-    marked[places] = True
-    return marked.view(like.shape)
+def _mask_of(indices: Tensor, like: Tensor) -> Tensor:
+    """A mask that is True at the flat ``indices``: (B, R) bool, shaped ``like`` the other."""
+    mask = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
+    mask[indices] = True
+    return mask.view(like.shape)

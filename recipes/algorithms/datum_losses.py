@@ -1,7 +1,7 @@
-"""Losses by name, as the Tinker API publishes them: sums over tokens of what these functions give for each.
+"""The losses of the Tinker API, by name. Each function returns the loss of each token; the API sums them over tokens.
 
-Source of the formulas: https://tinker-docs.thinkingmachines.ai/losses. With p the policy's log-probs of the targets, q those of
-the sampler, A advantages and r = exp(p - q). Dimension letters: B rows, R tokens.
+Source of the formulas: https://tinker-docs.thinkingmachines.ai/losses. p are the log-probs of the targets under the policy, q
+those under the sampler, A the advantages, and r = exp(p - q). Dimension letters: B rows, R tokens.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from workers.training.forward_pass import LossFn
 
 
 def cross_entropy(log_probs: Tensor, weights: Tensor) -> Tensor:
-    """-p w. All ``(B, R)``.
+    """-p w. All tensors are ``(B, R)``.
 
     >>> cross_entropy(torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.0, 0.5]])).sum()
     tensor(1.)
@@ -28,7 +28,7 @@ def cross_entropy(log_probs: Tensor, weights: Tensor) -> Tensor:
 
 
 def importance_sampling(log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """-r A. All ``(B, R)``; arguments alike below."""
+    """-r A. All tensors are ``(B, R)``, also below."""
     return -(log_probs - sampling_log_probs).exp() * advantages
 
 
@@ -39,7 +39,7 @@ def ppo(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> Tensor:
-    """-min(r A, clamp(r, low, high) A): PPO (arXiv:1707.06347), without a dual clip. Thresholds are those of the ratio itself."""
+    """-min(r A, clamp(r, low, high) A): PPO (arXiv:1707.06347) without a dual clip. The thresholds apply to the ratio r."""
     _check_thresholds(clip_low_threshold, clip_high_threshold)
     ratio = (log_probs - sampling_log_probs).exp()
     clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
@@ -53,7 +53,7 @@ def cispo(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> Tensor:
-    """-stop_gradient(clamp(r, low, high)) p A: CISPO (arXiv:2506.13585). Every token keeps a gradient."""
+    """-stop_gradient(clamp(r, low, high)) p A: CISPO (arXiv:2506.13585). Every token has a gradient."""
     _check_thresholds(clip_low_threshold, clip_high_threshold)
     ratio = (log_probs - sampling_log_probs).exp().clamp(clip_low_threshold, clip_high_threshold)
     return -ratio.detach() * log_probs * advantages
@@ -74,15 +74,15 @@ DATUM_LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "cispo": (cispo, _COLUMNS),
     "dro": (dro, _COLUMNS),
 }
-"""Each loss and the columns that it reads, in the order of its arguments."""
+"""Each loss, and the columns that it takes after ``log_probs``, in the order of its arguments."""
 
 
 def datum_loss(name: str, **config: Any) -> LossFn:
-    """The loss of that name for a worker, with the options that it has.
+    """The loss ``name`` as a loss function for a worker, with its options in ``config``.
 
     Raises:
-        InvalidConfig: there is no such loss, or it has no such option; at a call, an option is impossible.
-        MissingColumn: at a call, the rows lack a column that it reads.
+        InvalidConfig: the loss or the option is unknown; when called, an option is out of range.
+        MissingColumn: when called, a column that the loss reads is missing.
 
     >>> datum_loss("ppo", beta=0.1)
     Traceback (most recent call last):

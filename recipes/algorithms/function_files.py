@@ -1,4 +1,4 @@
-"""Functions of the user's own that a command line names: ``FILE.py:FUNCTION``."""
+"""Loading of users' functions that a command line names as ``FILE.py:FUNCTION``."""
 
 import importlib.util
 import inspect
@@ -11,16 +11,20 @@ from dataproto.errors import DataProtoError
 
 
 def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Callable[..., Any]:
-    """The function that ``FILE.py:FUNCTION`` names. The file is run.
+    """Runs the file that ``FILE.py:FUNCTION`` names and returns the function.
 
     Args:
-        kind: what the function is, for messages.
-        error: raised if there is no such file or function, or the file cannot be run.
+        name: ``FILE.py:FUNCTION``.
+        kind: the kind of function, such as ``loss``, for error messages.
+        error: the class of the exception to raise.
+
+    Raises:
+        error: the file or the function does not exist, or the file cannot be imported.
     """
     file, colon, attribute = name.rpartition(":")
     path = Path(file).expanduser()
     if not colon or not file or not attribute:
-        raise error(f"{name!r} does not name a {kind}: use file.py:function")
+        raise error(f"{name!r} is not the name of a {kind}: use file.py:function")
     if not path.is_file():
         raise error(f"{name!r}: there is no file {path}")
     module_name = f"{kind}_{path.stem}_{abs(hash(path.resolve())):x}"

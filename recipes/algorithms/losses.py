@@ -1,7 +1,7 @@
-"""Losses per token. The worker masks, aggregates and averages. Dimension letters: B rows, R response tokens.
+"""Losses of each token. The worker masks and aggregates them. Dimension letters: B rows, R response tokens.
 
-All policy losses give the metrics ``actor/pg_clipfrac`` (1 where the clip is active) and ``actor/ppo_kl`` (k1 estimate of
-KL(old || new)), (B, R) without gradient, to be averaged over the mask.
+All policy losses return the loss (B, R) and metrics by name. Each metric is (B, R), without gradient, to be averaged over the
+mask: ``actor/pg_clipfrac`` (1 where the clip is active) and ``actor/ppo_kl`` (the k1 estimate of KL(old || new)).
 """
 
 import torch
@@ -19,7 +19,7 @@ def clipped_policy_loss(
     clip: tuple[float, float] = (0.2, 0.2),
     dual_clip: float | None = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped objective, negated, with separate low and high clips and the dual clip.
+    """PPO: the negative clipped objective, with separate low and high clips and the dual clip.
 
     With the ratio w = exp(log_probs - old_log_probs), A = advantages, clip = (low, high), c = dual_clip,
 
@@ -27,23 +27,21 @@ def clipped_policy_loss(
                                                          with low < high: DAPO, arXiv:2503.14476, eq. 10
         L = min(L, -A c)  where A < 0                    dual clip, arXiv:1912.09729, eq. 5; off with ``None``
 
-    Deviation: log_probs - old_log_probs is clamped to [-20, 20], as in verl. Outside, and where it is NaN, no gradient
-    flows, so log-probs in masked places may be anything once the worker gives those places weight zero.
+    Deviation: log_probs - old_log_probs is clamped to [-20, 20], as in verl. The gradient is zero outside, and where the
+    difference is NaN, so values outside the mask are arbitrary.
 
     Args:
         log_probs: (B, R) float, with gradient.
         old_log_probs: (B, R) float, of the policy before this update.
         advantages: (B, R) float, finite everywhere.
-        clip: how far below and above 1 the ratio may pay.
-        dual_clip: bound on the ratio where the advantage is negative; above 1.
+        clip: low and high, the distances from 1 at which the ratio is clipped.
+        dual_clip: upper bound of the ratio where the advantage is negative; above 1.
 
     Returns:
-        The loss (B, R), and metrics by name, each (B, R) without gradient and to be averaged over the mask:
-        ``actor/pg_clipfrac`` (1 where the clip is active), ``actor/pg_clipfrac_lower`` (1 where the dual clip is),
-        ``actor/ppo_kl`` (k1 estimate of KL(old || new)).
+        The loss, (B, R), and the metrics; also ``actor/pg_clipfrac_lower`` (1 where the dual clip is active).
 
     Raises:
-        InvalidConfig: a negative clip, or a dual clip that is not above 1.
+        InvalidConfig: ``clip`` is negative, or ``dual_clip`` is not above 1.
 
     >>> log_probs = torch.tensor([[0.5, 1.5, 4.0]]).log()
     >>> advantages = torch.tensor([[1.0, 1.0, -1.0]])
@@ -53,26 +51,16 @@ def clipped_policy_loss(
     >>> metrics["actor/pg_clipfrac"], metrics["actor/pg_clipfrac_lower"]
     (tensor([[0., 1., 0.]]), tensor([[0., 0., 1.]]))
     """
-    low, high = _checked(clip)
-    if dual_clip is not None and dual_clip <= 1:
-        raise InvalidConfig(f"dual_clip must be above 1, got {dual_clip}")
-
-    log_ratio = torch.clamp(log_probs - old_log_probs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.maximum(unclipped, clipped)
-    lower = torch.zeros_like(loss, dtype=torch.bool)
+    log_ratio = _clamped_log_ratio(log_probs, old_log_probs)
+    loss, clip_active = _clipped(log_ratio.exp(), advantages, clip)
+    dual_clip_active = torch.zeros_like(clip_active)
     if dual_clip is not None:
-        bound = -advantages * dual_clip
-        lower = (advantages < 0) & (loss > bound)
-        loss = torch.where(lower, bound, loss)
-    metrics = {
-        "actor/pg_clipfrac": (clipped > unclipped).float(),
-        "actor/pg_clipfrac_lower": lower.float(),
+        loss, dual_clip_active = _dual_clipped(loss, advantages, dual_clip)
+    return loss, {
+        "actor/pg_clipfrac": clip_active.float(),
+        "actor/pg_clipfrac_lower": dual_clip_active.float(),
         "actor/ppo_kl": -log_ratio.detach(),
     }
-    return loss, metrics
 
 
 def sequence_policy_loss(
@@ -84,44 +72,41 @@ def sequence_policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GSPO: PPO's clipped objective with one ratio for the whole response (arXiv:2507.18071, eq. 5 to 7).
 
-    With d_t = log_probs - old_log_probs and sg the stop of the gradient, over a row's sampled tokens t,
+    With d_t = log_probs - old_log_probs and the stop-gradient operator sg, over the sampled tokens t of a row,
 
         s   = exp(mean(d_t))                                   the geometric mean of the tokens' ratios
-        s_t = sg(s) * exp(log_probs_t - sg(log_probs_t))       GSPO-token, eq. 13 and 14: s in value
+        s_t = sg(s) * exp(log_probs_t - sg(log_probs_t))       GSPO-token, eq. 13 and 14: equal to s in value
         L_t = max(-A_t s_t, -A_t clamp(s_t, 1 - low, 1 + high))
 
-    With equal advantages within a row, the mean of L_t over its tokens has GSPO's value and gradient; so aggregate by
-    ``seq-mean-token-mean``. The paper's clip, the default here, is far narrower than a token's, as s hardly moves.
+    If the advantages are equal within a row, the mean of L_t over its tokens has GSPO's value and gradient. Aggregate with
+    ``seq-mean-token-mean``. The default clip is the paper's; it is narrow because s varies far less than a token's ratio.
 
-    Deviation: log s is clamped to [-20, 20] (verl: at most 10), beyond which no gradient flows.
+    Deviation: log s is clamped to [-20, 20] (verl: at most 10); the gradient is zero outside.
 
     Args:
         log_probs: (B, R) float, with gradient.
         old_log_probs: (B, R) float, of the policy before this update.
         advantages: (B, R) float, finite everywhere.
-        response_mask: (B, R) of any dtype, not zero where the policy sampled the token.
-        clip: how far below and above 1 the ratio may pay.
+        response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
+        clip: low and high, the distances from 1 at which the ratio is clipped.
 
     Returns:
-        The loss (B, R), and metrics by name, (B, R) each.
+        The loss, (B, R), and the metrics.
 
     Raises:
-        InvalidConfig: a negative clip.
+        InvalidConfig: ``clip`` is negative.
 
     >>> log_probs, advantages = torch.tensor([[0.5, 4.5, 7.0]]).log(), torch.ones(1, 3)
     >>> mask = torch.tensor([[1, 1, 0]])
     >>> sequence_policy_loss(log_probs, torch.zeros(1, 3), advantages, mask, clip=(0.2, 0.28))[0][:, :2]
     tensor([[-1.2800, -1.2800]])
     """
-    low, high = _checked(clip)
     sampled = response_mask != 0
     new, log_ratio = (torch.where(sampled, each, 0.0) for each in (log_probs, log_probs - old_log_probs))
     mean = log_ratio.detach().sum(-1, keepdim=True) / sampled.sum(-1, keepdim=True).clamp(min=1)
     ratio = torch.clamp(mean + new - new.detach(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    metrics = {"actor/pg_clipfrac": (clipped > unclipped).float(), "actor/ppo_kl": -log_ratio.detach()}
-    return torch.maximum(unclipped, clipped), metrics
+    loss, clip_active = _clipped(ratio, advantages, clip)
+    return loss, {"actor/pg_clipfrac": clip_active.float(), "actor/ppo_kl": -log_ratio.detach()}
 
 
 def clipped_weight_loss(
@@ -133,12 +118,12 @@ def clipped_weight_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """CISPO: REINFORCE with a clipped importance weight (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5).
 
-    With the ratio w = exp(log_probs - old_log_probs), A = advantages, sg the stop of the gradient,
+    With the ratio w = exp(log_probs - old_log_probs), A = advantages, and the stop-gradient operator sg,
 
         L = -sg(clamp(w, 1 - low, 1 + high)) A log_probs
 
-    so that every token keeps its gradient, also those that PPO's clip would drop. The paper sets no lower bound, which is
-    ``low = 1``; the default upper bound, a weight of 5, is ScaleRL's (arXiv:2510.13786).
+    so that every token has a gradient, also where PPO's clip is active. The paper sets no lower bound, which is ``low = 1``;
+    the default upper bound, a weight of 5, is ScaleRL's (arXiv:2510.13786).
 
     Deviation: log_probs - old_log_probs is clamped to [-20, 20], as in verl.
 
@@ -167,14 +152,14 @@ def gated_policy_loss(
     advantages: Tensor,
     sapo_temperatures: tuple[float, float] = (1.0, 1.05),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """SAPO: a smooth gate on the ratio in the place of a clip (arXiv:2511.20347, section 3).
+    """SAPO: a smooth gate on the ratio instead of a clip (arXiv:2511.20347, section 3).
 
-    With the ratio w = exp(log_probs - old_log_probs), A = advantages and s the logistic function,
+    With the ratio w = exp(log_probs - old_log_probs), A = advantages, and the logistic function s,
 
         L = -A f(w),    f(w) = 4 / t s(t (w - 1)),    t = positive where A > 0, else negative
 
-    At w = 1 its gradient is that of A w; further away it fades, the sooner the higher the temperature t. The paper
-    averages over a response's tokens first: aggregate by ``seq-mean-token-mean``.
+    At w = 1 the gradient of f equals that of w. It decays with the distance from 1, faster for a higher temperature t. The
+    paper averages over the tokens of a response first: aggregate with ``seq-mean-token-mean``.
 
     Deviation: log_probs - old_log_probs is clamped to [-20, 20], as in verl. ``actor/pg_clipfrac`` is 0 everywhere.
 
@@ -182,13 +167,13 @@ def gated_policy_loss(
         log_probs: (B, R) float, with gradient.
         old_log_probs: (B, R) float, of the policy before this update.
         advantages: (B, R) float, finite everywhere.
-        sapo_temperatures: positive and negative, above 0.
+        sapo_temperatures: positive and negative; both above 0.
 
     Returns:
-        The loss (B, R), and metrics by name, (B, R) each.
+        The loss, (B, R), and the metrics.
 
     Raises:
-        InvalidConfig: a temperature that is not above 0.
+        InvalidConfig: a temperature is not above 0.
 
     >>> log_probs = torch.tensor([[1.0, 2.0, 2.0]]).log()
     >>> gated_policy_loss(log_probs, torch.zeros(1, 3), torch.tensor([[1.0, 1.0, -1.0]]))[0]
@@ -196,7 +181,7 @@ def gated_policy_loss(
     """
     if min(sapo_temperatures) <= 0:
         raise InvalidConfig(f"sapo_temperatures={sapo_temperatures} must be above 0")
-    log_ratio = torch.clamp(log_probs - old_log_probs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = _clamped_log_ratio(log_probs, old_log_probs)
     temperature = torch.where(advantages > 0, *sapo_temperatures)
     gate = torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature
     return -advantages * gate, {
@@ -212,16 +197,17 @@ def clip_cov_loss(
     high_covariance: Tensor,
     clip: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip-Cov: no gradient through some tokens that would take much entropy away (arXiv:2505.22617, section 4).
+    """Clip-Cov: no gradient for some of the tokens that lower the entropy most (arXiv:2505.22617, section 4).
 
-    `clipped_policy_loss` without dual clip, and 0 where ``high_covariance`` is; see `covariances.random_high_covariance`.
-    Those tokens stay in the denominators.
+    This is `clipped_policy_loss` without dual clip, and 0 where ``high_covariance`` is True; see
+    `recipes.algorithms.covariances.random_high_covariance`. These tokens still count in the denominators.
 
     Args:
+        log_probs, old_log_probs, advantages: as `clipped_policy_loss`.
         high_covariance: (B, R) bool.
-        clip: how far below and above 1 the ratio may pay; the default is that of the paper's code.
+        clip: low and high, the distances from 1 at which the ratio is clipped; the default is that of the paper's code.
 
-    Returns, raises: as `clipped_policy_loss`; ``actor/pg_clipfrac`` is 1 where ``high_covariance`` is.
+    Returns, raises: as `clipped_policy_loss`; ``actor/pg_clipfrac`` is 1 where ``high_covariance`` is True.
 
     >>> chosen = torch.tensor([[True, False]])
     >>> clip_cov_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), chosen)[0]
@@ -242,29 +228,31 @@ def kl_cov_loss(
     high_covariance: Tensor,
     kl_cov_coef: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KL-Cov: a penalty on the tokens that would take most entropy away (arXiv:2505.22617, section 4).
+    """KL-Cov: a penalty on the tokens that lower the entropy most (arXiv:2505.22617, section 4).
 
     With the ratio w = exp(log_probs - old_log_probs) and A = advantages,
 
         L = -A w                                               no clip
-        L = -A w + kl_cov_coef |log_probs - old_log_probs|     where ``high_covariance`` is
+        L = -A w + kl_cov_coef |log_probs - old_log_probs|     where ``high_covariance`` is True
 
-    see `covariances.highest_covariance`. The absolute value is the estimate of KL(old || new) of the paper's code and of verl.
+    See `recipes.algorithms.covariances.highest_covariance`. The absolute value is the estimate of KL(old || new) in the
+    paper's code and in verl.
 
     Deviation: log_probs - old_log_probs is clamped to [-20, 20].
 
     Args:
+        log_probs, old_log_probs, advantages: as `clipped_policy_loss`.
         high_covariance: (B, R) bool.
         kl_cov_coef: weight of the penalty, at least 0.
 
     Returns:
-        The loss (B, R), and metrics by name, (B, R) each; ``actor/pg_clipfrac`` is 0 everywhere.
+        The loss, (B, R), and the metrics; ``actor/pg_clipfrac`` is 0 everywhere.
 
     >>> chosen = torch.tensor([[True, False]])
     >>> kl_cov_loss(torch.full((1, 2), 0.1), torch.zeros(1, 2), torch.ones(1, 2), chosen)[0]
     tensor([[-1.0052, -1.1052]])
     """
-    log_ratio = torch.clamp(log_probs - old_log_probs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = _clamped_log_ratio(log_probs, old_log_probs)
     penalty = torch.where(high_covariance != 0, kl_cov_coef * log_ratio.abs(), 0.0)
     return -advantages * log_ratio.exp() + penalty, {
         "actor/pg_clipfrac": torch.zeros_like(log_ratio.detach()),
@@ -275,38 +263,59 @@ def kl_cov_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.5
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's squared error, with values kept near those that the advantages were made with.
+    """The critic's squared error, clipped around the values before the update.
 
         L = max((V - returns)^2, (clamp(V, V_old - clip, V_old + clip) - returns)^2) / 2
 
-    the value function's counterpart of PPO's clip, from OpenAI's baselines (see arXiv:2005.12729, section 3); as in verl,
-    whose default clip this is. Without ``clip`` the plain half squared error.
+    This is the counterpart of PPO's clip for values, from OpenAI's baselines (see arXiv:2005.12729, section 3). The form and
+    the default clip are verl's. Without ``clip`` it is half the squared error.
 
     Args:
         values: (B, R) float, with gradient.
         old_values: (B, R) float, of the critic before this update.
-        returns: (B, R) float, what is learned.
-        clip: how far the value may move in one update and still gain by it.
+        returns: (B, R) float, the targets.
+        clip: the distance from the old value at which the value is clipped.
 
     Returns:
-        The loss (B, R), and metrics by name, each (B, R) without gradient and to be averaged over the mask:
+        The loss, (B, R), and metrics by name, each (B, R) without gradient, to be averaged over the mask:
         ``critic/vf_loss``, ``critic/vf_clipfrac`` (1 where the clip is active), ``critic/vpred_mean``.
 
     Raises:
-        InvalidConfig: a clip that is not above 0.
+        InvalidConfig: ``clip`` is not above 0.
 
     >>> loss, metrics = value_loss(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 2.0]]))
     >>> loss
     tensor([[1.1250, 0.5000]])
     """
     if clip is not None and clip <= 0:
-        raise InvalidConfig(f"clip of the value must be above 0, got {clip}")
+        raise InvalidConfig(f"the clip of values must be above 0, got {clip}")
     loss = unclipped = (values - returns).square() / 2
     active = torch.zeros_like(unclipped)
     if clip is not None:
         clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square() / 2
         loss, active = torch.maximum(unclipped, clipped), (clipped > unclipped).float()
     return loss, {"critic/vf_loss": loss.detach(), "critic/vf_clipfrac": active, "critic/vpred_mean": values.detach()}
+
+
+def _clamped_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    return torch.clamp(log_probs - old_log_probs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """PPO's clipped loss, (B, R), and where the clip is active, (B, R) bool."""
+    low, high = _checked(clip)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float) -> tuple[Tensor, Tensor]:
+    """The loss with the dual clip, (B, R), and where the dual clip is active, (B, R) bool."""
+    if dual_clip <= 1:
+        raise InvalidConfig(f"dual_clip must be above 1, got {dual_clip}")
+    bound = -advantages * dual_clip
+    active = (advantages < 0) & (loss > bound)
+    return torch.where(active, bound, loss), active
 
 
 def _checked(clip: tuple[float, float]) -> tuple[float, float]:

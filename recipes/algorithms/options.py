@@ -1,4 +1,4 @@
-"""The options that all policy-gradient recipes share, and the loss and advantages that they select."""
+"""The options that all policy-gradient recipes share, and the loss and the advantages that they select."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
@@ -8,7 +8,8 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
-from recipes.algorithms.kl import KLController, k1_kl, k2_kl, k3_kl, unbiased_k3_kl
+from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
+from recipes.algorithms.penalties import KLController
 from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, call_by_names, takes
 from rollout.engine import SamplingParams
 from workers.model.packed_model import Outputs
@@ -16,15 +17,16 @@ from workers.training.aggregation import AggregationMode
 from workers.training.forward_pass import LossFn
 
 KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl, "k3+": unbiased_k3_kl}
-OF_SOME_LOSSES = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
+LOSS_OPTIONS = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
+"""Options that only some of the losses have."""
 Config = TypeVar("Config", bound="AlgorithmConfig")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What is sampled, and what is learned from it; verl's defaults where they exist. See docs/algorithms.md.
+    """Sampling, loss and advantages; the defaults are verl's where verl has the option. See docs/algorithms.md.
 
-    Options without a value are set by ``loss`` and ``advantage`` as their papers do; `settings` has the outcome.
+    Options that are `None` get the values that the papers of ``loss`` and ``advantage`` use; see `settings`.
 
     >>> AlgorithmConfig(loss="gspo").settings.aggregation, AlgorithmConfig(loss="gspo").settings.clip
     ('seq-mean-token-mean', (0.0003, 0.0004))
@@ -34,55 +36,57 @@ class AlgorithmConfig:
 
     n: int = 5  # samples of each prompt
     temperature: float = 1.0  # of the policy, in sampling and in the loss
-    top_p: float = 1.0  # sample from the likeliest tokens that make up this share
-    top_k: int = 0  # sample from so many likeliest tokens; 0: from all
-    minibatch: int | None = None  # prompts for each optimizer step; all of the batch by default
+    top_p: float = 1.0  # sample from the smallest set of likeliest tokens with this total probability
+    top_k: int = 0  # sample from this number of likeliest tokens; 0: from all
+    minibatch: int | None = None  # prompts of each optimizer step; by default the whole batch
     epochs: int = 1  # passes over each batch
-    # what a response, or a token of it, is compared with: grpo, dr_grpo, rloo, reinforce_plus_plus,
-    # reinforce_plus_plus_baseline, remax, opo or FILE.py:FUNCTION; default: the loss's, or grpo
+    # baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
+    # opo or FILE.py:FUNCTION; default: the loss's, or grpo
     advantage: str | None = None
-    gamma: float = 1.0  # discount of rewards to come, for reinforce_plus_plus and gae
-    # how log-probs and advantages become a loss: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or
-    # FILE.py:FUNCTION; a name sets all that its paper sets, unless another option does
+    gamma: float = 1.0  # discount of rewards, for reinforce_plus_plus and gae
+    # loss of log-probs and advantages: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or FILE.py:FUNCTION;
+    # a name also sets the other options of its paper, unless they are given
     loss: str = "ppo"
-    clip: tuple[float, float] | None = (
-        None  # how far the ratio may pay below and above 1; default: the loss's, or 0.2 0.2
-    )
-    dual_clip: float | None = 3.0  # of ppo, grpo, dr_grpo and dapo: bound on the ratio where the advantage is negative
+    # distances below and above 1 at which the ratio is clipped; default: the loss's, or 0.2 0.2
+    clip: tuple[float, float] | None = None
+    dual_clip: float | None = 3.0  # of ppo, grpo, dr_grpo and dapo: bound of the ratio where the advantage is negative
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # of sapo: for positive and for negative advantages
-    cov_ratio: float = 2e-4  # of clip_cov and kl_cov: share of the tokens that are held back
-    cov_bounds: tuple[float, float] = (1.0, 5.0)  # of clip_cov: covariances between which they are drawn
+    cov_ratio: float = 2e-4  # of clip_cov and kl_cov: share of the tokens that are selected
+    cov_bounds: tuple[float, float] = (
+        1.0,
+        5.0,
+    )  # of clip_cov: lower and upper bound of the covariances of these tokens
     kl_cov_coef: float = 1.0  # of kl_cov: weight of the penalty
-    # weight of the KL term to the reference, 0 runs without a reference; default: the loss's or the advantage's, or 0
+    # weight of the KL term to the reference; 0 needs no reference; default: the loss's or the advantage's, or 0
     kl_coef: float | None = None
-    kl_in: Literal["loss", "reward"] | None = None  # where the KL term is; default: as for kl_coef, or loss
+    kl_in: Literal["loss", "reward"] | None = None  # where the KL term is added; default: as for kl_coef, or loss
     kl: Estimator | None = None  # its estimator; default: as for kl_coef, or k3 in the loss, k1 in the reward
-    kl_target: float | None = None  # in the reward: adapt the weight so that the KL stays near this
-    kl_horizon: int = 10_000  # rows in which the adapted weight follows
+    kl_target: float | None = None  # in the reward: adapt the weight so that the KL stays near this value
+    kl_horizon: int = 10_000  # time constant of the adaptation, in rows
     entropy_coef: float = 0.0  # weight of the entropy bonus
     entropy_anneal: bool = False  # multiply the bonus by 1 - accuracy of the batch
-    # how the losses of tokens become one; default: the loss's or the advantage's, or token-mean
+    # how the losses of tokens are averaged; default: the loss's or the advantage's, or token-mean
     aggregation: AggregationMode | None = None
-    # drop groups whose samples are all equally good and sample others, in at most so many generations a step; 0: keep all
-    # groups; default: the loss's, or 0
+    # drop groups whose samples are all equally good and sample others, in at most this number of generations for each step;
+    # 0: keep all groups; default: the loss's, or 0
     dynamic_sampling: int | None = None
-    filter_metric: str | None = None  # by which groups are dropped; default: acc where the reward gives one, else score
-    # tokens before the longest response in which length costs reward, or below 1 their share of it; 0: none; default: the
-    # loss's, or 0
+    filter_metric: str | None = None  # the column that compares samples; default: acc if the reward has it, else score
+    # length of the interval below the maximum length in which responses are penalised, in tokens or, below 1, as a share of
+    # the maximum length; 0: no penalty; default: the loss's, or 0
     overlong_buffer: float | None = None
-    overlong_penalty: float = 1.0  # what a response of full length costs
-    # weigh tokens or responses by how likely the actor, and not the engine, would have sampled them
+    overlong_penalty: float = 1.0  # penalty of a response of maximum length
+    # weigh tokens or responses by the importance ratio of actor to engine
     correction: Correction = "none"
-    # the largest weight; or two bounds, outside of which the weight is 0
+    # the largest weight; or a lower and an upper bound, outside of which the weight is 0
     correction_limit: float | tuple[float, float] = 2.0
-    # leave tokens or responses out of the loss whose ratio of actor to engine is outside of the bounds
+    # remove tokens or responses from the loss whose ratio of actor to engine is outside of the bounds
     rejection: Rejection = "none"
     rejection_bounds: tuple[float, float] = (0.5, 2.0)
-    # take the engine's log-probs for the actor's old ones: right while the actor has not changed since, and the two agree
+    # use the engine's log-probs as the actor's old log-probs: valid if the actor has not changed and the two agree
     skip_old_log_probs: bool = False
 
     def __post_init__(self) -> None:
-        self.sampling(max_tokens=1, seed=0)  # refuses what cannot be sampled with
+        self.sampling(max_tokens=1, seed=0)  # raises for invalid sampling options
         self._check_ranges()
         self._check_advantage()
         self._check_loss()
@@ -92,7 +96,7 @@ class AlgorithmConfig:
     def _check_ranges(self) -> None:
         if self.temperature <= 0:
             raise InvalidConfig(
-                f"algorithm.temperature={self.temperature}: policy gradients need samples, so a temperature above 0"
+                f"algorithm.temperature={self.temperature}: must be above 0, since policy gradients need random samples"
             )
         if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
             raise InvalidConfig(f"algorithm.epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1")
@@ -100,28 +104,34 @@ class AlgorithmConfig:
         if self.entropy_coef < 0 or buffer < 0 or self.overlong_penalty < 0:
             raise InvalidConfig("algorithm.entropy_coef, overlong_buffer and overlong_penalty must be at least 0")
         if buffer > 1 and buffer != int(buffer):
-            raise InvalidConfig(f"algorithm.overlong_buffer={buffer}: must be whole tokens, or a share below 1")
+            raise InvalidConfig(
+                f"algorithm.overlong_buffer={buffer}: must be a whole number of tokens, or a share below 1"
+            )
         generations = self.settings.dynamic_sampling
         if generations < 0 or generations == 1:
             raise InvalidConfig(
-                f"algorithm.dynamic_sampling={generations}: refilling takes at least 2 generations; 0 is off"
+                f"algorithm.dynamic_sampling={generations}: must be at least 2 generations, or 0 to keep all groups"
             )
         if self.filter_metric is not None and not generations:
-            raise InvalidConfig(f"algorithm.filter_metric={self.filter_metric} is for dynamic sampling: set it too")
+            raise InvalidConfig(
+                f"algorithm.filter_metric={self.filter_metric} needs dynamic sampling: set dynamic_sampling"
+            )
 
     def _check_advantage(self) -> None:
         name = self.settings.advantage
         function = ADVANTAGES.find(name)
         if self.n < 2 and function.takes("uid"):
-            raise InvalidConfig(f"algorithm.n={self.n}: {name} compares samples of one prompt, so it needs at least 2")
+            raise InvalidConfig(
+                f"algorithm.n={self.n}: must be at least 2, since {name} compares the samples of a prompt"
+            )
         if self.n < 2 and self.settings.dynamic_sampling:
-            raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling drops groups of equal scores, so needs groups")
+            raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling needs groups of at least 2")
         if not 0 <= self.gamma <= 1:
             raise InvalidConfig(f"algorithm.gamma={self.gamma}: must be from 0 to 1")
         if self.gamma != 1 and not function.takes("gamma"):
             raise InvalidConfig(
-                f"algorithm.gamma={self.gamma}: {name} gives all tokens of a response the same advantage; a discount is for "
-                "those that take one, reinforce_plus_plus and gae"
+                f"algorithm.gamma={self.gamma}: {name} gives all tokens of a response the same advantage; only "
+                "reinforce_plus_plus and gae have a discount"
             )
 
     def _check_loss(self) -> None:
@@ -129,19 +139,21 @@ class AlgorithmConfig:
         if min(self.settings.clip) < 0:
             raise InvalidConfig(f"algorithm.clip={self.settings.clip} must not be negative")
         defaults = {each.name: each.default for each in fields(AlgorithmConfig)}
-        for name in OF_SOME_LOSSES:
+        for name in LOSS_OPTIONS:
             value = getattr(self, name)
             if value not in (None, defaults[name]) and not function.takes(name):
                 others = ", ".join(each for each in LOSSES.names if LOSSES.find(each).takes(name))
-                raise InvalidConfig(f"algorithm.{name}={value}: {self.loss} has none, it is a part of {others}")
+                raise InvalidConfig(
+                    f"algorithm.{name}={value}: {self.loss} does not have this option; it is for {others}"
+                )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise InvalidConfig(f"algorithm.dual_clip={self.dual_clip} must be above 1")
         if min(self.sapo_temperatures) <= 0:
             raise InvalidConfig(f"algorithm.sapo_temperatures={self.sapo_temperatures} must be above 0")
         if not 0 < self.cov_ratio <= 1 or self.cov_bounds[0] >= self.cov_bounds[1] or self.kl_cov_coef < 0:
             raise InvalidConfig(
-                f"algorithm.cov_ratio={self.cov_ratio} must be above 0 and at most 1, cov_bounds={self.cov_bounds} rise, and "
-                f"kl_cov_coef={self.kl_cov_coef} be at least 0"
+                f"algorithm.cov_ratio={self.cov_ratio} must be above 0 and at most 1, cov_bounds={self.cov_bounds} must "
+                f"increase, and kl_cov_coef={self.kl_cov_coef} must be at least 0"
             )
 
     def _check_kl(self) -> None:
@@ -152,11 +164,11 @@ class AlgorithmConfig:
             raise InvalidConfig(f"algorithm.kl_coef={chosen.kl_coef} must be at least 0")
         if chosen.kl_in == "loss" and chosen.kl == "k1":
             raise InvalidConfig(
-                "algorithm.kl=k1 has no gradient in expectation: use k2, k3 or k3+, or put it in the reward"
+                "algorithm.kl=k1 has no gradient in expectation: choose k2, k3 or k3+, or set kl_in=reward"
             )
         if self.kl_target is not None and (chosen.kl_in != "reward" or not chosen.kl_coef):
             raise InvalidConfig("algorithm.kl_target adapts a penalty in the reward: set kl_in=reward and kl_coef")
-        self.kl_controller()  # refuses an impossible target or horizon
+        self.kl_controller()  # raises for an invalid target or horizon
 
     def _check_correction(self) -> None:
         for name, choices in (("correction", get_args(Correction)), ("rejection", get_args(Rejection))):
@@ -166,13 +178,13 @@ class AlgorithmConfig:
         check_bounds(self.rejection_bounds)
         if self.skip_old_log_probs and self.compares_engine:
             raise InvalidConfig(
-                f"algorithm.correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with "
-                "the engine's, which skip_old_log_probs takes for equal: choose one"
+                f"algorithm.correction={self.correction}, rejection={self.rejection} compare the actor's old log-probs with the "
+                "engine's, which skip_old_log_probs assumes to be equal: choose one of them"
             )
 
     @property
     def settings(self) -> Settings:
-        """The options that papers set: the user's, else those of the loss's paper, else those of the advantage's, else verl's."""
+        """The options that papers set. The user's values come first, then those of the loss, of the advantage, and of verl."""
         given = {each.name: getattr(self, each.name) for each in fields(Settings)}
         given = {name: value for name, value in given.items() if value is not None}
         paper = LOSSES.find(self.loss).paper
@@ -184,58 +196,65 @@ class AlgorithmConfig:
 
     @property
     def compares_engine(self) -> bool:
-        """Whether the actor's log-probs before the update are compared with the engine's."""
+        """Whether the actor's log-probs before the update are compared with the engine's log-probs."""
         return self.correction != "none" or self.rejection != "none"
 
     @property
     def kl_in_reward(self) -> bool:
+        """Whether the rewards have a KL penalty."""
         return self.settings.kl_coef > 0 and self.settings.kl_in == "reward"
 
     @property
     def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term."""
         return self.settings.kl_coef > 0 and self.settings.kl_in == "loss"
 
     def needs_old_log_probs(self, updates: int) -> bool:
-        """Whether the actor's log-probs are wanted before so many updates, or are those that the one update computes."""
-        before = any(takes(each, "old_log_probs") for each in LOSSES.find(self.loss).columns.values())
-        return updates > 1 or self.kl_in_reward or self.compares_engine or before
+        """Whether the actor's log-probs must be computed before ``updates`` optimizer steps.
+
+        A single step that needs no other column uses the log-probs that it computes itself.
+        """
+        needed_by_loss = any(takes(each, "old_log_probs") for each in LOSSES.find(self.loss).columns.values())
+        return updates > 1 or self.kl_in_reward or self.compares_engine or needed_by_loss
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether samples are compared with the greedy response to their prompt."""
+        """Whether the advantage needs the score of the greedy response to each prompt."""
         return ADVANTAGES.find(self.settings.advantage).takes("reward_baselines")
 
     def overlong_tokens(self, max_tokens: int) -> int:
-        """Tokens before the longest response, of ``max_tokens``, in which length costs reward."""
+        """Length of the interval below ``max_tokens`` in which responses are penalised, in tokens."""
         buffer = self.settings.overlong_buffer
         return max(round(buffer * max_tokens), 1) if 0 < buffer < 1 else int(buffer)
 
     def kl_controller(self) -> KLController:
+        """A new controller of the KL penalty's weight."""
         return KLController(self.settings.kl_coef, self.kl_target, self.kl_horizon)
 
     def updates(self, prompts: int) -> int:
-        """Optimizer steps for a batch of so many prompts."""
+        """Number of optimizer steps for a batch of ``prompts`` prompts."""
         return self.epochs * -(-prompts // (self.minibatch or prompts))
 
     def sampling(self, max_tokens: int, seed: int) -> SamplingParams:
+        """The sampling parameters of these options."""
         return SamplingParams(self.n, self.temperature, self.top_p, self.top_k, max_tokens, seed=seed)
 
     def options(self) -> dict[str, Any]:
-        """All options by name, none left to a paper."""
+        """All options by name, with the values of `settings`."""
         return vars(self) | vars(self.settings)
 
 
 def spelled_out(config: Config) -> Config:
-    """The same algorithm with the options given that papers set."""
+    """The same algorithm with the options of `AlgorithmConfig.settings` given explicitly."""
     chosen = vars(config.settings)
     return replace(config, **chosen if LOSSES.find(config.loss).takes("clip") else chosen | {"clip": None})
 
 
 def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
-    """Advantages (B, R) of the algorithms that need rewards alone, or columns that the batch has.
+    """The advantages (B, R) from the columns of a batch, without a critic.
 
     Raises:
-        InvalidConfig: the algorithm takes what is neither a column nor an option.
+        InvalidConfig: the advantage function has an argument that is neither a column nor an option.
         InvalidColumn: it returned another shape.
     """
     name = config.settings.advantage
@@ -249,22 +268,23 @@ def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
 
 
 def add_loss_columns(config: AlgorithmConfig, data: DataProto, seed: tuple[int, int]) -> None:
-    """The columns that the loss reads and that are made of the whole batch; ``seed`` is that of what is drawn for them."""
+    """Adds the columns that the loss reads and that depend on the whole batch; random ones are drawn with ``seed``."""
     for name, function in LOSSES.find(config.loss).columns.items():
         data[name] = call_by_names(name, function, _columns(data), config.options() | {"seed": seed})
 
 
 def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
-    """The chosen policy loss, weighted by ``rollout_is_weights`` if the batch has that column, with KL term and entropy bonus if
-    their coefficients are not zero.
+    """The selected policy loss as a loss function for the actor, with KL term and entropy bonus.
+
+    If the batch has the column ``rollout_is_weights``, the loss is multiplied by it.
     """
-    # All that is looked up by name is looked up here: other processes need not know the names that users register.
+    # Look up all names here, because the loss function also runs in processes where users' names are not registered.
     what, function, options = f"algorithm.loss={config.loss}", LOSSES.find(config.loss).function, config.options()
     kl_coef, estimate_kl = config.settings.kl_coef, KL_ESTIMATORS[config.settings.kl]
     kl_in_loss = config.kl_in_loss
 
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-        # Without old log-probs the policy has not changed since it sampled: they are the ones just computed.
+        # Without old log-probs the policy has not changed since it sampled, so the current log-probs are the old ones.
         columns = {"old_log_probs": outputs.log_probs.detach()} | _columns(data)
         columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
         loss, metrics = call_by_names(what, function, columns, options)
@@ -291,4 +311,4 @@ def _columns(data: DataProto) -> dict[str, Any]:
 def _check_shape(what: str, found: object, like: Tensor) -> None:
     if not isinstance(found, Tensor) or found.shape != like.shape:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise InvalidColumn(f"{what} returned {shape} in the place of one number for each token {tuple(like.shape)}")
+        raise InvalidColumn(f"{what} returned {shape}, but must return one number for each token {tuple(like.shape)}")

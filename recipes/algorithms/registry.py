@@ -1,7 +1,7 @@
 """Losses and advantages by name: those of the library, those that users register, and ``FILE.py:FUNCTION``.
 
-A function takes what it needs by the names of its arguments: columns of the batch (`dataproto.COLUMNS`, or any other), options
-of `AlgorithmConfig`, and, in a loss, ``log_probs`` and ``entropy`` of the update. A loss returns its value for each token
+The names of a function's arguments say what it is called with: columns of the batch (`dataproto.COLUMNS`, or any other),
+options of `AlgorithmConfig`, and, for a loss, ``log_probs`` and ``entropy`` of the update. A loss returns the loss of each token
 ``(B, R)`` and metrics of the same shape; an advantage returns ``(B, R)``.
 
 >>> def reinforce(log_probs, advantages):
@@ -31,7 +31,7 @@ Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that the paper of a loss or of an advantage sets, with the values that stand where none does: verl's."""
+    """The options that the paper of a loss or of an advantage may set. The defaults are verl's."""
 
     advantage: str = "grpo"
     aggregation: AggregationMode = "token-mean"
@@ -45,12 +45,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What stands behind a name.
+    """A loss or an advantage.
 
     Attributes:
-        function: see the head of this module.
-        paper: options that its paper sets, see `Settings`. Those that the user sets come before them.
-        columns: columns that it reads and that are made of the whole batch before an update, by functions of the same kind.
+        function: the function; see the docstring of this module.
+        paper: the options that its paper sets; see `Settings`. Options that the user sets take precedence.
+        columns: further columns that the function reads, each with the function that computes it from the whole batch before
+            an update.
     """
 
     function: Callable[..., Any]
@@ -58,12 +59,12 @@ class Algorithm:
     columns: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def takes(self, name: str) -> bool:
-        """Whether the function, or one that makes a column for it, has an argument of this name."""
+        """Whether the function, or one that computes a column for it, has an argument ``name``."""
         return any(takes(each, name) for each in (self.function, *self.columns.values()))
 
 
 class Registry:
-    """Names of algorithms of one kind."""
+    """The losses, or the advantages, by name."""
 
     def __init__(self, kind: str, algorithms: Mapping[str, Algorithm]) -> None:
         self.kind = kind
@@ -71,6 +72,7 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All names, in order of registration."""
         return tuple(self._algorithms)
 
     def register(
@@ -80,54 +82,54 @@ class Registry:
         paper: Mapping[str, Any] | None = None,
         columns: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """Adds an algorithm, see `Algorithm`.
+        """Adds an `Algorithm` under a new name.
 
         Raises:
-            InvalidConfig: the name is taken, or ``paper`` sets what no paper may.
+            InvalidConfig: the name is in use, or ``paper`` has an option that is not in `Settings`.
         """
         if name in self._algorithms:
-            raise InvalidConfig(f"there is a {self.kind} {name!r} already: choose another name")
+            raise InvalidConfig(f"{self.kind} {name!r} is already registered: choose another name")
         known = [each.name for each in fields(Settings)]
         if unknown := sorted(set(paper or {}) - set(known)):
-            raise InvalidConfig(f"{self.kind} {name!r}: paper sets {unknown}, but may set {known}")
+            raise InvalidConfig(f"{self.kind} {name!r}: paper sets {unknown}, but may only set {known}")
         self._algorithms[name] = Algorithm(function, paper or {}, columns or {})
 
     def remove(self, name: str) -> None:
-        """Forgets an algorithm."""
+        """Removes a name."""
         del self._algorithms[name]
 
     def find(self, name: str) -> Algorithm:
-        """The algorithm of that name, or the function of ``FILE.py:FUNCTION``.
+        """The algorithm with this name, or the function that ``FILE.py:FUNCTION`` names.
 
         Raises:
-            InvalidConfig: there is none.
+            InvalidConfig: the name is unknown.
         """
         if name in self._algorithms:
             return self._algorithms[name]
         if ":" in name:
-            return _of_file(name, self.kind)
+            return _from_file(name, self.kind)
         raise InvalidConfig(
             f"algorithm.{self.kind}={name!r} is unknown: choose one of {', '.join(self._algorithms)}, or FILE.py:FUNCTION"
         )
 
 
 @cache
-def _of_file(name: str, kind: str) -> Algorithm:
+def _from_file(name: str, kind: str) -> Algorithm:
     return Algorithm(load_named_function(name, kind, InvalidConfig))
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has an argument of this name."""
+    """Whether a function has an argument ``name``."""
     return name in inspect.signature(function).parameters
 
 
 def call_by_names(
     what: str, function: Callable[..., Any], columns: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Any:
-    """Calls a function with the columns and the options that its arguments name; others keep their defaults.
+    """Calls a function with the columns and options that its arguments name. Other arguments keep their defaults.
 
     Raises:
-        InvalidConfig: an argument without a default is neither.
+        InvalidConfig: an argument without a default is neither a column nor an option.
 
     >>> call_by_names("sum", lambda a, b, c=3: a + b + c, {"a": 1}, {"b": 2})
     6
@@ -143,19 +145,22 @@ def call_by_names(
             given[name] = options[name]
         elif parameter.default is parameter.empty:
             raise InvalidConfig(
-                f"{what} takes {name!r}, which is no option and no column of this batch: it has {', '.join(sorted(columns))}"
+                f"{what} has the argument {name!r}, which is neither an option nor a column of this batch; "
+                f"the columns are {', '.join(sorted(columns))}"
             )
     return function(**given)
 
 
-SEQUENCES = {"aggregation": "seq-mean-token-mean"}
-CONSTANT = {"aggregation": "seq-mean-token-sum-norm"}
+_SEQUENCE_MEAN = {"aggregation": "seq-mean-token-mean"}
+_CONSTANT_LENGTH = {"aggregation": "seq-mean-token-sum-norm"}
 
 ADVANTAGES = Registry(
     "advantage",
     {
         "grpo": Algorithm(advantages.group_advantage),
-        "dr_grpo": Algorithm(partial(advantages.group_advantage, normalise_std=False), CONSTANT | {"kl_coef": 0.0}),
+        "dr_grpo": Algorithm(
+            partial(advantages.group_advantage, normalise_std=False), _CONSTANT_LENGTH | {"kl_coef": 0.0}
+        ),
         "rloo": Algorithm(advantages.leave_one_out_advantage, {"kl_coef": 0.05, "kl_in": "reward"}),
         "reinforce_plus_plus": Algorithm(advantages.reinforce_plus_plus, {"kl_coef": 0.01, "kl_in": "reward"}),
         "reinforce_plus_plus_baseline": Algorithm(
@@ -166,14 +171,14 @@ ADVANTAGES = Registry(
         "gae": Algorithm(advantages.gae),
     },
 )
-"""What a response, or a token of it, is compared with."""
+"""The advantages by name."""
 
 LOSSES = Registry(
     "loss",
     {
         "ppo": Algorithm(losses.clipped_policy_loss),
-        "grpo": Algorithm(losses.clipped_policy_loss, SEQUENCES | {"kl_coef": 0.04, "kl": "k3", "kl_in": "loss"}),
-        "dr_grpo": Algorithm(losses.clipped_policy_loss, CONSTANT | {"advantage": "dr_grpo", "kl_coef": 0.0}),
+        "grpo": Algorithm(losses.clipped_policy_loss, _SEQUENCE_MEAN | {"kl_coef": 0.04, "kl": "k3", "kl_in": "loss"}),
+        "dr_grpo": Algorithm(losses.clipped_policy_loss, _CONSTANT_LENGTH | {"advantage": "dr_grpo", "kl_coef": 0.0}),
         "dapo": Algorithm(
             losses.clipped_policy_loss,
             {
@@ -184,11 +189,11 @@ LOSSES = Registry(
                 "overlong_buffer": 0.2,
             },
         ),
-        "gspo": Algorithm(losses.sequence_policy_loss, SEQUENCES | {"clip": (3e-4, 4e-4), "kl_coef": 0.0}),
+        "gspo": Algorithm(losses.sequence_policy_loss, _SEQUENCE_MEAN | {"clip": (3e-4, 4e-4), "kl_coef": 0.0}),
         "cispo": Algorithm(
             losses.clipped_weight_loss, {"aggregation": "token-mean", "clip": (1.0, 4.0), "kl_coef": 0.0}
         ),
-        "sapo": Algorithm(losses.gated_policy_loss, SEQUENCES | {"kl_coef": 0.0}),
+        "sapo": Algorithm(losses.gated_policy_loss, _SEQUENCE_MEAN | {"kl_coef": 0.0}),
         "clip_cov": Algorithm(
             losses.clip_cov_loss,
             {"aggregation": "token-mean", "clip": (1.0, 1.0), "kl_coef": 0.0},
@@ -201,4 +206,4 @@ LOSSES = Registry(
         ),
     },
 )
-"""How log-probs and advantages become a loss. A loss that is named by its paper sets all that the paper sets, see `Settings`."""
+"""The losses by name. A loss also sets the options of its paper; see `Settings`."""

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from dataproto.planning import cut_minibatches
-from recipes.algorithms.correction import correction_metrics, importance_weights, kept_tokens
-from recipes.algorithms.differences import difference_metrics
-from recipes.algorithms.kl import KLController, penalised_rewards
+from recipes.algorithms.correction import importance_weights, kept_tokens
+from recipes.algorithms.mismatch import correction_metrics, difference_metrics
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns, policy_loss
-from recipes.algorithms.sampling import overlong_penalty
+from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
 from recipes.run.dynamic_sampling import More, sample_informative_groups
 from recipes.run.metrics import add_update, timed
 from rollout.engine import SamplingParams

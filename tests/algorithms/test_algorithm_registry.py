@@ -83,10 +83,13 @@ def test_a_file_that_cannot_be_run_says_why(tmp_path):
 
 def test_what_a_function_gets_and_gives_is_checked(mine):
     with pytest.raises(
-        InvalidConfig, match=r"wanting takes 'unheard_of', which is no option and no column .* it has adv"
+        InvalidConfig,
+        match=r"wanting has the argument 'unheard_of', which is neither .* nor a column .* columns are adv",
     ):
         policy_loss(AlgorithmConfig(loss=f"{mine}:wanting"), 0.0)(outputs(), batch())
-    with pytest.raises(InvalidColumn, match=r"scalar returned \(\) in the place of one number for each token \(1, 2\)"):
+    with pytest.raises(
+        InvalidColumn, match=r"scalar returned \(\), but must return one number for each token \(1, 2\)"
+    ):
         policy_loss(AlgorithmConfig(loss=f"{mine}:scalar"), 0.0)(outputs(), batch())
     with pytest.raises(InvalidColumn, match="scalar returned tuple"):
         outcome_advantage(AlgorithmConfig(advantage=f"{mine}:scalar"), batch() | log_probs())
@@ -110,9 +113,9 @@ def test_the_example_of_the_document_runs():
 
 
 def test_names_are_taken_once_and_papers_set_only_what_they_may():
-    with pytest.raises(InvalidConfig, match="there is a loss 'ppo' already"):
+    with pytest.raises(InvalidConfig, match="loss 'ppo' is already registered"):
         LOSSES.register("ppo", lambda log_probs: (log_probs, {}))
-    with pytest.raises(InvalidConfig, match=r"paper sets \['epochs'\], but may set"):
+    with pytest.raises(InvalidConfig, match=r"paper sets \['epochs'\], but may only set"):
         LOSSES.register("other", lambda log_probs: (log_probs, {}), paper={"epochs": 2})
 
 

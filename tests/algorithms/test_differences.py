@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from recipes.algorithms.differences import difference_metrics, differences
+from recipes.algorithms.mismatch import difference_metrics, differences
 from recipes.run.phases import engine_differences
 
 ACTOR = torch.tensor([[0.4, 0.9, 0.5], [0.1, 0.6, 0.5]]).log()

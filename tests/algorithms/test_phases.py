@@ -8,8 +8,8 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig, MissingColumn
-from recipes.algorithms.kl import KLController
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.algorithms.penalties import KLController
 from recipes.run.dynamic_sampling import sample_informative_groups, verdicts
 from recipes.run.phases import Progression, accuracy, entropy_coefficient, roll_out, shape_rewards
 from rollout.engine import SamplingParams

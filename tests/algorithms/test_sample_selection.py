@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig, RowCountMismatch
-from recipes.algorithms.kl import KLController, penalised_rewards
-from recipes.algorithms.sampling import informative_rows, overlong_penalty
+from recipes.algorithms.advantages import group_advantage, informative_rows
+from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
 
 
 def test_groups_of_equal_scores_are_told_apart_from_others():
@@ -27,8 +27,6 @@ def test_as_many_scores_as_uids():
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 1.0])), max_size=20))
 def test_informative_means_that_some_advantage_is_not_zero(rows):
-    from recipes.algorithms.advantages import group_advantage
-
     uid, scores = [u for u, _ in rows], [s for _, s in rows]
     advantage = group_advantage(torch.tensor(scores)[:, None], uid, torch.ones(len(rows), 1))[:, 0]
     teaches = {u for u, a in zip(uid, advantage.tolist(), strict=True) if a != 0}

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.algorithms import advantages, correction, covariances, kl, losses
-from recipes.algorithms.kl import KLController
+from recipes.algorithms import advantages, correction, covariances, kl, losses, mismatch, penalties
 from workers.training.aggregation import MODES, aggregate
 
 NUMBERS = json.loads(Path(__file__).with_name("verl_numbers.json").read_text())
@@ -128,9 +127,9 @@ def test_kl_estimators(name, estimator):
 
 def test_the_kl_penalty_and_its_controller():
     estimate = kl.k1_kl(GIVEN["old_log_probs"], GIVEN["ref_log_prob"])
-    got, _ = kl.penalised_rewards(GIVEN["token_level_rewards"], estimate, MASK, 0.1)
+    got, _ = penalties.penalised_rewards(GIVEN["token_level_rewards"], estimate, MASK, 0.1)
     assert_equal(got, NUMBERS["penalised_rewards"], MASK)
-    controller = KLController(0.1, target=0.02, horizon=1000)
+    controller = penalties.KLController(0.1, target=0.02, horizon=1000)
     for (kl_found, rows), expected in zip(((0.05, 100), (0.021, 64), (0.001, 256)), NUMBERS["kl"]["controller"]):
         controller.update(kl_found, rows)
         assert controller.coef == pytest.approx(expected, rel=1e-12)
@@ -178,7 +177,7 @@ def test_corrections(stored):
         kept = correction.kept_tokens(old, engine, MASK, *rejection_of(options))
         assert 0 < kept.sum() < MASK.sum()
     assert (MASK if kept is None else kept).tolist() == stored["mask"]
-    metrics = correction.correction_metrics(old, engine, MASK, weights, kept)
+    metrics = mismatch.correction_metrics(old, engine, MASK, weights, kept)
     if options.get("rollout_is") == "sequence":  # verl: largest and smallest before they are cut
         metrics = {name: value for name, value in metrics.items() if not name.endswith(("is_max", "is_min"))}
     assert len(metrics) >= 9

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from recipes.algorithms.differences import differences
+from recipes.algorithms.mismatch import differences
 from recipes.parity import main, table
 from recipes.tiny import make_tiny_model
 

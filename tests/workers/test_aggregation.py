@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
-from recipes.algorithms import aggregation as reexported
 from workers.training.aggregation import MODES, aggregate, denominator, token_weights
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [5.0, 7.0, 9.0], [4.0, 4.0, 4.0]])
@@ -122,8 +121,3 @@ def test_errors_say_what_to_do():
         token_weights(MASK, "seq-mean-token-sum-norm", max_length=0)
     with pytest.raises(RowCountMismatch, match=r"\(3, 3\).*\(1, 3\)"):
         aggregate(LOSS, MASK[:1], "token-mean")
-
-
-def test_recipes_see_the_same_functions():
-    assert reexported.aggregate is aggregate
-    assert reexported.token_weights is token_weights
