@@ -28,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.envi
 from PIL import Image, ImageDraw  # noqa: E402
 
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
-from recipes.rewards.geo3k_reward import load_reward  # noqa: E402
+from recipes.rewards import load_reward  # noqa: E402
 from rollout.engine import ENGINES  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402

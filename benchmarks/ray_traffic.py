@@ -25,7 +25,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from dataproto import DataProto  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
-from recipes.rewards.geo3k_reward import load_reward  # noqa: E402
+from recipes.rewards import load_reward  # noqa: E402
 from recipes.tiny import tiny_checkpoint  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402

@@ -21,7 +21,7 @@ from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_o
 from recipes.data.problem_rows import INSTRUCTION, load_rows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.report.page import write_report
-from recipes.rewards.geo3k_reward import RewardFunction, load_reward
+from recipes.rewards import RewardFunction, load_reward
 from recipes.run.command_line import names_a_model, names_an_algorithm, parse_config, run_from_command_line
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import evaluate_answers, save_processors

@@ -1,26 +1,56 @@
-"""Functions that users already have, as reward functions here: verl's, TRL's, and files named on a command line."""
+"""Adapters that make reward functions of verl's and TRL's functions, of files that a command line names, and of servers."""
 
 import asyncio
 import inspect
+import itertools
+import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import numpy as np
 
 from dataproto.errors import RewardError
 from recipes.algorithms.function_files import load_named_function
+from recipes.rewards.geometry3k import geo3k_reward
 from workers.roles.reward import RewardFunction, RewardRow
 
 SIGNATURES = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) as in verl, "
     "reward_func(prompts, completions, **columns) as in TRL, or score_rows(rows) of RewardRow"
 )
+ATTEMPTS = 3
+"""Requests to a server that cannot be reached, or fails, before a run stops."""
+PAUSE_S = 1.0
+"""Seconds before the second attempt; doubled before the third."""
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The reward function that a command line names.
+
+    Args:
+        name: ``geo3k``, ``file.py:function`` with one of the known signatures (see `as_reward_function`), or the URL of a
+            server (see `remote_reward`).
+
+    Raises:
+        RewardError: the file or the function does not exist, or its signature is unknown.
+    """
+    if name.startswith(("http://", "https://")):
+        return remote_reward(name)
+    return geo3k_reward if name == "geo3k" else as_reward_function(load_named_function(name, "reward", RewardError))
 
 
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
-    """Adapt a function by the names of its arguments. Raises `RewardError` if they are of no known kind."""
+    """Adapts a function according to the names of its arguments: verl's, TRL's, or one function of all rows.
+
+    Raises:
+        RewardError: the signature is unknown.
+    """
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -31,13 +61,13 @@ def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
         return from_trl(function)
     if "rows" in names:
         return _from_rows(function)
-    raise RewardError(f"{_name(function)}({', '.join(names)}) is no reward function: expected {SIGNATURES}")
+    raise RewardError(f"{_name(function)}({', '.join(names)}) is not a reward function: expected {SIGNATURES}")
 
 
 def from_verl(function: Callable[..., Any]) -> RewardFunction:
-    """verl's ``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict``, also ``async``.
+    """Adapts verl's ``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict``, also ``async``.
 
-    A dict must have ``score``; its other numbers become columns, whatever else it holds is left out.
+    A dict must have ``score``. Its other numbers become columns; other values are ignored.
     """
 
     def score_rows(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
@@ -57,11 +87,11 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
 
 
 def from_trl(function: Callable[..., Any]) -> RewardFunction:
-    """TRL's ``reward_func(prompts, completions, **columns) -> list[float]``, also ``async``.
+    """Adapts TRL's ``reward_func(prompts, completions, **columns) -> list[float]``, also ``async``.
 
-    Completions are messages where prompts are (``[{"role": "assistant", "content": ...}]``), else strings. Columns are
-    ``data_source``, ``ground_truth``, ``extra_info`` and what the rows' ``extra_info`` holds (``answer``, ...); a function
-    without ``**`` gets those it names.
+    If prompts are messages, completions are messages too (``[{"role": "assistant", "content": ...}]``), else strings. The
+    columns are ``data_source``, ``ground_truth``, ``extra_info`` and the items of the rows' ``extra_info`` (``answer``, ...). A
+    function without ``**columns`` gets the columns that it names.
     """
 
     def score_rows(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
@@ -83,13 +113,39 @@ def from_trl(function: Callable[..., Any]) -> RewardFunction:
     return score_rows
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """The reward function that ``file.py:function`` names. Raises `RewardError`."""
-    return load_named_function(name, "reward", RewardError)
+def remote_reward(url: str, timeout_s: float = 120.0) -> RewardFunction:
+    """A reward function that a server computes over HTTP.
+
+    The request is ``POST url`` with ``{"rows": [...]}``, each with the fields of a `RewardRow`. The server must answer with
+    ``{"results": [{"score": float, ...}]}``, one for each row. If it cannot be reached, or fails with a status 5xx, the request
+    is repeated, up to `ATTEMPTS` in total.
+
+    Raises:
+        RewardError: ``url`` is not an HTTP address; when called, the server rejects the request, cannot be reached, or
+            returns another answer.
+    """
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise RewardError(f"{url!r} is not the address of a reward server: use http://host:port/path")
+
+    def score_rows(rows: Sequence[RewardRow]) -> list[Mapping[str, float]]:
+        if not rows:
+            return []
+        body = json.dumps({"rows": [vars(row) for row in rows]}, default=str).encode()
+        answer = _ask(url, body, timeout_s)
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list):
+            raise RewardError(f"{url} returned an answer without a list 'results'")
+        return results
+
+    return score_rows
 
 
 def read_score(result: Any, row: int, function: Callable[..., Any]) -> dict[str, float]:
-    """What a function returned for a row, as ``{"score": float, ...}``. Raises `RewardError` naming the row."""
+    """Converts the result of a function for one row to ``{"score": float, ...}``.
+
+    Raises:
+        RewardError: the score is not a finite number; names the row.
+    """
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     numbers = {str(name): number for name, value in values.items() if (number := _number(value)) is not None}
     if not math.isfinite(numbers.get("score", math.nan)):
@@ -122,7 +178,7 @@ def _completion(row: RewardRow) -> Any:
 
 
 def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[Any]:
-    """Results of all calls, coroutines run together. Raises `RewardError` with the place of the first that fails."""
+    """The results of all calls; coroutines run concurrently. Raises `RewardError` with the place of the first failure."""
     results: list[Any] = []
     for call, place in zip(calls, places, strict=True):
         try:
@@ -133,10 +189,10 @@ def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], 
         return results
 
     async def gather() -> list[Any]:
-        waiting = [result if inspect.isawaitable(result) else _immediate(result) for result in results]
-        return await asyncio.gather(*waiting, return_exceptions=True)
+        awaitables = [result if inspect.isawaitable(result) else _immediate(result) for result in results]
+        return await asyncio.gather(*awaitables, return_exceptions=True)
 
-    with ThreadPoolExecutor(1) as pool:  # a thread of its own, since this one may already run a loop
+    with ThreadPoolExecutor(1) as pool:  # another thread, because this one may already run an event loop
         results = pool.submit(asyncio.run, gather()).result()
     for result, place in zip(results, places, strict=True):
         if isinstance(result, BaseException):
@@ -160,3 +216,18 @@ def _number(value: Any) -> float | None:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _ask(url: str, body: bytes, timeout_s: float) -> Any:
+    for attempt in itertools.count(1):
+        try:
+            request = Request(url, body, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except json.JSONDecodeError as error:
+            raise RewardError(f"{url} returned an answer that is not JSON: {error}") from error
+        except (HTTPError, URLError, TimeoutError, ConnectionError) as error:
+            rejected = isinstance(error, HTTPError) and error.code < 500
+            if rejected or attempt == ATTEMPTS:
+                raise RewardError(f"{url} did not score the rows ({attempt} attempts): {error}") from error
+        time.sleep(PAUSE_S * 2 ** (attempt - 1))

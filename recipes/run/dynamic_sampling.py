@@ -8,6 +8,7 @@ import numpy as np
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn
+from dataproto.packing import equally_wide
 from recipes.algorithms.advantages import informative_rows
 
 More = Callable[[str], DataProto]  # why more prompts are wanted, for whoever watches -> the next ones

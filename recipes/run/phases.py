@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from dataproto.planning import cut_minibatches
 from recipes.algorithms.correction import importance_weights, kept_tokens
 from recipes.algorithms.mismatch import correction_metrics, difference_metrics
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns, policy_loss

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import RewardError
+from recipes.rewards import RewardRow, compute_score, format_score, geo3k_reward, load_reward
 from recipes.rewards.checking import AnswerChecker
-from recipes.rewards.geo3k_reward import RewardRow, compute_score, format_score, geo3k_reward, load_reward
 
 # verl/utils/reward_score/geo3k.py and EasyR1's examples/reward_function/math.py
 PATTERN = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dataproto.errors import RewardError
-from recipes.rewards import remote_reward as module
-from recipes.rewards.geo3k_reward import RewardRow, load_reward
+from recipes.rewards import RewardRow, load_reward
+from recipes.rewards import reward_functions as module
 
 ROWS = [RewardRow("four", "4", "drawn", {"hint": 1}), RewardRow("five", "4")]
 
@@ -63,7 +63,7 @@ def test_a_server_that_fails_once_is_asked_again(address):
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("refuses", "1 attempts"), ("babbles", "no JSON"), ("forgets", "without a list")]
+    ("path", "reason"), [("refuses", "1 attempts"), ("babbles", "not JSON"), ("forgets", "without a list")]
 )
 def test_answers_that_are_none_are_refused(address, path, reason):
     with pytest.raises(RewardError, match=reason):
@@ -71,7 +71,7 @@ def test_answers_that_are_none_are_refused(address, path, reason):
 
 
 def test_addresses_that_are_none_and_servers_that_are_away_are_refused():
-    with pytest.raises(RewardError, match="no address"):
+    with pytest.raises(RewardError, match="is not the address"):
         module.remote_reward("ftp://somewhere")
     with pytest.raises(RewardError, match="3 attempts"):
         module.remote_reward("http://127.0.0.1:9/", timeout_s=1)(ROWS)

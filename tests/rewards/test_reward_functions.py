@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dataproto.errors import RewardError
-from recipes.rewards.geo3k_reward import RewardRow, as_reward_function, from_trl, from_verl, load_reward
+from recipes.rewards import RewardRow, as_reward_function, from_trl, from_verl, load_reward
 
 MESSAGES = [{"role": "user", "content": "<image>Find x."}]
 ROWS = [
@@ -160,7 +160,7 @@ def test_the_kind_is_told_by_the_arguments():
     def neither(x, y):
         return 0
 
-    with pytest.raises(RewardError, match=r"neither\(x, y\) is no reward function: expected compute_score\("):
+    with pytest.raises(RewardError, match=r"neither\(x, y\) is not a reward function: expected compute_score\("):
         as_reward_function(neither)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
-from recipes.rewards.geo3k_reward import compute_score
+from recipes.rewards import compute_score
 from recipes.synthetic import LEVELS, Problem, make_problem, sample_texts, split_of
 
 LEVEL = pytest.mark.parametrize("level", sorted(LEVELS))

@@ -8,7 +8,7 @@ import pytest
 from dataproto import DataProto
 from recipes.data.drawn_rows import ProblemRows
 from recipes.geo3k_grpo import main
-from recipes.rewards.geo3k_reward import geo3k_reward
+from recipes.rewards import geo3k_reward
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder

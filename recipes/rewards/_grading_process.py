@@ -1,8 +1,8 @@
-"""The process in which answers are compared: ``python math_checker.py SECONDS BYTES``, started by `checking`.
+"""The process that compares answers: ``python _grading_process.py SECONDS BYTES``. `recipes.rewards.checking` starts it.
 
-Reads one JSON line ``[answer, truth]`` at a time and writes one byte, ``1`` or ``0``; ``r`` first, when it is ready. Sympy
-may hang or eat memory on what it is given, so this process has limits of its own and may be killed at any time. Imports
-nothing of this project, so that it starts fast.
+It writes the byte ``r`` when it is ready. Then it reads JSON lines ``[answer, truth]`` and answers each with a byte, ``1`` or
+``0``. Because sympy may hang or exhaust memory, the process limits itself and may be killed at any time. It is a file of its
+own and imports nothing of this project, so that it starts fast.
 """
 
 import json
@@ -14,18 +14,18 @@ import time
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Answers until standard input ends. ``seconds`` of CPU time an answer, ``memory`` bytes in all."""
+    """Compares answers until standard input ends, with limits of ``seconds`` of CPU time for each and ``memory`` bytes."""
     from mathruler.grader import grade_answer
 
     verdicts = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever an evaluated expression prints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what evaluated expressions print
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory if most == resource.RLIM_INFINITY else min(memory, most), most))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     os.write(verdicts, b"r")
     for line in sys.stdin.buffer:
-        # A backstop for when nobody is left to kill this process while it hangs.
+        # The parent kills a process that hangs; this limit ends it if the parent is gone.
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds) + 1, most))
         try:
             equal = grade_answer(*json.loads(line))

@@ -1,4 +1,4 @@
-"""Reward functions: Geometry3K's own, and the ways to bring one's own."""
+"""The reward of Geometry3K."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,22 +6,7 @@ from typing import Any
 
 from dataproto.errors import RewardError
 from recipes.rewards.checking import AnswerChecker, default_checker
-from recipes.rewards.remote_reward import remote_reward
-from recipes.rewards.reward_functions import as_reward_function, from_trl, from_verl, load_function
-from workers.roles.reward import RewardFunction, RewardRow
-
-__all__ = [
-    "RewardFunction",
-    "RewardRow",
-    "as_reward_function",
-    "compute_score",
-    "format_score",
-    "from_trl",
-    "from_verl",
-    "geo3k_reward",
-    "load_reward",
-    "remote_reward",
-]
+from workers.roles.reward import RewardRow
 
 FORMAT_WEIGHT = 0.1
 
@@ -30,17 +15,27 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
     r"""Geometry3K: ``score`` = 0.9 ``acc`` + 0.1 ``format``, as in verl (``verl/utils/reward_score/geo3k.py``) and EasyR1
     (``examples/reward_function/math.py``).
 
-    ``acc`` is 1 if mathruler finds the last ``\boxed{}`` equal to the truth; without a box it is 0. A comparison that
-    takes too long counts as wrong (see `AnswerChecker`). Raises `RewardError` for a row without a truth.
+    ``acc`` is 1 if mathruler finds the content of the last ``\boxed{}`` equal to the ground truth, else 0. A comparison that
+    exceeds the time limit of the checker counts as wrong; see `AnswerChecker`.
+
+    Args:
+        rows: the responses and their ground truths.
+        checker: compares the answers; by default `default_checker`.
+
+    Returns:
+        ``score``, ``acc`` and ``format`` of each row.
+
+    Raises:
+        RewardError: a row has no ground truth.
     """
     from mathruler.grader import extract_boxed_content
 
     pairs = []
     for number, row in enumerate(rows):
         if row.ground_truth is None:
-            raise RewardError(f"row {number}: there is no ground truth to compare with")
+            raise RewardError(f"row {number}: there is no ground truth to compare the answer with")
         pairs.append((extract_boxed_content(row.solution_str), str(row.ground_truth)))
-    boxed = [pair for pair in pairs if pair[0] != "None"]  # mathruler's way to say that there is none
+    boxed = [pair for pair in pairs if pair[0] != "None"]  # what mathruler returns for a response without a box
     correct = dict(zip(boxed, (checker or default_checker())(boxed), strict=True))
     results = []
     for pair, row in zip(pairs, rows, strict=True):
@@ -61,36 +56,25 @@ def compute_score(
 
 
 def format_score(response: str) -> float:
-    r"""1 if the whole response is of the form ``<think>...</think>...\boxed{...}...``, else 0.
+    r"""1 if the whole response has the form ``<think>...</think>...\boxed{...}...``, else 0.
 
-    White space around ``<``, ``>`` and ``/`` does not count, as in EasyR1 (verl's check is strict); answers are compared as they
-    are. The same as a full match of ``<think>.*</think>.*\\boxed\{.*\}.*`` with dots for all characters, in linear time,
-    where the pattern takes cubic time on a response made to hurt.
+    White space around ``<``, ``>`` and ``/`` is ignored, as in EasyR1 (verl does not ignore it). The result equals a full match
+    of ``<think>.*</think>.*\\boxed\{.*\}.*`` in which dots match all characters, but takes linear time; the regular expression
+    takes cubic time on hostile responses.
 
     >>> [format_score(each) for each in (r"<think>so</think> \boxed{9}", r"< think >so</ think> \boxed{9}", r"\boxed{9}")]
     [1.0, 1.0, 0.0]
     """
     first, *others = re.split("([<>/])", response)
-    if others:  # text between two marks is stripped on both sides, that before the first and behind the last on one
+    if others:  # strip text between two marks on both sides, text before the first or after the last mark on one side
         *between, last = others
         response = "".join([first.rstrip(), *(part.strip() for part in between), last.lstrip()])
     if not response.startswith("<think>"):
         return 0.0
-    place = len("<think>")
+    position = len("<think>")
     for mark in ("</think>", "\\boxed{", "}"):
-        place = response.find(mark, place)
-        if place < 0:
+        position = response.find(mark, position)
+        if position < 0:
             return 0.0
-        place += len(mark)
+        position += len(mark)
     return 1.0
-
-
-def load_reward(name: str) -> RewardFunction:
-    """The reward that a command line names: ``geo3k``, ``file.py:function`` with one of the known signatures, or the address
-    of a server (see `remote_reward`).
-
-    Raises `RewardError` if there is no such file or function, or its signature is of no known kind.
-    """
-    if name.startswith(("http://", "https://")):
-        return remote_reward(name)
-    return geo3k_reward if name == "geo3k" else as_reward_function(load_function(name))
