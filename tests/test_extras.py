@@ -54,10 +54,21 @@ def test_a_recipe_without_its_extra_ends_with_one_line():
     assert "recipes needs tyro, rich: pip install 'dataproto-vlm[train]'" in line
 
 
-@pytest.mark.parametrize(("packages", "code", "message"), [
-    ("vllm", "from rollout.engine import make_engine; make_engine('vllm', 'nowhere')", "vllm: pip install 'dataproto-vlm[vllm]'"),
-    ("ray", "from workers import launch, ActorConfig; launch(actor=ActorConfig('nowhere'), on='ray')", "ray: pip install 'dataproto-vlm[ray]'"),
-])
+@pytest.mark.parametrize(
+    ("packages", "code", "message"),
+    [
+        (
+            "vllm",
+            "from rollout.engine import make_engine; make_engine('vllm', 'nowhere')",
+            "vllm: pip install 'dataproto-vlm[vllm]'",
+        ),
+        (
+            "ray",
+            "from workers import launch, ActorConfig; launch(actor=ActorConfig('nowhere'), on='ray')",
+            "ray: pip install 'dataproto-vlm[ray]'",
+        ),
+    ],
+)
 def test_a_backend_without_its_extra_names_it(packages, code, message):
     done = run_without(packages, code)
     assert done.returncode == 1

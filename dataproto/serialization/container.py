@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from dataproto.errors import FileFormatError
+from dataproto.serialization.leaves import array_bytes, array_of, tensor_bytes, tensor_of
 
 FORMAT, VERSION = "dataproto", "1"
 Path: TypeAlias = str | os.PathLike[str]
@@ -71,9 +72,8 @@ class Section:
         if isinstance(self.content, bytes):
             return self.content
         if isinstance(self.content, np.ndarray):
-            return np.ascontiguousarray(self.content).reshape(-1).view(np.uint8)
-        flat = self.content.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy()
+            return array_bytes(self.content)
+        return tensor_bytes(self.content, "cpu").numpy()
 
 
 def write_sections(path: Path, sections: Mapping[str, Section]) -> None:
@@ -196,24 +196,20 @@ class Sections:
 
     def tensor(self, entry: Entry, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A section as a tensor, in the mapped memory; FileFormatError where dtype and shape do not fit its bytes."""
-        self._check_fit(entry, dtype.itemsize, shape)
-        if entry.start == entry.end:
-            return torch.empty(shape, dtype=dtype)
-        count, offset = (entry.end - entry.start) // dtype.itemsize, self._base + entry.start
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+        return tensor_of(self._fitting(entry, dtype.itemsize, shape), dtype, shape)
 
     def array(self, entry: Entry, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
         """A section as an array, in the mapped memory; FileFormatError where dtype and shape do not fit its bytes."""
-        self._check_fit(entry, dtype.itemsize, shape)
-        if entry.start == entry.end:
-            return np.empty(shape, dtype=dtype)
-        return np.ndarray(shape, dtype, buffer=self._memory, offset=self._base + entry.start)
+        return array_of(self._fitting(entry, dtype.itemsize, shape), dtype, shape)
 
-    def _check_fit(self, entry: Entry, item_bytes: int, shape: tuple[int, ...]) -> None:
-        if check_shape(shape) * item_bytes != entry.end - entry.start:
-            raise FileFormatError(f"{entry.end - entry.start} bytes do not make a shape {shape}")
-        if (self._base + entry.start) % math.gcd(item_bytes, 16):
+    def _fitting(self, entry: Entry, item_bytes: int, shape: tuple[int, ...]) -> np.ndarray:
+        """The mapped bytes of a section ``(n,)`` uint8, which are those of a shape and aligned to its elements."""
+        size, offset = entry.end - entry.start, self._base + entry.start
+        if check_shape(shape) * item_bytes != size:
+            raise FileFormatError(f"{size} bytes do not make a shape {shape}")
+        if offset % math.gcd(item_bytes, 16):
             raise FileFormatError("a section is not aligned to its elements")
+        return np.frombuffer(self._memory, np.uint8, size, offset) if size else np.empty(0, np.uint8)
 
 
 def _open(path: str, flags: int) -> int:

@@ -107,8 +107,8 @@ def array_of(data: np.ndarray, dtype: np.dtype[Any], shape: Sequence[int]) -> np
     return (data.view(dtype) if data.size else np.empty(0, dtype=dtype)).reshape(shape)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """A torch dtype's name without the module: ``"float32"``."""
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """The name of a dtype or layout of torch without the module: ``"float32"``, ``"jagged"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -122,7 +122,7 @@ def is_array(value: Any) -> bool:
 
 def leaf_key(value: Any) -> Hashable:
     """Equal for two leaves that are one object, or tensors or arrays that read the same memory in the same way."""
-    if type(value) is torch.Tensor and value.layout == torch.strided:
+    if type(value) is torch.Tensor and value.layout == torch.strided and not value.is_nested:
         return memory_key(value)
     if is_array(value) and value.size:
         return value.__array_interface__["data"][0], value.dtype, value.shape, value.strides

@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict
 
 from dataproto.errors import FileFormatError
-from dataproto.ragged import RaggedTensor
 from dataproto.serialization import image_codec as images
 from dataproto.serialization.container import CODES, Section, Sections, check_shape
+from dataproto.serialization.leaves import RAGGED, RaggedColumn, dtype_name, leaf_key
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
 
 _JSON = {type(None), bool, int, str}
@@ -36,10 +36,10 @@ _CARRIERS = {
     torch.float8_e5m2fnuz: (torch.uint8, False),
     torch.float8_e8m0fnu: (torch.uint8, False),
 }
-_CARRIED = {str(dtype).removeprefix("torch."): dtype for dtype in _CARRIERS}
+_CARRIED = {dtype_name(dtype): dtype for dtype in _CARRIERS}
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _NUMPY_CODES = {
-    np.dtype(str(dtype).removeprefix("torch.")).newbyteorder("<").str: code
+    np.dtype(dtype_name(dtype)).newbyteorder("<").str: code
     for dtype, code in CODES.items()
     if not str(dtype).startswith(("torch.float8", "torch.bfloat16"))
 }
@@ -68,7 +68,7 @@ class Writer:
             return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
         if kind is complex or (kind is bytes and len(value) <= _INLINE_BYTES) or _is_plain_scalar(value):
             return _scalar_node(value)
-        if (number := self._numbers.get(identity := _identity(value))) is not None:
+        if (number := self._numbers.get(identity := leaf_key(value))) is not None:
             return {"$": "ref", "n": number}
         node = self._node(value)
         self._numbers[identity] = len(self._alive)
@@ -117,8 +117,8 @@ class Writer:
 
         if isinstance(value, torch.Tensor) and value.layout in (torch.strided, torch.jagged) and not value.is_meta:
             return self._tensor(value)
-        if type(value) is RaggedTensor:
-            return self._ragged(value)
+        if (name := next((name for name, kind in RAGGED.items() if type(value) is kind), None)) is not None:
+            return self._ragged(name, value)
         if type(value) is TensorDict:
             columns = [[name, self.at("column", name, column)] for name, column in value.items()]
             size = list(value.batch_size)
@@ -139,7 +139,7 @@ class Writer:
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
         if value.is_nested:
-            layout = str(value.layout).removeprefix("torch.")
+            layout = dtype_name(value.layout)
             return {
                 "$": "nested",
                 "layout": layout,
@@ -150,11 +150,11 @@ class Writer:
             raise self._refusal(value, f"of dtype {value.dtype}")
         shape = (*value.shape, 2) if pairs else tuple(value.shape)
         node = {"$": "tensor", "data": self._add(CODES[dtype], shape, value, value.element_size())}
-        return node if dtype == value.dtype else {**node, "dtype": str(value.dtype).removeprefix("torch.")}
+        return node if dtype == value.dtype else {**node, "dtype": dtype_name(value.dtype)}
 
-    def _ragged(self, value: RaggedTensor) -> dict[str, Any]:
+    def _ragged(self, kind: str, value: RaggedColumn) -> dict[str, Any]:
         kept = value.distinct()
-        node = {"$": "ragged", "values": self.tree(kept.storage)}
+        node = {"$": kind, "values": self.tree(kept.storage)}
         for name in ("starts", "lengths"):
             node[name] = self._add("I64", (len(kept),), getattr(kept, name), 8, name)
         return node
@@ -197,16 +197,6 @@ def _scalar_node(value: Any) -> dict[str, Any]:
 def _is_plain_list(values: list[Any]) -> bool:
     kinds = set(map(type, values))
     return kinds <= _JSON or (kinds == {float} and all(map(math.isfinite, values)))
-
-
-def _identity(value: Any) -> Any:
-    """Equal for two values only if they are one object, or the same memory read in the same way."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested and value.numel():
-        flags = value.dtype, value.device, value.is_conj(), value.is_neg()
-        return value.data_ptr(), tuple(value.shape), value.stride(), flags
-    if isinstance(value, np.ndarray) and value.dtype != object and value.size:
-        return value.__array_interface__["data"][0], value.shape, value.strides, value.dtype.str
-    return id(value)
 
 
 class Reader:
@@ -274,8 +264,8 @@ class Reader:
             if node["layout"] == "jagged":
                 return nested_tensor_from_tensor_list(rows)
             return torch.nested.as_nested_tensor(rows, layout=torch.strided)
-        if tag == "ragged":
-            return self._ragged(node)
+        if tag in RAGGED:
+            return self._ragged(RAGGED[tag], node)
         if tag == "array":
             entry, dtype = self._sections.take(node["data"]), _dtype(node["dtype"])
             if dtype.itemsize == 0:  # of which numpy makes elements of one byte, as many as are claimed
@@ -309,9 +299,9 @@ class Reader:
             dtype, shape = _CARRIED[node["dtype"]], shape[:-1] if pairs else shape
         return self._sections.tensor(entry, dtype, shape)
 
-    def _ragged(self, node: dict[str, Any]) -> RaggedTensor:
+    def _ragged(self, kind: type[RaggedColumn], node: dict[str, Any]) -> RaggedColumn:
         values = self.tree(node["values"])
-        return RaggedTensor.windows(values, self._whole_numbers(node["starts"]), self._whole_numbers(node["lengths"]))
+        return kind.windows(values, self._whole_numbers(node["starts"]), self._whole_numbers(node["lengths"]))
 
     def _whole_numbers(self, name: str) -> np.ndarray:
         entry = self._sections.take(name)
