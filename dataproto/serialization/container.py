@@ -1,8 +1,13 @@
 """The container: named sections of bytes in one safetensors file, each with a checksum.
 
-Any safetensors reader finds the tensors under their names. What is added to the format: ``format`` and ``version`` in its
-metadata; a first section ``checksums`` ``(S,)`` uint32 with the CRC-32 of the file's head and of every later section, in the
-order of the file; and an order in which each section is aligned to its elements, so that it can be used where it lies.
+Every safetensors reader finds the tensors under their names. Three things are added to the format: ``format`` and ``version`` in
+the metadata; a first section ``checksums`` ``(S,)`` uint32 with the CRC-32 of the file's head and of every later section, in the
+order of the file; and an order of sections in which each is aligned to its elements, so that it can be used where it lies.
+
+The ``safetensors`` package (0.8) reads these files but cannot replace this module. Its writer decides the order of sections, so
+checksums cannot come first and be filled in last: they would cost a second pass over all bytes. It takes all tensors contiguous
+and on the CPU at once, where this module converts one section at a time, and refuses complex128. Its reader copies numpy arrays,
+aligns to 8 bytes at most, opens pipes and devices, and accepts duplicate names, misaligned sections and shapes such as (2**40, 0).
 """
 
 import json
@@ -47,16 +52,16 @@ CODES = {
 }
 _ITEM_BYTES = {code: dtype.itemsize for dtype, code in CODES.items()}
 
-_MAX_HEAD = 100_000_000  # that of safetensors
+_MAX_HEAD = 100_000_000  # as in safetensors
 _MAX_DIMS = 32
-_MAX_EMPTY = 2**31  # the largest dimension that no bytes stand behind
+_MAX_EMPTY = 2**31  # the largest dimension of a shape without elements
 _ALIGNMENT = 64
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named from Python 3.13 on
 
 
 @dataclass(frozen=True)
 class Section:
-    """What is to be written: its dtype and shape as a safetensors file names them, and where its bytes come from."""
+    """A section to be written: its dtype and shape as a safetensors file names them, and what its bytes are taken from."""
 
     code: str
     shape: tuple[int, ...]
@@ -77,7 +82,7 @@ class Section:
 
 
 def write_sections(path: Path, sections: Mapping[str, Section]) -> None:
-    """Writes a file; an earlier one of that name is replaced only when all is written (which is not to say: is on the disk)."""
+    """Writes a file, and replaces an earlier one of that name when all is written. Does not wait for the disk (``fsync``)."""
     names = sorted(sections, key=lambda name: -sections[name].alignment)
     words = -(-(1 + len(names)) // 16) * 16
     checksums = np.zeros(words, dtype="<u4")
@@ -128,7 +133,7 @@ class Entry:
 
 
 class Sections:
-    """An open file. Memory that is handed out is mapped: read when touched, and the caller's own once written to.
+    """An open file. Tensors and arrays lie in mapped memory: pages are read when touched, and private once written.
 
     Args:
         path: the file.
@@ -168,10 +173,10 @@ class Sections:
         return np.frombuffer(self._memory, dtype="<u4", count=entry.shape[0], offset=self._base)
 
     def take(self, name: str) -> Entry:
-        """A section by its name, once: what is shared in a batch is one object of it, not one section of many objects.
+        """A section by its name, at most once: rows that share an object refer to the object, not to its section.
 
         Raises:
-            FileFormatError: there is none, or it was taken.
+            FileFormatError: there is no such section, or it was taken before.
         """
         if name not in self._untaken:
             raise FileFormatError(f"section {name!r} is absent or used twice")
@@ -179,7 +184,7 @@ class Sections:
         return self._entries[name]
 
     def finish(self) -> None:
-        """FileFormatError where sections are left that were not taken."""
+        """Raises FileFormatError if sections are left that were not taken."""
         if self._untaken:
             raise FileFormatError(f"nothing uses section {min(self._untaken)!r}")
 
@@ -191,7 +196,7 @@ class Sections:
         return data
 
     def bytes(self, name: str) -> memoryview:
-        """The checked bytes of a section by name, as often as wanted."""
+        """The checked bytes of a section by its name; does not take it."""
         return self.checked(self._entries[name])
 
     def tensor(self, entry: Entry, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -213,7 +218,7 @@ class Sections:
 
 
 def _open(path: str, flags: int) -> int:
-    """Opens ordinary files only: a pipe would block, a device never end."""
+    """Opens ordinary files only: a pipe would block, and a device would never end."""
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -251,14 +256,14 @@ def check_shape(shape: Sequence[Any]) -> int:
 
 
 def parse(text: bytes) -> Any:
-    """JSON in which no name stands twice; ValueError for anything else."""
+    """Reads JSON in which no object has a name twice; ValueError for anything else."""
     return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise FileFormatError("a name stands twice")
+        raise FileFormatError("a name occurs twice")
     return found
 
 
