@@ -1,6 +1,6 @@
-"""Bytes between the ranks of a process group, and agreement before and after, so that no rank waits for one that has failed.
+"""Moves bytes between the ranks of a process group, and lets ranks agree first, so that none waits for one that failed.
 
-GroupRanks are counted within the group. Bytes are tensors ``(n,)`` uint8, since every backend carries those, whatever they mean.
+Ranks are those within the group. Bytes are tensors ``(n,)`` uint8, which every backend supports.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Kind = Literal["all_gather", "gather", "broadcast", "scatter"]
 
 @dataclass(frozen=True)
 class Call:
-    """Which collective, and from or to which rank; all ranks must make the same."""
+    """A collective and its root rank; all ranks must make the same call."""
 
     kind: Kind
     root: int = 0
@@ -31,11 +31,11 @@ class Call:
         )
 
     def sends(self, rank: int) -> bool:
-        """Whether a rank has something to send."""
+        """Whether a rank sends messages."""
         return self.kind in ("all_gather", "gather") or rank == self.root
 
     def receives(self, rank: int, messages: int) -> range:
-        """Which of the messages arrive at a rank; what a root hands out to itself does not travel."""
+        """Which of the messages a rank receives; a root does not send to itself."""
         if self.kind == "all_gather":
             return range(messages)
         if self.kind == "gather":
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """This rank's place in a group.
+    """A process group as this rank sees it.
 
     Raises:
         InvalidIndex: this process is not in the group.
@@ -64,29 +64,29 @@ class GroupRanks:
         return cls(group, rank, dist.get_world_size(group))
 
     def together(self, act: Callable[[], tuple[Result, Any]]) -> tuple[Result, list[Any]]:
-        """What ``act`` returns here, and what it lets the others know on every rank.
+        """Runs ``act`` on all ranks; returns its result here, and the second value that it returned on each rank.
 
         Raises:
-            RankFailure: it failed somewhere; on all ranks, and says where and why.
+            RankFailure: it failed on a rank; raised on all ranks, names rank and reason.
         """
         outcome: tuple[Result, Any] | None = None
         problem: Exception | None = None
         try:
             outcome = act()
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
-        said = None if problem is None else f"{type(problem).__name__}: {problem}"
+        failure = None if problem is None else f"{type(problem).__name__}: {problem}"
         heard: list[Any] = [None] * self.size
-        dist.all_gather_object(heard, (said, None if outcome is None else outcome[1]), group=self.group)
+        dist.all_gather_object(heard, (failure, None if outcome is None else outcome[1]), group=self.group)
         if failures := {rank: message for rank, (message, _) in enumerate(heard) if message is not None}:
             raise RankFailure(f"no batch was exchanged: {grouped('rank', failures)}") from problem
         assert outcome is not None
         return outcome[0], [value for _, value in heard]
 
     def carrier(self, wanted: str) -> torch.device:
-        """The device that bytes travel from and to: of the wanted kind where the group's backend takes it.
+        """The device to send bytes from and to: of the wanted kind if the backend of the group supports it.
 
-        Gloo says that it takes the memory of a GPU, but ends the process when that is sent from one rank to another.
+        Gloo claims to support GPU memory, but point-to-point operations on it end the process.
         """
         config = str(dist.get_backend_config(self.group))  # such as cpu:gloo,cuda:nccl
         backends = dict(part.split(":") for part in config.split(","))
@@ -97,9 +97,9 @@ class GroupRanks:
         """Moves one section of every message.
 
         Args:
-            sent: this rank's bytes, one tensor a message that it sends.
-            sizes: the bytes of every message.
-            received: filled with the messages that arrive here, one after the other.
+            sent: the bytes of this rank, one tensor for each message that it sends.
+            sizes: the number of bytes of every message.
+            received: filled with the messages that this rank receives, one after the other.
         """
         if not any(sizes):
             return
@@ -118,7 +118,7 @@ class GroupRanks:
         else:
             self._scatter(call.root, sent, received)
 
-    # Gather and scatter without the padding to one size that torch's want
+    # Gather and scatter of unequal sizes, which torch's pad to one size
 
     def _gather(self, root: int, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor) -> None:
         if self.rank != root:
@@ -143,7 +143,7 @@ class GroupRanks:
 
 
 def local_device(kind: str) -> torch.device:
-    """This rank's own device of a kind: the current one, and the CPU where there is none of that kind."""
+    """The current device of a kind, or the CPU if this process has none of that kind."""
     here = torch.accelerator.current_accelerator()
     if kind == "cpu" or here is None or here.type != kind:
         return torch.device("cpu")
@@ -151,7 +151,7 @@ def local_device(kind: str) -> torch.device:
 
 
 def grouped(what: str, found: Mapping[int, str]) -> str:
-    """Who has what.
+    """Values and who has them, in words.
 
     >>> grouped("rank", {0: "torch.int64", 1: "absent", 2: "torch.int64"})
     'torch.int64 on ranks 0, 2 and absent on rank 1'

@@ -29,9 +29,9 @@ _ON_DEVICE = {"tensor", "ragged", "nested"}
 
 @dataclass(frozen=True)
 class Form:
-    """What ranks must agree on in a column: its kind, dtype, and the shape of a row or token."""
+    """The properties of a column that ranks must agree on: its kind, dtype, and the shape of a row or token."""
 
-    kind: str  # "tensor" and "ragged" travel as such, all others pickled
+    kind: str  # "tensor" and "ragged" are sections, all others are pickled
     dtype: Any = None
     tail: tuple[int, ...] = ()
 
@@ -59,18 +59,18 @@ class Form:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a batch is made of, and how much there is of it."""
+    """The columns of a batch and the sizes of its sections."""
 
     rows: int
-    forms: Mapping[str, Form]  # no columns: fits all others
-    devices: Mapping[str, str]  # kinds of device, by column
+    forms: Mapping[str, Form]  # by column; a batch without columns agrees with all others
+    devices: Mapping[str, str]  # by column: kind of device
     has_batch: bool
     batch_device: str | None
-    values: Mapping[str, int]  # tokens that a ragged column stores
-    pickled: Sequence[int]  # bytes of a pickle and its buffers
+    values: Mapping[str, int]  # by ragged column: stored tokens
+    pickled: Sequence[int]  # bytes of the pickle and of each of its buffers
 
     def sections(self) -> Iterator[Section]:
-        """In the order in which they travel."""
+        """All sections, in the order in which they are sent."""
         for name, form in sorted(self.forms.items()):
             if form.kind == "tensor":
                 yield name, "rows"
@@ -79,7 +79,7 @@ class Outline:
         yield "", "objects"
 
     def size(self, section: Section) -> int:
-        """Bytes of a section."""
+        """The number of bytes of a section."""
         name, part = section
         if part == "objects":
             return sum(map(_padded, self.pickled))
@@ -90,12 +90,12 @@ class Outline:
         return (self.rows if part == "rows" else self.values[name]) * self.forms[name].token_bytes
 
     def kind_of_device(self, section: Section) -> str:
-        """Where a section would best travel."""
+        """The kind of device that a section is on."""
         return "cpu" if section[1] in ("places", "objects") else self.devices[section[0]]
 
 
 def common_form(what: str, outlines: Sequence[Outline]) -> Outline:
-    """An outline whose columns are everybody's; ColumnConflict where they differ."""
+    """The outline of a batch with columns; raises ColumnConflict if columns differ between batches."""
     holders = {number: outline for number, outline in enumerate(outlines) if outline.forms or outline.has_batch}
     if not holders:
         return outlines[0]
@@ -148,7 +148,7 @@ class Message:
         return cls(batch, outline, ragged, pickled)
 
     def bytes_of(self, section: Section, device: torch.device) -> torch.Tensor:
-        """A section ``(n,)`` uint8 on a device; no copy where it lies there already."""
+        """The bytes of a section ``(n,)`` uint8 on a device; no copy if they are there already."""
         name, part = section
         if part == "objects":
             return self.pickled.to(device)
@@ -166,7 +166,7 @@ def _padded(size: int) -> int:
 
 
 def _pickled(value: Any) -> tuple[torch.Tensor, list[int]]:
-    """A pickle and its out-of-band buffers, each at an aligned place of one tensor ``(n,)`` uint8, and their sizes."""
+    """A pickle and its out-of-band buffers in one tensor ``(n,)`` uint8, each aligned; and their sizes."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     views = [memoryview(stream), *(buffer.raw() for buffer in buffers)]
@@ -180,7 +180,7 @@ def _pickled(value: Any) -> tuple[torch.Tensor, list[int]]:
 
 
 def _unpickled(memory: np.ndarray, sizes: Sequence[int]) -> Any:
-    """The inverse of :func:`_pickled`; what comes out lies in ``memory``."""
+    """The inverse of :func:`_pickled`, over ``memory``."""
     ends = np.cumsum(list(map(_padded, sizes))).tolist()
     views = [memory[end - _padded(size) :][:size] for end, size in zip(ends, sizes)]
     return pickle.loads(views[0].tobytes(), buffers=views[1:])
@@ -217,7 +217,7 @@ def assemble(
 
 
 def _unpickled_rests(outlines: Sequence[Outline], arrived: torch.Tensor, own: int, mine: Message | None) -> list[Any]:
-    """What each message holds beside tensors and ragged columns; this rank's own objects as they are."""
+    """The pickled part of each message; for this rank's own message its objects themselves."""
     rests: list[Any] = []
     for number, part in enumerate(arrived.cpu().split([outline.size(("", "objects")) for outline in outlines])):
         if mine is not None and number == own:

@@ -24,7 +24,7 @@ EncodedTensorDict: TypeAlias = tuple[tuple[int, ...], str | None, dict[str, tupl
 
 
 def fields_of(data: Any) -> tuple[TensorDict | None, Arrays, dict[str, Any]]:
-    """``batch``, ``non_tensor_batch`` and ``meta_info`` of a batch of verl's class, in containers of their own."""
+    """``batch``, ``non_tensor_batch`` and ``meta_info`` of a batch of verl's class, in new containers."""
     if absent := [name for name in ("batch", "non_tensor_batch", "meta_info") if not hasattr(data, name)]:
         raise InvalidColumn(f"a {type(data).__name__} is no batch of verl's: it has no {' and no '.join(absent)}")
     arrays: Arrays = dict(data.non_tensor_batch or {})
@@ -37,7 +37,7 @@ def fields_of(data: Any) -> tuple[TensorDict | None, Arrays, dict[str, Any]]:
 
 
 def arrays_of(columns: Mapping[str, np.ndarray | RaggedTensor]) -> dict[str, np.ndarray]:
-    """Columns as numpy arrays; ragged ones as arrays of objects, one view a row."""
+    """Columns as numpy arrays; a ragged column becomes an array of objects, one view a row."""
     return {name: _objects(column) if isinstance(column, RaggedTensor) else column for name, column in columns.items()}
 
 
@@ -46,7 +46,7 @@ def _objects(column: RaggedTensor) -> np.ndarray:
 
 
 def _as_numpy(row: torch.Tensor) -> Any:
-    """The same memory as a numpy array. (Pickle writes a numpy view alone, but a tensor's with the whole storage.)"""
+    """The same memory as a numpy array. (Pickle writes a numpy view alone, but a view of a tensor with its whole storage.)"""
     try:
         return row.numpy()
     except (TypeError, RuntimeError):  # a dtype that numpy lacks; another device, or a gradient
@@ -66,7 +66,7 @@ def verl_class() -> Callable[..., Any]:
 
 
 def serialize_single_tensor(obj: torch.Tensor) -> EncodedTensor:
-    """A dense tensor of any dtype and device to its dtype's name, its shape and its bytes (an uint8 array, no copy where it can).
+    """A dense tensor of any dtype and device as the name of its dtype, its shape and its bytes (uint8, if possible not copied).
 
     >>> serialize_single_tensor(torch.tensor([[1, 2]], dtype=torch.int8))
     ('int8', torch.Size([1, 2]), array([1, 2], dtype=uint8))
@@ -91,7 +91,7 @@ def deserialize_single_tensor(arr: Sequence[Any]) -> torch.Tensor:
 
 
 def serialize_tensordict(batch: TensorDict) -> EncodedTensorDict:
-    """Batch size, device and encoded columns: dense ones as three values, nested ones as (layout, list of encoded rows).
+    """A ``TensorDict`` as batch size, device and encoded columns: dense ones as three values, nested ones as (layout, rows).
 
     Raises:
         InvalidColumn: a value is not a tensor.

@@ -1,7 +1,7 @@
-"""What verl's dispatch asks of ``verl.protocol`` beside ``DataProto``: futures, and the splitting and joining of arguments.
+"""The classes beside ``DataProto`` that verl's dispatch imports from ``verl.protocol``: futures, and splitting and joining.
 
-Nothing here imports Ray or verl. A future is any handle whose ``future()`` is a ``concurrent.futures.Future``, as that of a Ray
-``ObjectRef`` is. Handles of verl's TransferQueue exist only where verl has loaded its bridge to it, which is used from there.
+This module imports neither Ray nor verl. A future is any handle whose ``future()`` returns a ``concurrent.futures.Future``, as
+Ray's ``ObjectRef`` does. Handles of verl's TransferQueue are supported if verl has loaded its bridge to it.
 """
 
 import sys
@@ -16,19 +16,17 @@ from tensordict import TensorDict, TensorDictBase
 from dataproto._ops import column_ops as columnwise
 from dataproto.errors import IndivisibleBatch, InvalidColumn, InvalidIndex
 
-_padding_size_key = (
-    "_padding_size_key_x123d"  # under this name verl's dispatch tells its collection how many rows it added
-)
+_padding_size_key = "_padding_size_key_x123d"  # verl's dispatch passes the number of added rows under this name
 
 
 @dataclass
 class DataProtoFuture:
-    """The result of a worker group that is not fetched yet; it can be an argument of another call, and nothing else.
+    """The result of a worker group that is not fetched yet. It can be passed to another call.
 
     Args:
-        collect_fn: joins the results of the futures to one.
+        collect_fn: joins the results of the futures.
         futures: one handle a worker; ``handle.future()`` is a ``concurrent.futures.Future`` (Ray's ``ObjectRef`` has it).
-        dispatch_fn: picks a part of the whole, once that is there.
+        dispatch_fn: selects a part of the joined result.
 
     >>> from concurrent.futures import Future
     >>> from types import SimpleNamespace
@@ -47,22 +45,22 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: list[Any]) -> "DataProtoFuture":
-        """The future of all rows, from one handle a worker."""
+        """A future of all rows, from one handle a worker."""
         return DataProtoFuture(collect_fn=_concat, futures=data)
 
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
-        """The futures of ``chunks`` equal parts; each fetches the whole."""
+        """Futures of ``chunks`` equal splits; each fetches the whole result."""
         parts = (partial(_part, number=number, chunks=chunks) for number in range(chunks))
         return [DataProtoFuture(self.collect_fn, self.futures, part) for part in parts]
 
     def get(self) -> Any:
-        """Waits for the futures, and returns their rows or, of a chunk, its part of them; raises what a worker raised."""
+        """Waits for the futures and returns their rows, or the split of :meth:`chunk`; raises what a worker raised."""
         whole = self.collect_fn([handle.future().result() for handle in self.futures])
         return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
 
 
 class BatchData:
-    """How verl's dispatch splits an argument and joins results, whatever they are.
+    """Splits arguments and joins results of any type for verl's dispatch.
 
     Args:
         data: a batch, a ``TensorDict``, a future or a handle of verl's TransferQueue; or, to be joined, a list of such.
@@ -72,19 +70,19 @@ class BatchData:
         self._data = data
 
     def is_chunkable(self) -> bool:
-        """Whether :meth:`chunk` takes it."""
+        """Whether :meth:`chunk` accepts the data."""
         kinds = (DataProtoFuture, TensorDictBase, *_queue_handles())
         return isinstance(self._data, kinds) or _is_batch(self._data)
 
     def is_concatable(self) -> bool:
-        """Whether it is a list, not empty, that :meth:`concat` takes."""
+        """Whether the data are a non-empty list that :meth:`concat` accepts."""
         if not isinstance(self._data, list | tuple) or len(self._data) == 0:
             return False
         first = self._data[0]
         return isinstance(first, (TensorDictBase, *_queue_handles())) or _is_batch(first) or _is_future(first)
 
     def chunk(self, chunks: int) -> Sequence[Any]:
-        """``chunks`` equal parts of the same type; those of a ``TensorDict`` have memory of their own."""
+        """``chunks`` equal splits of the same type; those of a ``TensorDict`` are copies."""
         queue = _queue()
         if isinstance(self._data, TensorDictBase):
             return _chunk_tensordict(self._data, chunks)
@@ -93,10 +91,10 @@ class BatchData:
         return self._data.chunk(chunks=chunks)  # type: ignore[no-any-return]
 
     def concat(self) -> Any:
-        """All rows, as the type of the parts; of futures, a :class:`DataProtoFuture`.
+        """Joins all rows to a value of the type of the parts; futures to a :class:`DataProtoFuture`.
 
         Raises:
-            InvalidIndex: there is nothing to join.
+            InvalidIndex: the list is empty.
         """
         if not self._data:
             raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
@@ -162,7 +160,7 @@ def _concat_tensordicts(parts: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def _queue() -> Any:
-    """verl's bridge to its TransferQueue, or ``None`` where it is not loaded."""
+    """verl's bridge to its TransferQueue, or ``None`` if it is not loaded."""
     return sys.modules.get("verl.utils.transferqueue_utils")
 
 
@@ -172,7 +170,7 @@ def _queue_handles() -> tuple[type, ...]:
 
 
 def _concat_queue_metas(metas: Sequence[Any], queue: Any) -> Any:
-    """One handle of all rows, as verl's callers hold it (``KVBatchMeta``); facts are collected into lists, one value a part."""
+    """One handle of all rows, of the type that callers have (``KVBatchMeta``); ``extra_info`` becomes lists, one value a part."""
     facts: dict[str, list[Any]] = {}
     for meta in metas:
         for name, value in meta.extra_info.items():

@@ -1,7 +1,7 @@
-"""Inputs as chunks of tokens and images, and what a loss needs beside them.
+"""Inputs of a model as chunks of tokens and images, with the inputs of a loss.
 
-Names and meaning are those of the public ``tinker`` package, whose objects are taken as they are: `read_model_input` and
-`read_datum` look at attributes, not at classes. Nothing here decodes an image or counts its tokens; `rollout.prompts` does.
+Names and meaning are those of the public ``tinker`` package. Its objects are accepted: `read_model_input` and `read_datum` look
+at attributes, not at classes. This module neither decodes an image nor counts its tokens; `rollout.prompts` does.
 """
 
 import struct
@@ -24,7 +24,7 @@ LOSS_INPUTS: dict[str, type] = {
     "advantages": np.float32,
     "mask": np.float32,
 }
-"""What ``Datum.loss_fn_inputs`` may hold: names and dtypes."""
+"""The names and dtypes of ``Datum.loss_fn_inputs``."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class EncodedTextChunk:
         return len(self.tokens)
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """The tokens as ``(n,)`` int64. Raises `InvalidChunk` if they are no such numbers."""
+        """The tokens as ``(n,)`` int64. Raises `InvalidChunk` if they are not whole numbers."""
         try:
             if isinstance(self.tokens, list | tuple):
                 return np.frombuffer(struct.pack(f"{len(self.tokens)}q", *self.tokens), dtype=np.int64)
@@ -55,7 +55,8 @@ class EncodedTextChunk:
 class ImageChunk:
     """An image as the bytes of a file.
 
-    ``expected_tokens``: how many tokens the sender counts it as; who counts differently refuses it.
+    Args:
+        expected_tokens: the number of tokens that the sender counts; rendering fails if it is another.
     """
 
     data: bytes = field(repr=False)
@@ -77,7 +78,7 @@ class ImageChunk:
 
 @dataclass(frozen=True)
 class ImageAssetPointerChunk:
-    """An image that lies elsewhere; who renders it says how ``location`` becomes bytes."""
+    """An image stored elsewhere; the renderer decides how to load ``location``."""
 
     format: ImageFormat
     location: str
@@ -97,7 +98,7 @@ Chunk: TypeAlias = EncodedTextChunk | ImageChunk | ImageAssetPointerChunk
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A sequence of chunks. An image stands exactly where its chunk does; tokens around it are the text chunks' business.
+    """A sequence of chunks. An image is exactly where its chunk is; the text chunks hold any tokens around it.
 
     >>> prompt = ModelInput.from_ints([5, 6]).append(ImageAssetPointerChunk("png", "a.png", expected_tokens=4)).append_int(7)
     >>> prompt.length, len(prompt.chunks)
@@ -125,7 +126,7 @@ class ModelInput:
 
     @property
     def length(self) -> int:
-        """Tokens in all. Raises `InvalidChunk` if an image does not say how many it expects to be."""
+        """The number of tokens. Raises `InvalidChunk` if an image has no ``expected_tokens``."""
         return sum(chunk.length for chunk in self.chunks)
 
     def append(self, chunk: Chunk) -> "ModelInput":
@@ -137,7 +138,7 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class Datum:
-    """A sequence and what its loss needs: one number a token each, under the names of `LOSS_INPUTS`.
+    """A sequence and the inputs of its loss: one number a token each, under the names of `LOSS_INPUTS`.
 
     Position i of the input predicts ``target_tokens[i]``, which usually is token i + 1 of the same sequence.
     """
@@ -147,10 +148,10 @@ class Datum:
 
 
 def read_model_input(value: Any) -> ModelInput:
-    """This module's `ModelInput` from one of its own or of the ``tinker`` package.
+    """Returns a `ModelInput` of this module for one of this module or of the ``tinker`` package.
 
     Raises:
-        InvalidChunk: a chunk is of another kind, or broken; names it. Nothing is left out.
+        InvalidChunk: a chunk is of another type, or broken; names it. No chunk is skipped.
 
     >>> from types import SimpleNamespace as Foreign
     >>> read_model_input(Foreign(chunks=[Foreign(type="encoded_text", tokens=[5, 6])]))
@@ -181,11 +182,11 @@ def _read_chunk(chunk: Any, number: int) -> Chunk:
 
 
 def read_datum(value: Any) -> Datum:
-    """This module's `Datum` with 1-D arrays of the right dtypes, from one of its own or of the ``tinker`` package.
+    """Returns a `Datum` of this module, with 1-D arrays of the dtypes of `LOSS_INPUTS`, for one of this module or of ``tinker``.
 
     Raises:
         InvalidChunk: see `read_model_input`.
-        InvalidColumn: a loss input is unknown, or not one finite number a token; names it.
+        InvalidColumn: a loss input is unknown, or is not one finite number a token; names it.
 
     >>> read_datum(Datum(ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7]})).loss_fn_inputs
     {'target_tokens': array([6, 7])}
@@ -223,7 +224,7 @@ def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
 
 
 def _packed(numbers: list[Any], dtype: type) -> npt.NDArray[Any]:
-    """A list as an array, by the fastest way if it holds such numbers."""
+    """A list as an array; the fastest way if it holds numbers of this dtype."""
     try:
         code = "q" if dtype is np.int64 else "f"
         return np.frombuffer(struct.pack(f"{len(numbers)}{code}", *numbers), dtype=dtype)

@@ -28,11 +28,11 @@ _DTYPES = {"q": torch.int64, "B": torch.uint8, "f": torch.float32}
 
 
 def ragged_rows(rows: Rows, code: Code = "q", name: str = "rows") -> RaggedTensor:
-    """Rows of numbers as int64 (``"q"``), uint8 (``"B"``) or float32 (``"f"``), without a step of Python for each token.
+    """Rows of numbers as one column of int64 (``"q"``), uint8 (``"B"``) or float32 (``"f"``), without a Python loop over tokens.
 
     Raises:
-        InvalidRow: a row does not hold such numbers.
-        InvalidColumn: a ragged tensor of another dtype.
+        InvalidRow: a row holds anything else.
+        InvalidColumn: ``rows`` is a ragged tensor of another dtype.
 
     >>> ragged_rows([[5, 6], [], [7]]).values
     tensor([5, 6, 7])
@@ -52,7 +52,7 @@ def ragged_rows(rows: Rows, code: Code = "q", name: str = "rows") -> RaggedTenso
 
 
 def _packed(numbers: Any, code: str) -> Any:
-    """A row's bytes; lists by the fastest way that refuses what is no such number."""
+    """The bytes of a row; of a list by the fastest way that refuses other numbers."""
     if isinstance(numbers, list | tuple):
         return bytes(numbers) if code == "B" else struct.pack(f"{len(numbers)}{code}", *numbers)
     if np.ndim(numbers) != 1:
@@ -61,10 +61,10 @@ def _packed(numbers: Any, code: str) -> Any:
 
 
 def pad_rows(rows: RaggedTensor, width: int, fill: float) -> tuple[Tensor, Tensor]:
-    """Right-padded ``(B, width)`` of one number a token, and where tokens stand, ``(B, width)`` bool.
+    """Pads rows on the right to ``(B, width)``; also returns which cells hold tokens, ``(B, width)`` bool.
 
     Raises:
-        InvalidRow: a row is longer.
+        InvalidRow: a row is longer than ``width``.
 
     >>> pad_rows(ragged_rows([[5, 6], [7]]), 3, 0)[0].tolist()
     [[5, 6, 0], [7, 0, 0]]
@@ -86,18 +86,19 @@ def collate_supervised(
     pad_token_id: int,
     width: int | None = None,
 ) -> DataProto:
-    """Supervised rows in the columns of a rollout, right-padded: every token but the first is a response, R = L - 1.
+    """Puts supervised rows, padded on the right, into the columns of a rollout: every token but the first is a response.
 
-    ``input_ids``, ``attention_mask``, ``position_ids`` ``(B, L)``; ``response_mask (B, R)``; with ``token_types`` also
-    ``mm_token_type_ids (B, L)``, from which, and from the rows' media, a family makes the m-RoPE ``position_ids (B, 4, L)``.
+    The columns are ``input_ids``, ``attention_mask`` and ``position_ids`` ``(B, L)``, ``response_mask`` ``(B, R)`` with
+    R = L - 1, and with ``token_types`` also ``mm_token_type_ids`` ``(B, L)``, from which, with the media of the rows, a model
+    family makes the m-RoPE ``position_ids`` ``(B, 4, L)``.
 
     Args:
-        loss_mask: 1 on tokens to be learnt, 0 elsewhere; all of them unless given. A row's first token is never learnt.
+        loss_mask: 1 on tokens to learn, 0 elsewhere; default: all. The first token of a row is never learnt.
         token_types: 0 text, 1 image, 2 video placeholder.
-        width: L; the longest row unless given.
+        width: L; default: the length of the longest row.
 
     Raises:
-        InvalidRow: a row is longer than ``width``, holds no such numbers, or has another length in the second or third argument.
+        InvalidRow: a row is longer than ``width``, holds other values, or differs in length between the arguments.
 
     >>> data = collate_supervised([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]], pad_token_id=0)
     >>> data["input_ids"].tolist(), data["response_mask"].tolist()
@@ -120,15 +121,18 @@ def collate_supervised(
 
 
 def loss_masks(rows: Rows, like: RaggedTensor) -> RaggedTensor:
-    """Loss masks of 0 and 1 as uint8, of the same lengths as other rows."""
+    """Loss masks of 0 and 1 as a column of uint8; checks that their lengths are those of the rows ``like``."""
     return _alike(rows, like, "loss_mask", 1)
 
 
 def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor:
-    """Rows of numbers from 0 to ``most`` as uint8, of the same lengths as other rows."""
+    """Numbers from 0 to ``most`` as a column of uint8 with the lengths of the rows ``like``."""
     if isinstance(rows, RaggedTensor) and not rows.dtype.is_floating_point:
         storage = rows.storage.to(torch.uint8)
-        if rows.dtype not in (torch.bool, torch.uint8):  # what uint8 cannot hold must not come around to 0 or 1
+        if rows.dtype not in (
+            torch.bool,
+            torch.uint8,
+        ):  # a number that uint8 cannot hold must not wrap around to 0 or 1
             storage[storage != rows.storage] = 255
         rows = RaggedTensor.windows(storage, rows.starts, rows.lengths)
     made = ragged_rows(rows, "B", name)
@@ -137,7 +141,7 @@ def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor
     if (wrong := (made.lengths != like.lengths).nonzero()).numel():
         row = int(wrong[0])
         raise InvalidRow(row, f"{int(like.lengths[row])} input_ids, but {int(made.lengths[row])} of {name}")
-    if len(made.storage) and int(made.storage.max()) > most:  # which may hold more than the rows
+    if len(made.storage) and int(made.storage.max()) > most:  # the storage may hold more than the rows
         for row, numbers in enumerate(made):
             if (numbers > most).any():
                 raise InvalidRow(row, f"{name} are numbers from 0 to {most}, not {numbers.tolist()}")
@@ -147,12 +151,12 @@ def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor
 # Bins
 
 NO_LABEL = -100
-"""The label that losses of PyTorch and Hugging Face pass over."""
+"""The label that losses of PyTorch and Hugging Face ignore."""
 
 
 @dataclass(frozen=True)
 class BinLayout:
-    """Where rows stand in a grid ``(bins, capacity)``: one after the other, each from a multiple of ``align`` on.
+    """The place of each row in a grid ``(bins, capacity)``: one after the other, each starting at a multiple of ``align``.
 
     >>> layout = BinLayout.of([3, 2, 4], [np.array([0, 1]), np.array([2])], capacity=6)
     >>> layout.position_ids.tolist(), layout.cu_seqlens.values.tolist()
@@ -163,19 +167,19 @@ class BinLayout:
 
     bins: int
     capacity: int
-    rows: np.ndarray  # (S,) which row each segment is, -1 at the ends of bins
-    tokens: np.ndarray  # (S,) how many tokens it holds
-    sizes: np.ndarray  # (S,) how many cells it takes up
-    segments: np.ndarray  # (bins,) how many segments each bin has
+    rows: np.ndarray  # (S,) the row of each segment, -1 for what is left at the end of a bin
+    tokens: np.ndarray  # (S,) number of tokens of each segment
+    sizes: np.ndarray  # (S,) number of cells of each segment
+    segments: np.ndarray  # (bins,) number of segments of each bin
 
     @classmethod
     def of(
         cls, lengths: Sequence[int] | np.ndarray | Tensor, bins: Sequence[np.ndarray], capacity: int, align: int = 1
     ) -> "BinLayout":
-        """Rows of ``lengths (B,)`` in ``bins`` of row indices, as `first_fit_decreasing` gives them.
+        """The layout of rows of ``lengths`` ``(B,)`` in ``bins`` of row indices, as `first_fit_decreasing` returns them.
 
         Raises:
-            InvalidColumn: the bins do not hold every row once, or one holds more than fits; names it.
+            InvalidColumn: the bins do not hold every row once, or a bin holds more than ``capacity``; names it.
         """
         each, rows = np.asarray(lengths, dtype=np.int64), np.concatenate([np.zeros(0, dtype=np.int64), *bins])
         if not np.array_equal(np.sort(rows), np.arange(len(each))):
@@ -199,7 +203,7 @@ class BinLayout:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Each cell's place in its segment, ``(bins, capacity)`` int64."""
+        """The position of each cell in its segment, ``(bins, capacity)`` int64."""
         return torch.from_numpy(runs(np.zeros_like(self.sizes), self.sizes)).view(self.bins, self.capacity)
 
     @cached_property
@@ -210,20 +214,20 @@ class BinLayout:
 
     @cached_property
     def cu_seqlens(self) -> RaggedTensor:
-        """Where the segments of each bin begin and the last one ends, int32: what attention by segment asks for."""
+        """The start of each segment of a bin and the end of the last, int32, one row a bin, as attention kernels take them."""
         first = np.cumsum(self.segments) - self.segments
         ends = np.cumsum(self.sizes) - np.repeat(np.arange(self.bins) * self.capacity, self.segments)
         return RaggedTensor(torch.from_numpy(np.insert(ends, first, 0).astype(np.int32)), self.segments + 1)
 
     def place(self, rows: RaggedTensor, fill: float) -> Tensor:
-        """Rows ``(n_i, *tail)`` in their cells ``(bins, capacity, *tail)``, ``fill`` in the others; gradients flow.
+        """Puts rows ``(n_i, *tail)`` into their cells of ``(bins, capacity, *tail)``, ``fill`` into the others; gradients flow.
 
         Raises:
-            InvalidColumn: the rows' lengths are not those of the layout.
+            InvalidColumn: the lengths of the rows are not those of the layout.
         """
-        standing = self.rows >= 0
-        order = self.rows[standing]
-        if len(rows) != len(order) or not np.array_equal(rows.lengths.numpy()[order], self.tokens[standing]):
+        used = self.rows >= 0
+        order = self.rows[used]
+        if len(rows) != len(order) or not np.array_equal(rows.lengths.numpy()[order], self.tokens[used]):
             raise InvalidColumn(f"{rows!r} are not the rows of this layout")
         if len(rows) == 0 or len(rows.storage) == 0:
             return rows.storage.new_full((self.bins, self.capacity, *rows.tail), fill)
@@ -232,14 +236,14 @@ class BinLayout:
         return chosen.view(self.bins, self.capacity, *rows.tail).masked_fill_(empty, fill)
 
     def _sources(self, rows: RaggedTensor) -> np.ndarray:
-        """Where each cell's value stands in the rows' storage, ``(bins * capacity,)``; columns that lie alike share one."""
+        """The index of each cell's value in the storage, ``(bins * capacity,)``; cached for columns of equal windows."""
         key = (len(rows.storage), rows.starts.numpy().tobytes())
         if key not in self._found:
             first = np.where(self.rows >= 0, rows.starts.numpy()[self.rows], 0)
             small = len(rows.storage) + self.capacity < 2**31
             index = runs(first, self.sizes, np.int32 if small else np.int64)
             if (first + self.sizes > len(rows.storage)).any():
-                np.minimum(index, len(rows.storage) - 1, out=index)  # of cells without tokens
+                np.minimum(index, len(rows.storage) - 1, out=index)  # cells without tokens
             self._found[key] = index
         return self._found[key]
 
@@ -248,13 +252,13 @@ class BinLayout:
         return {}
 
     def take(self, grid: Tensor) -> RaggedTensor:
-        """The inverse of :meth:`place`: the rows that stand in ``(bins, capacity, *tail)``, in their own order."""
-        standing = self.rows >= 0
-        return RaggedTensor(grid[self.filled.to(grid.device)], self.tokens[standing])[np.argsort(self.rows[standing])]
+        """The inverse of :meth:`place`: the rows of a grid ``(bins, capacity, *tail)``, in their original order."""
+        used = self.rows >= 0
+        return RaggedTensor(grid[self.filled.to(grid.device)], self.tokens[used])[np.argsort(self.rows[used])]
 
 
 def runs(first: np.ndarray, sizes: np.ndarray, dtype: type[np.signedinteger] = np.int64) -> np.ndarray:
-    """Each first number and those that follow it, ``sizes`` in all, one run after the other; no other array of that length.
+    """Runs of consecutive numbers, one after the other: ``sizes[i]`` numbers from ``first[i]`` on.
 
     >>> runs(np.array([0, 7, 5]), np.array([3, 0, 2]))
     array([0, 1, 2, 5, 6])
@@ -276,21 +280,20 @@ def pack_supervised(
     bins: Sequence[np.ndarray] | None = None,
     align: int = 1,
 ) -> DataProto:
-    """Supervised rows packed into bins: a batch with one row a bin.
+    """Packs supervised rows into bins; the batch has one row a bin.
 
-    ``input_ids``, ``position_ids`` (from 0 in each segment) and ``shift_labels`` ``(bins, capacity)`` int64; ``cu_seqlens``,
-    ragged int32. A label is the token that follows, and -100 where none follows in the same row or none is to be learnt:
-    Hugging Face's models take it under this name and do not shift it again. Other columns of the rows go the same way through
-    a `BinLayout`.
+    The columns are ``input_ids``, ``position_ids`` (from 0 in each segment) and ``shift_labels``, ``(bins, capacity)`` int64, and
+    ``cu_seqlens``, ragged int32. The label of a token is the next token of its row, or -100 if there is none or it is not to be
+    learnt; Hugging Face's models take labels under this name and do not shift them again. A `BinLayout` places further columns.
 
     Args:
-        loss_mask: 1 on tokens to be learnt, 0 elsewhere; all of them unless given. A row's first token is never learnt.
-        bins: row indices of each bin; those of `first_fit_decreasing` unless given.
-        align: each row begins at a multiple of it.
+        loss_mask: 1 on tokens to learn, 0 elsewhere; default: all. The first token of a row is never learnt.
+        bins: row indices of each bin; default: those of `first_fit_decreasing`.
+        align: each row starts at a multiple of it.
 
     Raises:
-        InvalidRow: a row is longer than ``capacity``, or holds no such numbers.
-        InvalidColumn: loss masks of other lengths, or bins that do not hold every row once or hold too much.
+        InvalidRow: a row is longer than ``capacity``, or holds other values.
+        InvalidColumn: loss masks have other lengths, or the bins do not hold every row once or hold too much.
 
     >>> data = pack_supervised([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]], capacity=6, pad_token_id=0)
     >>> data["input_ids"].tolist(), data["shift_labels"].tolist()
@@ -302,9 +305,7 @@ def pack_supervised(
     layout = BinLayout.of(ids.lengths, bins, capacity, align)
     tokens = layout.place(ids, pad_token_id)
     learnt = layout.filled if loss_mask is None else layout.place(loss_masks(loss_mask, ids), 0).bool()
-    follows = learnt.view(-1)[1:] & (
-        layout.position_ids.view(-1)[1:] > 0
-    )  # a row's first token follows none of its row
+    follows = learnt.view(-1)[1:] & (layout.position_ids.view(-1)[1:] > 0)  # the first token of a row is no label
     labels = torch.empty_like(tokens)
     flat = labels.view(-1)
     torch.where(follows, tokens.view(-1)[1:], torch.tensor(NO_LABEL), out=flat[:-1])

@@ -186,7 +186,7 @@ def require(data: HasColumns, *names: str) -> None:
     """Checks that a batch has the columns that the caller reads.
 
     Raises:
-        MissingColumn: names are absent; says which, who writes them and what is present.
+        MissingColumn: columns are absent; names them, who writes them, and the columns that are present.
 
     >>> from dataproto import DataProto
     >>> require(DataProto.from_dict(non_tensors={"uid": ["a"]}), "uid", "old_log_probs")
@@ -199,7 +199,7 @@ def require(data: HasColumns, *names: str) -> None:
 
 
 def missing_message(absent: list[str], present: list[str]) -> str:
-    """What is absent, who writes it, what is present."""
+    """The message of `MissingColumn`: the absent columns, who writes them, and the present ones."""
     lines = [f"{name!r} (written by {COLUMNS[name].written_by})" if name in COLUMNS else repr(name) for name in absent]
     found = ", ".join(map(repr, present)) if present else "no columns"
     return f"missing column{'s' * (len(absent) > 1)}: {', '.join(lines)}; present: {found}"
@@ -277,7 +277,7 @@ def _form(column: Any) -> str:
 
 
 def _check_lengths(sizes: Sizes) -> None:
-    """L = P + R, and a token before every response."""
+    """Checks that L = P + R, and that a token precedes every response."""
     if "L" not in sizes or "R" not in sizes:
         return
     (tokens, where), (response, there) = sizes["L"], sizes["R"]
@@ -303,7 +303,7 @@ def _check_values(law: Column, column: Any) -> None:
 
 
 def _check_padding(known: Mapping[str, Any], sizes: Sizes) -> None:
-    """Prompts are padded on the left, responses on the right; where it is not known where they meet, tokens lie together."""
+    """Checks that prompts are padded on the left and responses on the right; without R, that tokens are contiguous."""
     mask = known.get("attention_mask")
     if mask is None:
         return
@@ -325,7 +325,7 @@ def _check_padding(known: Mapping[str, Any], sizes: Sizes) -> None:
 
 
 def _check_tokens(known: Mapping[str, Any]) -> None:
-    """``input_ids`` are the prompt and then the response; media stand on attended tokens."""
+    """Checks that ``input_ids`` are the prompt and then the response, and that placeholders are attended tokens."""
     ids, prompts, responses = (known.get(name) for name in ("input_ids", "prompts", "responses"))
     if ids is not None and responses is not None:
         last = ids[:, ids.shape[1] - responses.shape[1] :]
@@ -344,7 +344,7 @@ def _check_tokens(known: Mapping[str, Any]) -> None:
 
 
 def _check_media(known: Mapping[str, Any]) -> None:
-    """As many media for the models as for the engine, and as many patches as the placeholder tokens stand for."""
+    """Checks that models and engine get the same number of media, and that patches match the placeholder tokens."""
     inputs, objects = known.get("multi_modal_inputs"), known.get("multi_modal_data")
     if inputs is None:
         return
@@ -364,7 +364,7 @@ def _check_media(known: Mapping[str, Any]) -> None:
 
 
 def _check_patches(inputs: np.ndarray, tokens: Sequence[int], kind: str, pixels: str) -> None:
-    """A token stands for as many patches in all rows. Media without grids are only there or not."""
+    """Checks that a placeholder token is the same number of patches in all rows. Media without grids need only be present."""
     share: int | None = None
     for row, (media, count) in enumerate(zip(inputs, tokens)):
         where = f"column 'multi_modal_inputs', row {row}: expected"

@@ -1,12 +1,12 @@
-"""Every exception a user of this library can meet, in one tree.
+"""All exceptions of this library, in one tree.
 
-A class that stands where verl raised `AssertionError`, `ValueError` or `KeyError` inherits from that too, so that existing
-``except`` clauses keep working. Messages name the row, column, shape or rank, and the way out.
+Where verl raises `AssertionError`, `ValueError` or `KeyError`, the class here inherits from that too, so that existing ``except``
+clauses work. Messages name the row, column, shape or rank, and what to do.
 """
 
 
 class DataProtoError(Exception):
-    """The root: ``except DataProtoError`` catches whatever this library raises on purpose."""
+    """The root: ``except DataProtoError`` catches every error that this library raises on purpose."""
 
     def __str__(self) -> str:  # KeyError would print the message in quotes
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
@@ -16,7 +16,7 @@ class DataProtoError(Exception):
 
 
 class InvalidColumn(DataProtoError, AssertionError, ValueError, TypeError):
-    """A column is not of a kind that a batch can hold (no rows, a scalar, the wrong type)."""
+    """A value cannot be a column of a batch: it has no rows, or is of the wrong type, dtype or shape."""
 
 
 class RowCountMismatch(DataProtoError, AssertionError, ValueError):
@@ -24,42 +24,42 @@ class RowCountMismatch(DataProtoError, AssertionError, ValueError):
 
 
 class ColumnConflict(DataProtoError, AssertionError, ValueError):
-    """One name stands for two different things: in two fields, in two batches, or with two values."""
+    """A name has two meanings: in two fields, in two batches, or with two values."""
 
 
 class MissingColumn(DataProtoError, KeyError, AssertionError, ValueError):
-    """A column that is asked for is absent."""
+    """A requested column is absent."""
 
 
 class InvalidIndex(DataProtoError, IndexError, AssertionError, TypeError):
-    """An index is out of range or of a kind that cannot select rows."""
+    """An index is out of range, or of a type that does not select rows."""
 
 
 class IndivisibleBatch(DataProtoError, AssertionError, ValueError):
-    """The number of rows does not divide into the parts asked for."""
+    """The number of rows does not divide into the requested parts."""
 
 
 class FileFormatError(DataProtoError, ValueError):
-    """A file is damaged, hostile, or of a format that may not be read."""
+    """A file is damaged, hostile, or of a format that this version does not read."""
 
 
 class MissingPackage(DataProtoError, ModuleNotFoundError):
-    """A package that is not installed is needed for what was asked."""
+    """A feature needs a package that is not installed."""
 
 
 # Prompts, media and models
 
 
 class InvalidPrompt(DataProtoError, ValueError):
-    """A prompt cannot be turned into columns (markers and media disagree, too long, malformed)."""
+    """A prompt cannot be turned into columns: markers and media disagree, or it is too long or malformed."""
 
 
 class InvalidMedia(InvalidPrompt):
-    """An image or video is broken, missing or of absurd size."""
+    """An image or video is broken, missing, or too large."""
 
 
 class InvalidChunk(InvalidPrompt):
-    """A chunk of an input is of an unknown kind, broken, or not of the size it claims; the message names its number."""
+    """A chunk of a `ModelInput` is of an unknown type, broken, or not of its claimed size; the message names its number."""
 
 
 class InvalidRow(DataProtoError, ValueError):
@@ -75,50 +75,50 @@ class InvalidRow(DataProtoError, ValueError):
 
 
 class UnknownModel(DataProtoError, KeyError, ValueError):
-    """No model family is registered for a checkpoint's model type."""
+    """No model family is registered for the model type of a checkpoint."""
 
 
 class MediaMismatch(DataProtoError, ValueError):
-    """Placeholder tokens in a row and the media that belong to it do not match."""
+    """The placeholder tokens of a row do not match its media."""
 
 
 class UnsupportedAttention(DataProtoError, ValueError):
-    """Attention was asked for a mask that the packed path cannot express."""
+    """Attention got a mask that packed rows cannot express."""
 
 
 # Runs
 
 
 class InvalidConfig(DataProtoError, ValueError):
-    """Options that are impossible, alone or together."""
+    """An option, or a combination of options, is invalid."""
 
 
 class CheckpointError(DataProtoError, ValueError):
-    """A checkpoint is missing, incomplete, or belongs to another kind of run."""
+    """A checkpoint is missing, incomplete, or of another kind of run."""
 
 
 class RewardError(DataProtoError, ValueError):
-    """A reward function is missing, malformed, or returned something that is not a score."""
+    """A reward function is missing or malformed, or did not return a score."""
 
 
 class NonFiniteLogits(DataProtoError, ArithmeticError):
-    """A model's logits are NaN or infinite, so nothing can be sampled from them or scored; the message names the row."""
+    """The logits of a model are NaN or infinite; the message names the row."""
 
 
 class RequestFailed(DataProtoError, RuntimeError):
-    """An engine ended a request otherwise than by an end token or by length; the message names the row and the reason."""
+    """A request ended neither with an end token nor by length; the message names the row and the reason."""
 
 
 class RunAbandoned(DataProtoError, RuntimeError):
-    """Completions were asked for after the engine had begun another run, which ends the one before."""
+    """Completions were requested of a run that ended because the engine started another one."""
 
 
 # Between ranks
 
 
 class RankFailure(DataProtoError, RuntimeError):
-    """A rank of a process group could not take its part in a collective; all ranks raise it, so that none waits for ever."""
+    """A rank of a process group failed in a collective; all ranks raise this, so that none waits forever."""
 
 
 class WorkerFailed(DataProtoError, RuntimeError):
-    """A worker of a group died, ran out of time or raised; names role, rank, node, rows and what it was last doing."""
+    """A worker of a group died, timed out or raised; names its role, rank, node, rows and last activity."""

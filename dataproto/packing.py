@@ -31,21 +31,22 @@ Batch = TypeVar("Batch", bound=HasColumns)
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows without their padding, one segment a row, and where their response tokens stand.
+    """Rows without their padding, one segment a row, and the positions of their response tokens.
 
-    A row that shares its prompt with the row before is a segment of its response tokens alone: its queries see the keys of
-    the shared prompt and their own. So a prompt with n samples is computed once.
+    The segment of a row that shares its prompt with the row before holds its response tokens alone; its queries attend to the
+    keys of the shared prompt and to its own. So a prompt with n samples is computed once.
 
-    Shapes: T packed tokens, B rows, K keys that segments see (T if no prompt is shared), N response tokens that the loss sees.
+    Dimension letters: T packed tokens, B rows, K keys that segments attend to (T if no prompt is shared), N response tokens in
+    the loss.
     """
 
     input_ids: Tensor  # (1, T) int64
     position_ids: Tensor  # (4, 1, T) m-RoPE with text positions first, or (1, T)
     token_types: Tensor  # (1, T) int8: 0 text, 1 image, 2 video
-    cu_seqlens: Tensor  # (B + 1,) int32, where segments begin
+    cu_seqlens: Tensor  # (B + 1,) int32, start of each segment, and T
     max_length: int
-    key_index: Tensor | None  # (K,) index into T, or None if each segment sees just itself
-    key_cu_seqlens: Tensor  # (B + 1,) int32, where the keys of segments begin
+    key_index: Tensor | None  # (K,) index into T, or None if each segment attends to itself only
+    key_cu_seqlens: Tensor  # (B + 1,) int32, start of the keys of each segment, and K
     key_max_length: int
     predictors: Tensor  # (N,) index into T of the token before each response token
     targets: Tensor  # (N,) the response tokens
@@ -65,14 +66,14 @@ def pack_rows(
     token_types: Tensor | None = None,
     shares_prompt: Tensor | None = None,
 ) -> PackedRows:
-    """Drops padding and lays the rows out one after the other.
+    """Packs the rows one after the other, without their padding.
 
     Args:
         input_ids, attention_mask: ``(B, L)``.
         position_ids: ``(B, 4, L)`` or ``(B, L)``.
-        response_mask: ``(B, R)``, 1 on tokens whose log-prob is wanted; the last R columns of ``input_ids``.
+        response_mask: ``(B, R)``, 1 on tokens whose log-prob is wanted; R is the last R columns of ``input_ids``.
         token_types: ``(B, L)``, or ``None`` for text only.
-        shares_prompt: ``(B,)`` bool, see `prompt_sharing`; no row shares by default.
+        shares_prompt: ``(B,)`` bool, see `prompt_sharing`; by default no row shares its prompt.
 
     Raises:
         InvalidColumn: a row has no token, or a response token has no attended token before it; names the row.
@@ -95,7 +96,7 @@ def pack_rows(
     kept = attended.clone()
     kept[shared, : length - width] = False
     flat = kept.flatten().nonzero().squeeze(1)
-    # Packed index of the token in each cell; in the prompt of a row that shares it, that of its leader's.
+    # Packed index of the token in each cell. The prompt of a row that shares it has the indices of its leader's.
     packed_index = (kept.flatten().cumsum(0) - 1).view(rows, length)
     packed_index[shared, : length - width] = packed_index[leader[shared], : length - width]
 
@@ -123,7 +124,7 @@ def pack_rows(
 
 
 def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:
-    """The rows with an inert tail up to ``length`` tokens: segments of at most ``segment`` tokens that nothing is wanted of.
+    """Appends inert segments of at most ``segment`` tokens, which have no response tokens, up to ``length`` tokens.
 
     >>> ids, mask = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.int64)
     >>> filled = fill_up(pack_rows(ids, mask, mask.cumsum(1) - 1, mask[:, :1]), 8, segment=3)
@@ -154,7 +155,7 @@ def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:
 def _response_places(
     response_mask: Tensor, attended: Tensor, packed_index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each response token ``(N,)``: its cell in ``(B, R)``, row and column in ``(B, L)``, and the packed index of the
+    """For each response token ``(N,)``: its cell in ``(B, R)``, its row and column in ``(B, L)``, and the packed index of the
     attended token before it.
     """
     width, length = response_mask.shape[1], attended.shape[1]
@@ -184,10 +185,10 @@ def prompt_sharing(
     media: Sequence[Mapping[str, object]],
     response_width: int,
 ) -> Tensor:
-    """``(B,)`` bool: rows whose prompt (tokens, positions, the media objects themselves) is that of the row before.
+    """Which rows have the prompt of the row before: its tokens, positions and media objects; ``(B,)`` bool.
 
-    The prompt is all but the last ``response_width`` columns. A row with media in its response shares nothing, and a prompt of
-    one column, as supervised rows have, is not worth it: such rows would have to stay together.
+    The prompt is all but the last ``response_width`` columns. A row with media in its response shares nothing. Prompts of one
+    column, as supervised rows have, are not shared: such rows would have to stay together for one token.
 
     >>> ids = torch.tensor([[5, 6, 1], [5, 6, 2], [5, 7, 2]])
     >>> ones = torch.ones_like(ids)
@@ -210,7 +211,7 @@ def prompt_sharing(
 
 
 def unpack_cells(values: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Puts per-token values ``(N,)`` back into a ``(B, R)`` grid, zero elsewhere; gradients flow.
+    """Puts values of tokens ``(N,)`` into their cells of a ``(B, R)`` grid of zeros; gradients flow.
 
     >>> unpack_cells(torch.tensor([1.0, 2.0]), torch.tensor([0, 3]), (2, 2)).tolist()
     [[1.0, 0.0], [0.0, 2.0]]
@@ -218,11 +219,11 @@ def unpack_cells(values: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tenso
     return values.new_zeros(shape[0] * shape[1]).index_put((cells,), values).view(shape)
 
 
-# One width for all
+# Common widths
 
 
 def token_widths(data: HasColumns) -> tuple[int, int]:
-    """P and R of a batch, each 0 where it has no such tokens; only tensors of rows of one length count."""
+    """P and R of a batch, from its dense tensors; 0 if it has no such tokens."""
     dense = _dense_columns(data)
     length = next((dense[name].shape[-1] for name in _ROW_COLUMNS if name in dense), 0)
     response = next((dense[name].shape[1] for name in _RESPONSE_COLUMNS if name in dense), 0)
@@ -230,7 +231,7 @@ def token_widths(data: HasColumns) -> tuple[int, int]:
 
 
 def other_response_columns(data: HasColumns) -> set[str]:
-    """Names of the columns that `COLUMNS` does not know and whose second dimension is R: they may belong to responses."""
+    """Names of columns that `COLUMNS` does not list and whose second dimension is R: they may be columns of responses."""
     response = token_widths(data)[1]
     return {
         name for name, column in _dense_columns(data).items() if name not in COLUMNS and column.shape[1] == response
@@ -238,13 +239,13 @@ def other_response_columns(data: HasColumns) -> set[str]:
 
 
 def widen(data: Batch, prompt: int, response: int, others: Collection[str] = ()) -> Batch:
-    """The rows with prompts padded to ``prompt`` columns and responses to ``response``; the batch itself if it is as wide.
+    """Pads prompts on the left to ``prompt`` columns, responses on the right to ``response``; ``data`` itself if it is as wide.
 
-    What is added is what a wider batch would hold: the pad token (see `PAD_TOKEN`; else 0), positions that go on behind
-    the response, and 0 everywhere else.
+    The padding is as in a rollout of that width: the pad token (see `PAD_TOKEN`; 0 without it) in token columns, positions that
+    continue behind the response, and 0 everywhere else.
 
     Args:
-        others: columns that `COLUMNS` does not know and that hold something for each response token ``(B, R, ...)``.
+        others: columns of responses ``(B, R, ...)`` that `COLUMNS` does not list.
 
     >>> from dataproto import DataProto
     >>> data = DataProto.from_dict({"input_ids": torch.tensor([[5, 6]]), "response_mask": torch.tensor([[1]])})
@@ -270,10 +271,10 @@ def widen(data: Batch, prompt: int, response: int, others: Collection[str] = ())
 
 
 def equally_wide(parts: Sequence[Batch]) -> list[Batch]:
-    """The parts, each as wide as the widest prompt and the widest response of all of them.
+    """Pads all batches to the widest prompt and the widest response among them.
 
-    A column that `COLUMNS` does not know is taken for one of responses if its second dimension is R in every part. Parts that
-    have columns of L tokens and none that tells R stay as they are: whether prompts or responses differ is not known.
+    A column that `COLUMNS` does not list counts as one of responses if its second dimension is R in every batch. If a batch has
+    columns of L tokens but none that tells R, all stay as they are: whether prompts or responses differ is unknown.
     """
     if any(
         not (names := _dense_columns(part).keys()).isdisjoint(_ROW_COLUMNS) and names.isdisjoint(_RESPONSE_COLUMNS)
@@ -287,7 +288,7 @@ def equally_wide(parts: Sequence[Batch]) -> list[Batch]:
 
 
 def _dense_columns(data: HasColumns) -> dict[str, Tensor]:
-    """The tensors ``(B, X, ...)`` whose rows have one length."""
+    """The dense tensors ``(B, X, ...)``."""
     columns = {name: data[name] for name in data.names()}
     return {
         name: column

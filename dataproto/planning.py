@@ -1,6 +1,6 @@
-"""Which rows go where: micro-batches under budgets, parts of equal work for the ranks, bins. Pure functions over numbers.
+"""Decides which rows share a micro-batch, a rank or a bin. Pure functions of numbers.
 
-Tokens and costs are whole numbers, one a row; costs usually come from `VLMFamily.row_costs`. Letters: B rows.
+Tokens and costs are whole numbers, one a row; costs usually come from `VLMFamily.row_costs`. Dimension letters: B rows.
 """
 
 import heapq
@@ -17,11 +17,11 @@ Numbers: TypeAlias = Sequence[int] | np.ndarray | Tensor
 Groups: TypeAlias = Iterable[Hashable] | np.ndarray | Tensor
 
 
-# Contiguous parts
+# Contiguous splits
 
 
 def split_by_tokens(lengths: Numbers, budget: int, lead: Numbers | None = None) -> list[slice]:
-    """`split_by_budget` with tokens alone.
+    """`split_by_budget` with a token budget only.
 
     >>> split_by_tokens([3, 3, 3, 9, 1], budget=6)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
@@ -37,19 +37,19 @@ def split_by_budget(
     lead: Numbers | None = None,
     lead_costs: Numbers | None = None,
 ) -> list[slice]:
-    """Cuts rows, in order, into the fewest contiguous parts within both budgets that a greedy pass finds.
+    """Splits rows, in order, into the fewest contiguous parts within both budgets that a greedy pass finds.
 
-    Keeping the order keeps the samples of one prompt together, so their images and prompt are computed once. A row that
-    exceeds a budget stands alone.
+    The order keeps the samples of a prompt together, so that their images and prompt are computed once. A row that exceeds a
+    budget is a part by itself.
 
     Args:
         lengths, costs: ``(B,)`` tokens and cost of each row.
-        lead, lead_costs: ``(B,)`` what a row has more if it is the first of its part (the prompt and images that it otherwise
-            shares with the row before).
+        lead, lead_costs: ``(B,)`` tokens and cost that a row adds as the first of its part (of the prompt and images that it
+            otherwise shares with the row before).
 
     Raises:
-        InvalidConfig: a budget below 1, or costs without their budget or the other way round.
-        RowCountMismatch: not one number for each row.
+        InvalidConfig: a budget is below 1, or only one of costs and their budget is given.
+        RowCountMismatch: an argument does not have one number for each row.
 
     >>> split_by_budget([5, 2, 2, 2], token_budget=9, lead=[0, 3, 3, 3])
     [slice(0, 3, None), slice(3, 4, None)]
@@ -73,17 +73,17 @@ def split_into(
     lead: Numbers | None = None,
     lead_costs: Numbers | None = None,
 ) -> list[slice]:
-    """Cuts rows, in order, into exactly ``count`` contiguous parts within the token budget, the costliest as cheap as can be.
+    """Splits rows, in order, into ``count`` contiguous parts within the token budget, the costliest of them as cheap as possible.
 
-    So that all ranks run the same number of micro-batches: each finds how many it needs by `split_by_budget`, the largest of
-    these numbers is everybody's ``count``. Where there are fewer rows than parts, the last parts are empty.
+    Use it to run the same number of micro-batches on all ranks: ``count`` is the maximum over ranks of the number that
+    `split_by_budget` finds. With fewer rows than parts, the last parts are empty.
 
     Args:
-        costs: ``(B,)`` what is to be balanced; the tokens unless given.
+        costs: ``(B,)`` costs to balance; default: the tokens.
         lead, lead_costs: as in `split_by_budget`.
 
     Raises:
-        InvalidConfig: the rows need more parts than that under this budget; says how many.
+        InvalidConfig: the rows need more than ``count`` parts under this budget; says how many.
 
     >>> split_into([2, 2, 2, 2, 2, 2], count=3, token_budget=8)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
@@ -109,7 +109,7 @@ def split_into(
 
 
 class _Running:
-    """Amounts of rows as running totals, and what a row has more at the start of a part."""
+    """Amounts of rows as running totals, and what a row adds as the first of a part."""
 
     def __init__(self, ends: np.ndarray, lead: np.ndarray) -> None:
         self.ends, self.lead = ends, lead
@@ -131,14 +131,14 @@ class _Running:
         return float(self.ends[part.stop - 1]) - self.before(part.start) + float(self.lead[part.start])
 
     def reach(self, start: int, limit: float) -> int:
-        """Where a part that begins at ``start`` must end to stay within a limit."""
+        """The end of the longest part from ``start`` that stays within a limit."""
         return int(np.searchsorted(self.ends, self.before(start) + limit - self.lead[start], side="right"))
 
 
 def _greedy(limits: list[tuple[_Running, float]], strict: bool = False) -> list[slice]:
-    """Parts as long as limits permit. A row that exceeds one stands alone; with ``strict`` there is no solution then: ``[]``.
+    """Parts as long as the limits permit. A row that exceeds a limit is a part by itself; with ``strict`` the result is ``[]``.
 
-    The first limit, the tokens, is never strict.
+    The first limit, that of tokens, is never strict.
     """
     parts: list[slice] = []
     start, rows = 0, len(limits[0][0])
@@ -152,7 +152,7 @@ def _greedy(limits: list[tuple[_Running, float]], strict: bool = False) -> list[
 
 
 def _cut_further(parts: list[slice], count: int, work: _Running) -> list[slice]:
-    """Halves the costliest part that has two rows until there are ``count`` parts; then come empty ones."""
+    """Halves the costliest part of two or more rows until there are ``count`` parts; then adds empty ones."""
     queue = [(-work.between(part), part.start, part.stop) for part in parts if part.stop - part.start > 1]
     heapq.heapify(queue)
     bounds = {part.start for part in parts}
@@ -173,19 +173,19 @@ def _cut_further(parts: list[slice], count: int, work: _Running) -> list[slice]:
 
 
 def balance(costs: Numbers, parts: int, equal_counts: bool = False, groups: Groups | None = None) -> list[np.ndarray]:
-    """Row indices, ascending, of ``parts`` parts of nearly equal cost; the same on every machine.
+    """Divides rows into parts of nearly equal cost; returns the row indices of each, ascending. Deterministic.
 
-    The better of two: largest first (Graham 1969: at most 4/3 - 1/(3 ``parts``) of the best possible maximum) and largest
-    differencing (Karmarkar and Karp 1982: usually much nearer).
+    Takes the better of two solutions: largest first (Graham 1969: at most 4/3 - 1/(3 ``parts``) of the optimal maximum) and
+    largest differencing (Karmarkar and Karp 1982: usually much closer).
 
     Args:
         costs: ``(B,)``, at least 0.
-        equal_counts: parts also differ by one row (or group) at most.
-        groups: ``(B,)`` what belongs together (the ``uid``): rows of a group go to one part.
+        equal_counts: the numbers of rows (or groups) of parts differ by at most 1.
+        groups: ``(B,)`` a key for each row, such as its ``uid``: rows of a group go to one part.
 
     Raises:
-        InvalidConfig: ``parts`` below 1, or costs that are negative or not finite; names the row.
-        RowCountMismatch: not one group for each row.
+        InvalidConfig: ``parts`` is below 1, or a cost is negative or not finite; names the row.
+        RowCountMismatch: there is not one group for each row.
 
     >>> [part.tolist() for part in balance([7, 5, 4, 3, 1], parts=2)]
     [[0, 3], [1, 2, 4]]
@@ -214,7 +214,7 @@ def _best(costs: np.ndarray, parts: int, equal_counts: bool) -> list[list[int]]:
 
 
 def _largest_first(costs: np.ndarray, parts: int, equal_counts: bool) -> list[list[int]]:
-    """Each row, the costliest first, goes to the part that is cheapest so far."""
+    """Assigns each row, the costliest first, to the part that is cheapest so far."""
     rows = len(costs)
     room = [rows // parts + (part < rows % parts) if equal_counts else rows for part in range(parts)]
     chosen: list[list[int]] = [[] for _ in range(parts)]
@@ -229,8 +229,8 @@ def _largest_first(costs: np.ndarray, parts: int, equal_counts: bool) -> list[li
 
 
 def _largest_differencing(costs: np.ndarray, parts: int, equal_counts: bool) -> list[list[int]]:
-    """Solutions of few rows are merged, the two with the largest differences between their parts first, so that the costly
-    parts of one meet the cheap parts of the other. Equal counts follow where each solution begins with one row a part.
+    """Merges solutions of few rows, the two with the largest differences between their parts first, so that costly parts of one
+    join cheap parts of the other. If each initial solution has one row a part, the counts of rows are equal.
     """
     amounts = costs.tolist()
     order: list[int] = np.argsort(-costs, kind="stable").tolist()
@@ -256,7 +256,7 @@ def _difference(solution: _Solution, parts: int) -> float:
 
 
 def _merged(one: _Solution, other: _Solution, parts: int) -> _Solution:
-    """Cheap parts of one meet empty and costly parts of the other."""
+    """Joins cheap parts of one with empty and costly parts of the other."""
     meeting = max(len(one) + len(other) - parts, 0)
     alone = one[: len(one) - meeting] + other[: len(other) - meeting]
     pairs = zip(one[len(one) - meeting :], reversed(other[len(other) - meeting :]))
@@ -265,14 +265,17 @@ def _merged(one: _Solution, other: _Solution, parts: int) -> _Solution:
 
 
 def first_fit_decreasing(lengths: Numbers, capacity: int, align: int = 1) -> list[np.ndarray]:
-    """Row indices, ascending, of bins of at most ``capacity`` tokens: the longest row first, each into the first bin with room.
+    """Puts rows into bins of at most ``capacity`` tokens, the longest first, each into the first bin with room.
 
-    At most 11/9 of the fewest bins possible, and 6/9 of one more (Dósa 2007). Rows take up their length rounded up to a multiple
-    of ``align``.
+    Needs at most 11/9 of the minimal number of bins, plus 6/9 (Dósa 2007). A row takes its length rounded up to a multiple of
+    ``align``.
+
+    Returns:
+        The row indices of each bin, ascending.
 
     Raises:
-        InvalidConfig: ``capacity`` or ``align`` below 1.
-        InvalidRow: a row does not fit into a bin of its own; its ``index`` says which.
+        InvalidConfig: ``capacity`` or ``align`` is below 1.
+        InvalidRow: a row does not fit into an empty bin; its ``index`` says which.
 
     >>> [bin.tolist() for bin in first_fit_decreasing([5, 7, 3, 2, 4], capacity=10)]
     [[1, 2], [0, 4], [3]]
@@ -297,9 +300,9 @@ def first_fit_decreasing(lengths: Numbers, capacity: int, align: int = 1) -> lis
 
 
 def _first_fits(sizes: list[int], capacity: int) -> list[int]:
-    """The first bin with room for each size in turn, found by going down a tree of the largest rooms: O(n log n)."""
+    """The first bin with room for each size in turn, found in a tree of the largest rooms: O(n log n)."""
     leaves = 1 << (len(sizes) - 1).bit_length()
-    room = [capacity] * (2 * leaves)  # of node n: the larger of nodes 2n and 2n + 1; the leaves are the bins
+    room = [capacity] * (2 * leaves)  # room[n] is the larger of nodes 2n and 2n + 1; leaves are bins
     chosen = []
     for size in sizes:
         node = 1
@@ -319,10 +322,10 @@ def _first_fits(sizes: list[int], capacity: int) -> list[int]:
 
 
 def cut_minibatches(groups: Groups, prompts: int) -> list[np.ndarray]:
-    """Row indices of as few mini-batches as hold at most ``prompts`` prompts each, all samples of a prompt together, in order of
-    appearance.
+    """Divides rows into the fewest mini-batches of at most ``prompts`` prompts, all samples of a prompt together, in order of
+    appearance; returns the row indices of each.
 
-    Where ``prompts`` does not divide them, they are as equal as can be, so that the samples of none weigh much more in its
+    If the number of prompts does not divide, sizes differ by at most one prompt, so that samples weigh about the same in every
     step; verl refuses such a number.
 
     >>> [part.tolist() for part in cut_minibatches(["a", "a", "b", "c", "b"], prompts=2)]
@@ -340,7 +343,7 @@ def cut_minibatches(groups: Groups, prompts: int) -> list[np.ndarray]:
 
 
 def places_in_groups(groups: Sequence[object]) -> np.ndarray:
-    """``(B,)`` how many rows of the same group come before each row.
+    """The number of rows of the same group before each row, ``(B,)``.
 
     >>> places_in_groups(["a", "b", "a", "a"]).tolist()
     [0, 0, 1, 2]
@@ -367,7 +370,7 @@ def _positive(name: str, number: float) -> float:
 
 
 def _amounts(numbers: Numbers, rows: int | None = None) -> np.ndarray:
-    """``(B,)`` int64, or float64 where they are not whole, finite and at least 0."""
+    """Numbers ``(B,)`` as int64, or float64 if they are not whole; checks that they are finite and at least 0."""
     array = numbers.detach().cpu().numpy() if isinstance(numbers, Tensor) else np.asarray(numbers)
     array = array.astype(np.int64 if array.size == 0 or array.dtype.kind in "biu" else np.float64)
     if array.ndim != 1 or (rows is not None and len(array) != rows):

@@ -139,15 +139,22 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch of tensors ``(B, ...)`` and of lists or arrays of B rows; ``auto_padding`` allows uneven ``chunk``.
+        """Makes a batch of tensors ``(B, ...)`` and of lists or arrays of B rows.
 
-        A list becomes an array of objects, one a row; rows that are lists of plain scalars of one length become a 2-D array.
-        Ragged tensors may stand in either argument; they go to ``non_tensor_batch``.
+        A list becomes an array with one object a row; rows that are lists of plain scalars of one length become a 2-D array.
+        Ragged tensors may be in either argument; they go to ``non_tensor_batch``.
+
+        Args:
+            num_batch_dims: dimensions that all tensors share; more than 1 only without ``non_tensors``.
+            auto_padding: allows :meth:`chunk` to make splits of different sizes.
+
+        Raises:
+            InvalidColumn, RowCountMismatch, ColumnConflict: see the class.
         """
         ragged = {name: column for name, column in (tensors or {}).items() if isinstance(column, RaggedTensor)}
         tensors = {name: tensor for name, tensor in (tensors or {}).items() if name not in ragged}
         if clash := sorted(ragged.keys() & (non_tensors or {}).keys()):
-            raise ColumnConflict(f"columns {clash} stand in tensors and in non_tensors")
+            raise ColumnConflict(f"columns {clash} are in tensors and in non_tensors")
         non_tensors = {**(non_tensors or {}), **ragged} or None
         if num_batch_dims < 1 or (num_batch_dims > 1 and non_tensors is not None):
             raise InvalidColumn(f"num_batch_dims={num_batch_dims}: rows are one dimension")
@@ -168,7 +175,11 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch of tensors, ragged tensors and arrays, told apart by their type; InvalidColumn for anything else."""
+        """Makes a batch of tensors, ragged tensors and arrays, which it tells apart by their type.
+
+        Raises:
+            InvalidColumn: a value is of another type.
+        """
         for name, value in data.items():
             if not isinstance(value, torch.Tensor | np.ndarray | RaggedTensor):
                 raise InvalidColumn(f"column {name!r} is a {type(value).__name__}, not a tensor or numpy array")
@@ -180,9 +191,10 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
-        """Tensors become ``batch``, ``NonTensorStack`` columns arrays of objects, ``NonTensorData`` facts in ``meta_info``.
+        """Makes a batch of a ``TensorDict``.
 
-        Nested tensors whose rows vary in their first dimension become ragged columns over the same values.
+        ``NonTensorStack`` columns become arrays of objects, and ``NonTensorData`` goes to ``meta_info``. Nested tensors whose
+        rows vary in their first dimension become ragged columns over the same values.
         """
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
@@ -199,7 +211,11 @@ class DataProto:
         return cls.from_dict(tensors, arrays or None, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """The columns and facts as one ``TensorDict``, ragged columns as nested tensors; ColumnConflict where names clash."""
+        """Returns columns and ``meta_info`` as one ``TensorDict``, ragged columns as nested tensors.
+
+        Raises:
+            ColumnConflict: a name is in both.
+        """
         columns = self._tensors()
         for name, array in self.non_tensor_batch.items():
             columns[name] = array.to_nested() if isinstance(array, RaggedTensor) else stack_objects(array)
@@ -207,7 +223,7 @@ class DataProto:
 
     @classmethod
     def from_verl(cls, data: Any) -> Self:
-        """A batch of verl's class as one of this class: the same tensors, arrays and objects, nothing is copied.
+        """Makes a batch of one of verl's class. It shares tensors, arrays and objects; nothing is copied.
 
         Nested tensors whose rows vary in their first dimension become ragged columns over the same values.
 
@@ -217,13 +233,13 @@ class DataProto:
         return cls(*conversion.fields_of(data))
 
     def to_verl(self, verl_class: Callable[..., Any] | None = None) -> Any:
-        """The same tensors, arrays and objects as a batch of verl's class; nothing is copied.
+        """Returns a batch of verl's class with the same tensors, arrays and objects; nothing is copied.
 
-        Ragged columns become arrays of objects, one numpy array a row over the same memory (a tensor where numpy lacks the dtype
-        or the device): all of verl's verbs know these, while some fail on nested tensors.
+        Ragged columns become arrays of objects: one numpy array a row over the same memory, or a tensor where numpy lacks the
+        dtype or the device. All of verl's verbs accept these, while some fail on nested tensors.
 
         Args:
-            verl_class: what to make instead of ``verl.protocol.DataProto``, which needs verl to be installed.
+            verl_class: the class to use instead of ``verl.protocol.DataProto``, which needs verl to be installed.
 
         Raises:
             MissingPackage: verl is not installed.
@@ -240,7 +256,7 @@ class DataProto:
         return self._rows() or 0
 
     def _rows(self) -> int | None:
-        """The number of rows, or ``None`` where there is no column that could say."""
+        """The number of rows, or ``None`` if there is no column."""
         if self.batch is not None:
             return int(self.batch.batch_size[0])
         return next((len(array) for array in self.non_tensor_batch.values()), None)
@@ -262,15 +278,15 @@ class DataProto:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def get_data_info(self) -> str:
-        """Names, shapes, dtypes and types of all that the batch holds, one a line."""
+        """Describes the columns and ``meta_info``, one a line: name, shape, dtype, device or type."""
         return describe.data_info(self.batch, self.non_tensor_batch, self.meta_info)
 
     def print_size(self, prefix: str = "") -> None:
-        """Prints how many GB tensors and arrays take."""
+        """Prints the size of tensors and arrays in GB."""
         print(describe.size_info(self.batch, self.non_tensor_batch, prefix))
 
     def check_consistency(self) -> None:
-        """Checks that every column has the same rows and a name of its own; see the class for what it raises."""
+        """Checks that columns have the same number of rows and different names; raises what the class lists."""
         if self.batch is not None and (not isinstance(self.batch, TensorDictBase) or len(self.batch.batch_size) != 1):
             found = getattr(self.batch, "batch_size", type(self.batch).__name__)
             raise InvalidColumn(f"batch is a TensorDict with one batch dimension, not {found}")
@@ -286,19 +302,18 @@ class DataProto:
             if columnwise.row_count(array, name) != rows:
                 raise RowCountMismatch(f"column {name!r} has {len(array)} rows, the batch has {rows}")
             if name in tensors:
-                raise ColumnConflict(f"column {name!r} stands in batch and in non_tensor_batch")
+                raise ColumnConflict(f"column {name!r} is in batch and in non_tensor_batch")
 
     def validate(self) -> None:
-        """Checks every well-known column against the table in ``columns.py``; others pass. Nothing calls it unasked.
+        """Checks the columns that the table in ``columns.py`` lists; other columns pass. No verb calls it.
 
-        Dtypes; shapes, so that letters (B rows, P + R = L tokens) mean the same in all columns; masks of 0 and 1; prompts padded
-        on the left and responses on the right; ``response_mask`` on attended tokens only; ``input_ids`` made of ``prompts`` and
-        ``responses``; media that agree with ``mm_token_type_ids``.
+        Checked are dtypes; shapes, which must agree across columns (B rows, P + R = L tokens); masks of 0 and 1; that prompts are
+        padded on the left and responses on the right; that ``response_mask`` is 1 on attended tokens only; that ``input_ids``
+        are ``prompts`` and ``responses``; and that media agree with ``mm_token_type_ids``.
 
         Raises:
-            InvalidColumn: names column, row, what is expected and what was found.
+            InvalidColumn: a column is not as the table says; names column, row, the expected value and the one found.
 
-        >>> from dataproto import DataProto
         >>> DataProto.from_dict({"attention_mask": torch.tensor([[0, 1], [2, 1]])}).validate()
         Traceback (most recent call last):
         dataproto.errors.InvalidColumn: column 'attention_mask', row 1: expected only 0, 1, found 2
@@ -315,11 +330,11 @@ class DataProto:
     @overload
     def __getitem__(self, item: Index) -> Self: ...
     def __getitem__(self, item: Any) -> Any:
-        """A column by its name, a row by its number, rows by a slice, list, array, tensor or mask.
+        """A column by its name, a row by its number, or rows by a slice, list, array, tensor or mask.
 
         Raises:
             MissingColumn: no column has that name.
-            InvalidIndex: out of range, or not something that selects rows.
+            InvalidIndex: the index is out of range, or of a type that does not select rows.
         """
         if isinstance(item, str):
             return self._column(item)
@@ -338,8 +353,8 @@ class DataProto:
         """Adds or replaces a column: tensors go to ``batch``, ragged tensors, arrays and lists to ``non_tensor_batch``.
 
         Raises:
-            RowCountMismatch: not as many rows as the batch.
-            InvalidColumn: not a column.
+            RowCountMismatch: the column has another number of rows than the batch.
+            InvalidColumn: the value is not a column.
         """
         if not isinstance(name, str):
             raise InvalidColumn(f"columns are named by strings, not {name!r}")
@@ -375,10 +390,12 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> Self:
-        """Some of the columns and facts (``None``: all of that field), by reference; with ``deepcopy``, copies.
+        """Returns some of the columns and of ``meta_info``; ``None`` selects all of a field.
+
+        Columns are shared, or copied with ``deepcopy``.
 
         Raises:
-            MissingColumn: a name in ``batch_keys`` is absent. In the other fields absent names are passed over, as in verl.
+            MissingColumn: a name in ``batch_keys`` is absent. Absent names in the other two are ignored, as in verl.
         """
         if batch_keys is None:
             batch = None if self.batch is None else self.batch.copy()
@@ -407,10 +424,10 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> Self:
-        """Takes columns and facts out, in place, and returns them as a batch; on an error nothing is taken out.
+        """Removes columns and keys of ``meta_info``, in place, and returns them as a batch; on an error nothing is removed.
 
         Raises:
-            MissingColumn: a name is absent, or stands twice.
+            MissingColumn: a name is absent, or occurs twice.
         """
         self.check_consistency()
         batch = self._unlocked_batch()
@@ -428,11 +445,11 @@ class DataProto:
         )
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Gives columns new names, in place and all at once (so that two may swap); on an error none is renamed.
+        """Renames columns in place, all at once, so that two may swap names; on an error none is renamed.
 
         Raises:
             MissingColumn: an old name is absent.
-            ColumnConflict: a new name is taken, or there are not as many new names as old ones.
+            ColumnConflict: a new name is taken, or the numbers of old and new names differ.
         """
         for keys in (old_keys, new_keys):
             if not isinstance(keys, str | list | tuple):
@@ -460,11 +477,13 @@ class DataProto:
             raise MissingColumn(missing_message(absent, present))
 
     def union(self, other: "DataProto") -> Self:
-        """Adds the columns and facts of ``other``, in place; on an error nothing is added. What both hold must be equal.
+        """Adds the columns and ``meta_info`` of ``other``, in place; on an error nothing is added.
+
+        Columns and facts that both batches have must be equal.
 
         Raises:
-            RowCountMismatch: different numbers of rows.
-            ColumnConflict: a name has two values, or stands for a tensor here and an array there.
+            RowCountMismatch: the batches have different numbers of rows.
+            ColumnConflict: a name has two values, or is a tensor in one batch and an array in the other.
         """
         if not isinstance(other, DataProto):
             raise InvalidColumn(f"union takes a DataProto, not a {type(other).__name__}")
@@ -495,37 +514,41 @@ class DataProto:
     # ---- Rows
 
     def select_idxs(self, idxs: Index) -> Self:
-        """Rows by numbers (negative ones count from the end) or by a mask; tensors are copied, objects and ragged rows shared."""
+        """Rows by their numbers, negative ones from the end, or by a mask. Tensors are copied, objects and ragged rows shared."""
         positions = as_positions(idxs, len(self))
         return self._map(len(positions), lambda _, column: columnwise.take(column, positions))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Rows ``start:end:step``; views of the same memory, except where ``step`` is negative."""
+        """Rows ``start:end:step``; views of the same memory unless ``step`` is negative."""
         bounds = as_slice(slice(start, end, step), len(self))
         rows = len(range(len(self))[bounds])
         return self._map(rows, lambda _, column: columnwise.cut(column, bounds))
 
     def reorder(self, indices: Index) -> None:
-        """Puts the rows in another order, in place; on an error they stay as they are."""
+        """Reorders the rows in place; on an error they stay as they are."""
         self._adopt(self.select_idxs(indices))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Every row ``repeat_times`` times: ``aabb``, or ``abab`` where not ``interleave``. Objects are shared, not copied."""
+        """Repeats every row: ``aabb``, or ``abab`` without ``interleave``. Objects are shared, not copied."""
         if isinstance(repeat_times, bool) or not isinstance(repeat_times, int | np.integer) or repeat_times < 0:
             raise InvalidIndex(f"rows cannot be repeated {repeat_times!r} times")
         times = int(repeat_times)
         return self._map(len(self) * times, lambda _, column: columnwise.repeat(column, times, interleave))
 
     def sample_level_repeat(self, repeat_times: "Sequence[int] | np.ndarray | torch.Tensor") -> Self:
-        """Row i ``repeat_times[i]`` times, ``(B,)``; InvalidIndex where they are not B whole numbers of at least 0."""
+        """Repeats row i ``repeat_times[i]`` times.
+
+        Args:
+            repeat_times: ``(B,)`` whole numbers of at least 0; InvalidIndex otherwise.
+        """
         times = np.asarray(repeat_times.tolist() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         times = times.astype(np.int64) if times.size == 0 else times
         if times.shape != (len(self),) or times.dtype.kind not in "iu" or (times < 0).any():
-            raise InvalidIndex(f"{len(self)} rows need as many whole numbers of repeats, not {repeat_times!r}")
+            raise InvalidIndex(f"{len(self)} rows need {len(self)} whole numbers of repeats, not {repeat_times!r}")
         return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Cuts columns ``(B, n_split * K, ...)`` into rows ``(B * n_split, K, ...)`` and repeats the other columns to match.
+        """Splits columns ``(B, n_split * K, ...)`` into rows ``(B * n_split, K, ...)``, and repeats the rows of other columns.
 
         Raises:
             IndivisibleBatch: the second dimension of a column in ``split_keys`` does not divide.
@@ -543,7 +566,7 @@ class DataProto:
         )
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Appends ``padding_size`` copies of the first (``"first"``) or else the last row, in place."""
+        """Appends ``padding_size`` copies of the last row, or of the first with ``"first"``, in place."""
         if padding_size < 0 or (padding_size > 0 and len(self) == 0):
             raise InvalidIndex(f"cannot append {padding_size} copies of a row to a batch of {len(self)} rows")
         if padding_size:
@@ -554,7 +577,7 @@ class DataProto:
             )
 
     def _map(self, rows: int, change: Callable[[str, Column], Column]) -> Self:
-        """A batch of ``rows`` rows whose columns are ``change(name, column)``, with its own ``meta_info``."""
+        """A batch of ``rows`` rows whose columns are ``change(name, column)``, with a copy of ``meta_info``."""
         self.check_consistency()
         batch = None
         if self.batch is not None:
@@ -564,7 +587,7 @@ class DataProto:
         return self._made(batch, arrays, dict(self.meta_info))
 
     def _made(self, batch: TensorDict | None, arrays: dict[str, Any], facts: dict[str, Any]) -> Self:
-        """A batch of columns that a verb took from this one: they were checked, so that the fields may be set directly."""
+        """A batch of columns that a verb made from this one's. They are valid, so the fields are set without a check."""
         kind = type(self)
         if kind.__init__ is not DataProto.__init__ or kind.__post_init__ is not DataProto.__post_init__:
             return kind(batch=batch, non_tensor_batch=arrays, meta_info=facts)
@@ -573,17 +596,17 @@ class DataProto:
         return made
 
     def _adopt(self, other: "DataProto") -> None:
-        """Takes over the columns of a batch made from this one: the last step of verbs that work in place."""
+        """Takes the columns of a batch made from this one: the last step of verbs that work in place."""
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
 
     # ---- Splitting and joining
 
     def is_padding_enabled(self) -> bool:
-        """Whether ``chunk`` may make parts of different sizes: by ``meta_info`` or for the whole process."""
+        """Whether ``meta_info`` or `DataProtoConfig` allows :meth:`chunk` to make splits of different sizes."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False)) or DataProtoConfig.auto_padding
 
     def chunk(self, chunks: int) -> list[Self]:
-        """``chunks`` parts of equal size, in order, as views. With padding enabled sizes may differ, and parts be empty.
+        """Splits the rows into ``chunks`` views of equal size. With padding enabled sizes may differ, and splits may be empty.
 
         Raises:
             IndivisibleBatch: the rows do not divide.
@@ -596,14 +619,14 @@ class DataProto:
         return self._partition(_part_sizes(rows, chunks, of_tensors=self.batch is not None))
 
     def split(self, split_size: int) -> list[Self]:
-        """Parts of ``split_size`` rows as views, the last one shorter where the rows do not divide."""
+        """Splits the rows into views of ``split_size`` rows; the last one is shorter if the rows do not divide."""
         if split_size < 1:
             raise IndivisibleBatch(f"rows cannot be split into parts of {split_size}")
         whole, rest = divmod(len(self), split_size)
         return self._partition([split_size] * whole + [rest] * (rest > 0))
 
     def _partition(self, sizes: list[int]) -> list[Self]:
-        """Parts of these sizes, in order, as views, each with its own ``meta_info``."""
+        """Splits of these sizes, in order, as views, each with a copy of ``meta_info``."""
         self.check_consistency()
         ends = list(accumulate(sizes))
         nested = any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values())
@@ -621,15 +644,15 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts. ``metrics`` in ``meta_info`` are collected, other facts must agree (see ``merging``).
+        """Joins the rows of batches.
 
-        A part without any column adds no rows. A list that was put into ``non_tensor_batch`` is read as an array, as in verl.
-        Rollouts, which are recognised by ``max_tokens`` in ``meta_info``, are padded to the widest of them (see ``widths``); of
-        different ``max_tokens`` the largest stays.
+        ``metrics`` in ``meta_info`` are collected, other keys must agree (see ``_ops/merging.py``). A batch without columns adds
+        no rows. A list in ``non_tensor_batch`` is read as an array, as in verl. Rollouts, which have ``max_tokens`` in
+        ``meta_info``, are padded to the widest of them (see `dataproto.packing`) and keep the largest ``max_tokens``.
 
         Raises:
-            MissingColumn: a column is absent from some part.
-            ColumnConflict: a column or fact differs in kind or value.
+            MissingColumn: a column is absent from some batches.
+            ColumnConflict: a column differs in kind or shape, or a key of ``meta_info`` in value.
         """
         if not data:
             raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
@@ -657,7 +680,7 @@ class DataProto:
         return type(data[0])(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     def _with_arrays(self) -> Self:
-        """This batch checked, or, where lists stand among its arrays, one in which they are arrays."""
+        """This batch, checked; or a batch with arrays in place of the lists in ``non_tensor_batch``."""
         lists = {name: np.asarray(rows) for name, rows in self.non_tensor_batch.items() if isinstance(rows, list)}
         if lists:
             return type(self)(self.batch, {**self.non_tensor_batch, **lists}, self.meta_info)
@@ -671,11 +694,11 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Self]:
-        """Mini-batches of ``mini_batch_size`` rows, ``epochs`` times over.
+        """Iterates over mini-batches of ``mini_batch_size`` rows, ``epochs`` times.
 
-        In the order of the rows they are views of this batch. ``dataloader_kwargs={"shuffle": True}`` (arguments of torch's
-        ``DataLoader``) shuffles, in another order each epoch, which follows from ``seed``, or else from torch's global
-        generator. As in verl, a seed alone does not shuffle.
+        Without shuffling they are views of this batch. ``dataloader_kwargs={"shuffle": True}`` (arguments of torch's
+        ``DataLoader``) shuffles in another order each epoch, which ``seed`` determines, or torch's global generator without it.
+        As in verl, a seed alone does not shuffle.
 
         Raises:
             IndivisibleBatch: the rows do not divide.
@@ -701,7 +724,7 @@ class DataProto:
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """Moves dense and ragged tensors to a device, in place; a dtype casts those of floating point, and only those."""
+        """Moves dense and ragged tensors to a device, in place. A dtype casts floating-point tensors and no others."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         batch = self.batch if self.batch is None or device is None else self.batch.to(device)
@@ -715,10 +738,10 @@ class DataProto:
         return self
 
     def writable(self) -> Self:
-        """The same batch in memory of its own: what is written into it reaches nobody else.
+        """Returns a copy that may be written without changing this batch.
 
         Tensors, arrays and images are copied, also inside of objects, each distinct one once, so that rows share what they
-        shared; other objects are not copied. A batch that was received may be written without that (see ``wire``).
+        shared before; other objects are not copied. A received batch may be written without this (see `serialization.wire`).
         """
         batch, arrays, facts = copied((plain_batch(self.batch), self.non_tensor_batch, self.meta_info))
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=facts)
@@ -737,7 +760,7 @@ class DataProto:
         """Writes one file that loads without running code: tensors and arrays as they are, images as PNG, the rest as JSON.
 
         Raises:
-            FileFormatError: an object is of a kind that only pickle can store, and ``allow_pickle`` is not given.
+            FileFormatError: an object is of a type that only pickle can store, and ``allow_pickle`` is false.
         """
         disk.save(filepath, self.batch, self.non_tensor_batch, self.meta_info, allow_pickle)
 
@@ -745,14 +768,14 @@ class DataProto:
     def load_from_disk(
         filepath: str | os.PathLike[str], allow_pickle: bool = False, verify: bool = False
     ) -> "DataProto":
-        """Reads what :meth:`save_to_disk` wrote; tensors and arrays stay in the file until they are touched.
+        """Reads a file of :meth:`save_to_disk`; tensors and arrays stay in the file until they are used.
 
         Args:
             allow_pickle: also read pickled objects, which may run code.
-            verify: read everything now and compare it with its checksums.
+            verify: read everything now and compare it with the checksums.
 
         Raises:
-            FileFormatError: damaged, of another format or version, or with pickled objects while ``allow_pickle`` is not given.
+            FileFormatError: the file is damaged, of another format or version, or has pickled objects without ``allow_pickle``.
         """
         return disk.load(filepath, DataProto, allow_pickle, verify)
 
@@ -760,14 +783,14 @@ class DataProto:
         return reduce_batch(self, protocol)
 
     def __getstate__(self) -> tuple[EncodedTensorDict | None, dict[str, Any], dict[str, Any]]:
-        """Encoded tensors (see ``serialize``), arrays, facts: for those who call it as verl's. Pickle does not: see ``wire``."""
+        """The state in verl's form: encoded tensors, arrays, ``meta_info``. Pickle uses `serialization.wire` instead."""
         encoded = None if self.batch is None else serialize_tensordict(self.batch)
         return encoded, self.non_tensor_batch, self.meta_info
 
     def __setstate__(self, state: tuple[Any, dict[str, Any], dict[str, Any]]) -> None:
-        """Takes the value of :meth:`__getstate__`, or that of verl's class, whose pickles are read where this class replaces it.
+        """Sets the state from :meth:`__getstate__` of this class or of verl's, whose pickles load where this class replaces it.
 
-        In a state of verl's the tensors may be bytes of ``torch.save``, which is unpickled like everything around it.
+        In verl's state the tensors may be bytes of ``torch.save``; they are unpickled like the rest of the state.
         """
         encoded, self.non_tensor_batch, self.meta_info = state
         if isinstance(encoded, bytes):
@@ -785,7 +808,7 @@ def _batch_shape(name: str, tensor: Any, dims: int) -> tuple[int, ...]:
 
 
 def _part_sizes(rows: int, parts: int, of_tensors: bool) -> list[int]:
-    """Sizes of ``parts`` parts: those of ``torch.chunk`` where it makes that many parts, otherwise as even as can be."""
+    """Sizes of ``parts`` splits: those of ``torch.chunk`` if it makes that many, otherwise the most even ones."""
     size = -(-rows // parts)
     if of_tensors and size and -(-rows // size) == parts:
         return [size] * (parts - 1) + [rows - size * (parts - 1)]
@@ -814,7 +837,7 @@ class _Switches(type):
 
     @property
     def auto_padding(cls) -> bool:
-        """Whether every batch may be split unevenly; also on where ``VERL_AUTO_PADDING`` is ``TRUE`` or ``1``."""
+        """Whether every batch may be split unevenly; ``VERL_AUTO_PADDING=TRUE`` in the environment enables it too."""
         return cls._auto_padding or os.getenv("VERL_AUTO_PADDING", "FALSE").upper() in ("TRUE", "1")
 
     @auto_padding.setter
@@ -874,8 +897,8 @@ def unpad_dataproto(data: Batch, pad_size: int) -> Batch:
 def pad_inert(data: Batch, rows: int) -> Batch:
     """Adds ``rows`` inert rows at the end: all masks are 0, and there are no media, so that they change no result.
 
-    Tensors and numbers are 0 there, strings and ragged rows empty. Columns of objects hold the inert value that ``columns.py``
-    gives (no media, no prompt tokens, a ``uid`` of its own); in other columns of objects the last row is repeated, so that code
+    Tensors and numbers are 0 there, strings and ragged rows empty. Columns of objects hold the inert value of ``columns.py``
+    (no media, no prompt tokens, a ``uid`` that no other row has). Other columns of objects repeat the last row, so that code
     that relies on the form of the objects works. :func:`unpad_inert` removes the rows.
 
     Raises:

@@ -24,13 +24,13 @@ Side = Literal["left", "right"]
 class RaggedTensor:
     """B rows ``(n_i, *tail)`` of one dtype on one device.
 
-    Rows are windows into one shared tensor: where each starts and how long it is stands in two small arrays on the CPU. So
-    choosing, repeating and reordering rows copies no values, and reading a row gives a view. Rows are to be read, not written:
-    those that were repeated are the same memory. Gradients flow through every method to ``values``.
+    Rows are windows into one shared tensor; two small arrays on the CPU hold their starts and lengths. Selecting, repeating and
+    reordering rows therefore copies no values, and reading a row returns a view. Do not write into rows: repeated rows are the
+    same memory. Gradients flow through every method to ``values``.
 
     Args:
-        values: the rows one after the other, ``(N, *tail)``. Kept, not copied.
-        lengths: tokens of each row, ``(B,)`` whole numbers that add up to N. Copied.
+        values: the rows one after the other, ``(N, *tail)``; not copied.
+        lengths: tokens of each row, ``(B,)`` whole numbers that add up to N; copied.
 
     Raises:
         InvalidColumn: ``values`` has no dimension, or the lengths are negative, not whole numbers, or do not add up to N.
@@ -62,7 +62,7 @@ class RaggedTensor:
         """Rows ``storage[starts[i] : starts[i] + lengths[i]]``: any windows into ``(M, *tail)``, also overlapping ones.
 
         Raises:
-            InvalidColumn: a window does not lie within the storage.
+            InvalidColumn: a window is not within the storage.
         """
         _check_storage(storage)
         first, sizes = whole_numbers(starts, "starts"), whole_numbers(lengths, "lengths")
@@ -82,11 +82,11 @@ class RaggedTensor:
 
     @classmethod
     def from_list(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Self:
-        """Rows ``(n_i, *tail)`` given one by one; an object that stands in several rows is stored once.
+        """Makes a column of rows ``(n_i, *tail)``; an object that is in several rows is stored once.
 
         Args:
             rows: tensors, or arrays and lists of numbers. An empty list takes its dtype and tail from the other rows.
-            dtype: what rows that are not tensors become; ``None`` leaves it to torch.
+            dtype: the dtype of rows that are not tensors; ``None``: torch's default.
 
         Raises:
             InvalidColumn: a row is ``None``, has no dimension, or differs from the others in dtype, device or tail.
@@ -94,7 +94,7 @@ class RaggedTensor:
         >>> RaggedTensor.from_list([[1, 2], [], [3]]).values
         tensor([1, 2, 3])
         """
-        rows = list(rows)  # keeps alive what an array makes for each row, so that no two of them are one object
+        rows = list(rows)  # an array makes a new object for each row: keep them alive, so that no two have one id
         first: dict[int, int] = {}
         owners = [first.setdefault(id(row), number) for number, row in enumerate(rows)]
         distinct = alike_tensors({number: rows[number] for number in first.values()}, dtype)
@@ -103,7 +103,7 @@ class RaggedTensor:
 
     @classmethod
     def from_padded(cls, tensor: torch.Tensor, mask: torch.Tensor) -> Self:
-        """The tokens of ``tensor`` ``(B, L, *tail)`` where ``mask`` ``(B, L)``, of bools or of 0 and 1, is true.
+        """Makes a column of the tokens of ``tensor`` ``(B, L, *tail)`` where ``mask`` ``(B, L)`` (bool, or 0 and 1) is true.
 
         Raises:
             InvalidColumn: the shapes do not fit.
@@ -118,10 +118,10 @@ class RaggedTensor:
 
     @classmethod
     def from_nested(cls, nested: Any) -> Self:
-        """The rows of a nested tensor ``(B, n_i, *tail)``; one of the jagged layout is not copied.
+        """Makes a column of the rows of a nested tensor ``(B, n_i, *tail)``; the jagged layout is not copied.
 
         Raises:
-            InvalidColumn: not a nested tensor, or one that varies in a later dimension.
+            InvalidColumn: the value is not a nested tensor, or varies in a later dimension.
         """
         if not getattr(nested, "is_nested", False):
             raise InvalidColumn(f"a nested tensor is needed, not a {type(nested).__name__}")
@@ -134,14 +134,14 @@ class RaggedTensor:
 
     @staticmethod
     def holds(value: Any) -> bool:
-        """Whether a value is a jagged nested tensor that varies in its first dimension, so that it can be one of these."""
+        """Whether a value is a jagged nested tensor whose rows vary in their first dimension, which :meth:`from_nested` takes."""
         return (
             isinstance(value, torch.Tensor) and value.layout == torch.jagged and getattr(value, "_ragged_idx", 0) == 1
         )
 
     @classmethod
     def concat(cls, parts: "Sequence[RaggedTensor]") -> Self:
-        """The rows of all parts. Parts of one storage join without copying; otherwise each distinct row is copied once.
+        """Joins the rows of columns. Columns of one storage join without a copy; otherwise each distinct row is copied once.
 
         Raises:
             InvalidIndex: there are no parts.
@@ -175,11 +175,11 @@ class RaggedTensor:
         starts = np.concatenate([part._starts for part in parts])
         return cls._made(parts[0]._storage, starts, np.concatenate([part._lengths for part in parts]))
 
-    # Looking at it
+    # Properties
 
     @property
     def values(self) -> torch.Tensor:
-        """The rows one after the other, ``(N, *tail)``: the storage or a view of it where rows stand so there, else a copy."""
+        """The rows one after the other, ``(N, *tail)``: the storage, or a view of it, if it holds them in order, else a copy."""
         starts, lengths = self._starts[self._lengths > 0], self._lengths[self._lengths > 0]
         if len(starts) == 0:
             return self._storage[:0]
@@ -198,12 +198,12 @@ class RaggedTensor:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each row, ``(B,)`` int64, always on the CPU (so that reading rows never waits for a device); a copy."""
+        """Tokens of each row, ``(B,)`` int64, a copy; always on the CPU, so that reading rows never waits for a device."""
         return torch.from_numpy(self._lengths.copy())
 
     @property
     def storage(self) -> torch.Tensor:
-        """The shared tensor ``(M, *tail)`` that rows are windows into; may hold more, or less, than the rows."""
+        """The shared tensor ``(M, *tail)`` that rows are windows into; M may be more or less than N."""
         return self._storage
 
     @property
@@ -230,7 +230,7 @@ class RaggedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, each counted as often as it stands here."""
+        """Bytes of all rows; repeated rows count each time."""
         return int(self._lengths.sum()) * self.tail.numel() * self._storage.element_size()
 
     def __len__(self) -> int:
@@ -242,14 +242,14 @@ class RaggedTensor:
         return f"RaggedTensor({len(self)} rows of {_form(self.dtype, self.device, self.tail)}, lengths {shown})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether all rows are the same: see :meth:`equal`. Not elementwise."""
+        """Whether all rows are equal (see :meth:`equal`), as one bool."""
         return self.equal(other) if isinstance(other, RaggedTensor) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
-    __array_ufunc__ = None  # not a sequence of numbers to numpy, so that comparing an array with it is False
+    __array_ufunc__ = None  # numpy does not take it for a sequence, so that comparing an array with it is False
 
     def equal(self, other: "RaggedTensor") -> bool:
-        """True for equal dtype, device, lengths and values (NaN equals NaN), however the rows are stored."""
+        """Whether dtype, device, lengths and values are equal (NaN equals NaN), however the rows are stored."""
         if (self.dtype, self.device, self.tail) != (other.dtype, other.device, other.tail):
             return False
         if not np.array_equal(self._lengths, other._lengths):
@@ -269,7 +269,7 @@ class RaggedTensor:
         """A row ``(n_i, *tail)`` as a view by its number, or rows by a slice, a mask, or an array or list of numbers.
 
         Raises:
-            InvalidIndex: out of range, a mask of another length, or not something that selects rows.
+            InvalidIndex: the index is out of range, a mask of another length, or of a type that does not select rows.
         """
         if isinstance(item, slice):
             bounds = as_slice(item, len(self))
@@ -284,7 +284,7 @@ class RaggedTensor:
         return iter(self.unbind())
 
     def unbind(self) -> list[torch.Tensor]:
-        """All rows ``(n_i, *tail)``; where gradients flow, one step back for all of them."""
+        """All rows ``(n_i, *tail)``; with gradients, one node of the graph for all of them."""
         if self.requires_grad:
             return list(self.values.split(self._lengths.tolist()))
         return [self._storage[start : start + n] for start, n in zip(self._starts.tolist(), self._lengths.tolist())]
@@ -293,18 +293,18 @@ class RaggedTensor:
         return self._made(self._storage, self._starts[positions], self._lengths[positions])
 
     def repeat(self, times: int) -> Self:
-        """All rows ``times`` times over, abab, whatever the tail (torch's ``repeat`` would repeat its last dimension); no copy.
+        """Repeats all rows, abab, without a copy. (torch's ``repeat`` would repeat the last dimension of the tail.)
 
         Raises:
-            InvalidIndex: not a whole number of at least 0.
+            InvalidIndex: ``times`` is not a whole number of at least 0.
         """
         return self._chosen(np.tile(np.arange(len(self)), int(self._counts(times, one=True))))
 
     def repeat_interleave(self, times: "int | torch.Tensor | np.ndarray | Sequence[int]") -> Self:
-        """Every row ``times`` times in a row, aabb, or row i ``times[i]`` times; no copy.
+        """Repeats each row, aabb, or row i ``times[i]`` times, without a copy.
 
         Raises:
-            InvalidIndex: not a whole number of at least 0, or not one for each row.
+            InvalidIndex: ``times`` is not a whole number of at least 0, or not one for each row.
         """
         return self._chosen(np.repeat(np.arange(len(self)), self._counts(times)))
 
@@ -317,9 +317,9 @@ class RaggedTensor:
         return counts
 
     def distinct(self) -> Self:
-        """The same rows over a storage that holds each distinct window once and nothing else: itself where that is so already.
+        """The same rows over a storage that holds each distinct window once and nothing else; itself if that is so already.
 
-        What is sent, moved or kept for long: a few rows then no longer hold on to the storage of many.
+        Use it before a column is sent, moved or kept for long, so that a few rows do not keep the storage of many alive.
         """
         width = int(self._lengths.max(initial=0)) + 1
         starts = np.where(self._lengths > 0, self._starts, 0)
@@ -330,7 +330,7 @@ class RaggedTensor:
             return self
         return self._made(values, np.cumsum(windows._lengths) - windows._lengths, windows._lengths)._chosen(inverse)
 
-    # Elsewhere and otherwise
+    # Moving, copying and converting
 
     def to(
         self,
@@ -338,7 +338,7 @@ class RaggedTensor:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> Self:
-        """On another device, each distinct row moved once; a dtype casts floating-point rows and leaves others as they are.
+        """The rows on another device, each distinct one moved once; a dtype casts floating-point rows and no others.
 
         >>> RaggedTensor(torch.ones(2), [2]).to(torch.bfloat16).dtype, RaggedTensor(torch.tensor([1]), [1]).to(torch.half).dtype
         (torch.bfloat16, torch.int64)
@@ -353,7 +353,7 @@ class RaggedTensor:
         return self._made(kept._storage.to(target, wanted, non_blocking=non_blocking), kept._starts, kept._lengths)
 
     def pin_memory(self) -> Self:
-        """In page-locked memory, each distinct row once; itself where it is so already."""
+        """The rows in page-locked memory, each distinct one once; itself if they are there already."""
         kept = self.distinct()
         return (
             self if self._storage.is_pinned() else self._made(kept._storage.pin_memory(), kept._starts, kept._lengths)
@@ -364,7 +364,7 @@ class RaggedTensor:
         return self._made(self._storage.detach(), self._starts, self._lengths)
 
     def clone(self) -> Self:
-        """The same rows in memory of their own; rows that were the same memory still are."""
+        """A copy of the rows; those that share memory share it in the copy too."""
         kept = self.distinct()
         return self._made(kept._storage.clone() if kept is self else kept._storage, kept._starts, kept._lengths)
 
@@ -377,7 +377,7 @@ class RaggedTensor:
         return reduce_value(self, [], protocol)
 
     def mask(self, side: Side = "right") -> torch.Tensor:
-        """Which places of :meth:`to_padded` hold tokens, ``(B, L)`` bool on the rows' device; ``side`` is where padding goes."""
+        """Which cells of :meth:`to_padded` hold tokens, ``(B, L)`` bool on the device of the rows; padding is on ``side``."""
         return torch.from_numpy(self._filled(side)).to(self.device)
 
     def _filled(self, side: Side) -> np.ndarray:
@@ -388,7 +388,7 @@ class RaggedTensor:
         return filled if side == "right" else filled[:, ::-1].copy()
 
     def to_padded(self, side: Side = "right", value: float = 0) -> torch.Tensor:
-        """A dense tensor ``(B, L, *tail)`` with ``value`` in the places that rows leave open, on the given side.
+        """A dense tensor ``(B, L, *tail)``, padded with ``value`` on the given side.
 
         Raises:
             InvalidConfig: ``side`` is neither ``"left"`` nor ``"right"``.
@@ -401,7 +401,7 @@ class RaggedTensor:
         return chosen.view(*filled.shape, *self.tail)
 
     def to_nested(self) -> torch.Tensor:
-        """A nested tensor ``(B, n_i, *tail)`` of the jagged layout over :attr:`values`."""
+        """A nested tensor ``(B, n_i, *tail)`` in the jagged layout over :attr:`values`."""
         offsets = torch.from_numpy(np.append(0, np.cumsum(self._lengths))).to(self.device)
         return torch.nested.nested_tensor_from_jagged(self.values, offsets)
 

@@ -1,4 +1,4 @@
-"""Tensors and per-row Python objects in one ``TensorDict``."""
+"""Tensors and Python objects as rows: of a ``TensorDict``, a nested tensor, or an array of objects."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,17 +15,17 @@ def get_tensordict(
     tensor_dict: Mapping[str, torch.Tensor | list[Any] | np.ndarray | NonTensorStack],
     non_tensor_dict: Mapping[str, Any] | None = None,
 ) -> TensorDict:
-    """A ``TensorDict`` of rows and of values that belong to the whole batch.
+    """Makes a ``TensorDict`` of columns and of values that belong to the whole batch.
 
     Args:
-        tensor_dict: columns of B rows. Tensors ``(B, ...)`` (dense, or nested with the jagged layout) stay; lists and arrays
-            become a ``NonTensorStack`` of one Python object a row.
-        non_tensor_dict: values of the whole batch, kept as ``NonTensorData``.
+        tensor_dict: columns of B rows. Tensors ``(B, ...)`` (dense, or nested with the jagged layout) stay as they are; lists and
+            arrays become a ``NonTensorStack`` with one Python object a row.
+        non_tensor_dict: values of the whole batch, stored as ``NonTensorData``.
 
     Raises:
-        InvalidColumn: not a column, a list of tensors, or a nested tensor of another layout.
-        RowCountMismatch: columns of different numbers of rows.
-        ColumnConflict: a name stands in both arguments.
+        InvalidColumn: a value is not a column, a list of tensors, or a nested tensor of another layout.
+        RowCountMismatch: columns have different numbers of rows.
+        ColumnConflict: a name is in both arguments.
 
     >>> data = get_tensordict({"x": torch.zeros(2, 3), "scores": [[], [0.5]]}, {"step": 7})
     >>> data["scores"], data["step"], data.batch_size
@@ -33,7 +33,7 @@ def get_tensordict(
     """
     non_tensor_dict = non_tensor_dict or {}
     if clash := sorted(tensor_dict.keys() & non_tensor_dict.keys()):
-        raise ColumnConflict(f"{clash} stand in both tensor_dict and non_tensor_dict")
+        raise ColumnConflict(f"{clash} are in both tensor_dict and non_tensor_dict")
     columns = {name: _stacked(name, value) for name, value in tensor_dict.items()}
     rows = {name: len(value) for name, value in columns.items()}
     if len(set(rows.values())) > 1:
@@ -59,7 +59,7 @@ def _stacked(name: str, value: Any) -> torch.Tensor | NonTensorStack:
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """One object a row, whatever the objects are, ``(B,)`` of dtype object.
+    """An array ``(B,)`` of dtype object with one value a row, also if the values are sequences of equal length.
 
     >>> object_array([[1, 2], [3, 4]]).shape
     (2,)
@@ -71,20 +71,20 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
 
 
 def stack_objects(values: Iterable[Any]) -> NonTensorStack:
-    """One Python object a row, as a ``TensorDict`` holds them."""
+    """One Python object a row, in the form that a ``TensorDict`` stores."""
     items: list[Any] = [NonTensorData(value) for value in values]
     return NonTensorStack.from_list(items)
 
 
 def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: int | None = None) -> torch.Tensor:
-    """A jagged nested tensor ``(B, ...)`` of tensors that differ in one dimension.
+    """Makes a jagged nested tensor ``(B, ...)`` of tensors that differ in one dimension.
 
     Args:
         tensors: B tensors of the same number of dimensions.
-        ragged_idx: the dimension of the result that varies; found from the shapes where it is not given.
+        ragged_idx: the dimension of the result that varies; default: found from the shapes.
 
     Raises:
-        InvalidColumn: no tensors, or shapes that differ in more than one dimension.
+        InvalidColumn: there are no tensors, or their shapes differ in more than one dimension.
 
     >>> nested_tensor_from_tensor_list([torch.zeros(4, 2), torch.zeros(4, 3)]).unbind()[1].shape
     torch.Size([4, 3])
@@ -105,7 +105,7 @@ def nested_tensor_from_tensor_list(tensors: Sequence[torch.Tensor], ragged_idx: 
 
 
 def alike_tensors(rows: Mapping[int, Any], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Rows, by their numbers, as tensors of one dtype, device and tail."""
+    """Rows, given by their numbers, as tensors of one dtype, device and tail; raises InvalidColumn if they differ."""
     for number, row in rows.items():
         if row is None:
             raise InvalidColumn(f"row {number} is None; an empty row is a tensor of length 0, or an empty list")
@@ -127,7 +127,7 @@ def alike_tensors(rows: Mapping[int, Any], dtype: torch.dtype | None) -> list[to
 
 
 def _as_tensor(row: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    """``torch.as_tensor``; by way of numpy, which reads lists of whole numbers several times faster and to the same dtype."""
+    """``torch.as_tensor``, through numpy for lists of whole numbers: several times faster, and of the same dtype."""
     if isinstance(row, list | tuple) and row and type(row[0]) is int and dtype in (None, torch.int64):
         try:
             array = np.array(row)
@@ -139,7 +139,7 @@ def _as_tensor(row: Any, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _is_blank(row: Any) -> bool:
-    """A row that says nothing about dtype and tail."""
+    """Whether a row has neither dtype nor tail: an empty list or tuple."""
     return isinstance(row, list | tuple) and len(row) == 0
 
 
@@ -148,7 +148,7 @@ def _kind(row: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same memory read in the same way; one with gradients is like itself only."""
+    """Equal for tensors that read the same memory in the same way; a tensor with gradients equals only itself."""
     if tensor.requires_grad or tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)
     return (
@@ -166,7 +166,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def rows_at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``tensor[index]`` along the first dimension, of every dtype (torch lacks it for wide unsigned numbers)."""
+    """``tensor[index]`` along the first dimension, for every dtype (torch lacks it for wide unsigned integers)."""
     if tensor.dtype in _SIGNED:
         return rows_at(tensor.view(_SIGNED[tensor.dtype]), index).view(tensor.dtype)
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.requires_grad:

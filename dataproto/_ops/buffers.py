@@ -1,4 +1,4 @@
-"""Bytes of others as numpy and torch take them, and copies of bytes that are made fast."""
+"""Buffers of other objects as numpy arrays, and fast copies of them."""
 
 import ctypes
 import mmap
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass
 class Memory:
-    """Memory as numpy takes it, kept alive by ``owner``. Says that it may be written: torch knows no other memory."""
+    """Memory that numpy reads, kept alive by ``owner``. It claims to be writable: torch has no read-only tensors."""
 
     owner: Any
     address: int
@@ -27,7 +27,7 @@ class Memory:
 
 
 def memory_of(buffer: Any) -> np.ndarray:
-    """The bytes ``(n,)`` uint8 of any buffer, not copied, also where it may only be read."""
+    """The bytes ``(n,)`` uint8 of any buffer without a copy, also of a read-only one."""
     read = np.frombuffer(buffer, dtype=np.uint8)
     if read.flags.writeable:
         return read
@@ -35,10 +35,10 @@ def memory_of(buffer: Any) -> np.ndarray:
 
 
 def bytes_of(bits: np.ndarray) -> bytes:
-    """``bits.tobytes()``. Most of its time goes into memory that comes page by page: large copies ask for large pages."""
+    """``bits.tobytes()``. Most of its time is spent on new pages of memory, so that large copies ask for huge pages."""
     if sys.platform != "linux" or bits.nbytes < _LARGE:
         return bits.tobytes()
-    made = bytes(bits.nbytes)  # zeros that take no memory yet
+    made = bytes(bits.nbytes)  # zeros, not yet backed by memory
     fresh = memory_of(made)
     ask_for_large_pages(fresh.ctypes.data, fresh.size)
     fresh[:] = bits
@@ -46,14 +46,14 @@ def bytes_of(bits: np.ndarray) -> bytes:
 
 
 def ask_for_large_pages(address: int, size: int) -> None:
-    """Lets fresh memory come in large pages, where it is large and the system has them."""
+    """Asks for huge pages for new memory, if it is large and the system has them."""
     if sys.platform == "linux" and size >= _LARGE:
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         _madvise(start, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
 
 
 def same_bytes(left: np.ndarray, right: Any) -> bool:
-    """Whether bytes ``(n,)`` uint8 and a buffer are equal, at the speed of memory."""
+    """Whether bytes ``(n,)`` uint8 and a buffer are equal, by ``memcmp`` where there is one."""
     other = np.frombuffer(right, dtype=np.uint8)
     if left.size != other.size:
         return False
@@ -63,9 +63,9 @@ def same_bytes(left: np.ndarray, right: Any) -> bool:
     return not _memcmp(*addresses, left.size) if sys.platform == "linux" else np.array_equal(left, other)
 
 
-_LARGE = 4 << 20  # from here on numpy asks for large pages, too
+_LARGE = 4 << 20  # as in numpy, which asks for huge pages from this size on
 if sys.platform == "linux":
-    _madvise = ctypes.CDLL(None).madvise  # only advice: what it answers does not matter
+    _madvise = ctypes.CDLL(None).madvise  # only advice: its result does not matter
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     _memcmp = ctypes.CDLL(None).memcmp
     _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]

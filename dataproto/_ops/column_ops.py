@@ -22,17 +22,17 @@ _KINDS = (torch.Tensor, np.ndarray, RaggedTensor, TensorDictBase)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
-# Lists to columns
+# Values to columns
 
 
 def as_array(values: Any, name: str = "column") -> "np.ndarray | RaggedTensor":
-    """What a non-tensor column becomes: arrays and ragged tensors stay, lists become arrays of objects.
+    """A column of ``non_tensor_batch``: arrays and ragged tensors stay as they are, lists become arrays of objects.
 
-    Rows that are lists of plain scalars, all of one length, become one array of more dimensions, as in verl; all other rows
-    (images, tensors, arrays, dicts, messages) stay one object each.
+    Rows that are lists of plain scalars of one length become one array of more dimensions, as in verl. All other rows (images,
+    tensors, arrays, dicts, messages) stay one object each.
 
     Raises:
-        InvalidColumn: the values are not rows.
+        InvalidColumn: the value has no rows.
 
     >>> as_array([[1, 2], [3, 4]]).shape, as_array([[1], [2, 3]]).shape
     ((2, 2), (2,))
@@ -56,7 +56,7 @@ def as_array(values: Any, name: str = "column") -> "np.ndarray | RaggedTensor":
 
 
 def _regular(rows: list[Any]) -> bool:
-    """True where rows are plain scalars, or sequences of one length that are regular themselves."""
+    """Whether rows are plain scalars, or sequences of one length that are regular themselves."""
     kinds = set(map(type, rows))
     if all(issubclass(kind, _PLAIN) for kind in kinds):
         return True
@@ -73,7 +73,7 @@ def _regular(rows: list[Any]) -> bool:
 
 
 def take(column: Column, positions: np.ndarray) -> Column:
-    """The rows at ``positions`` ``(K,)``, copied; objects and ragged rows by reference."""
+    """The rows at ``positions`` ``(K,)``; tensors are copied, objects and ragged rows shared."""
     if isinstance(column, np.ndarray | RaggedTensor):
         return column[positions]
     if isinstance(column, torch.Tensor) and column.is_nested:
@@ -84,7 +84,7 @@ def take(column: Column, positions: np.ndarray) -> Column:
 
 
 def cut(column: Column, bounds: slice) -> Column:
-    """The rows of a resolved slice; a view wherever torch and numpy can give one."""
+    """The rows of a resolved slice; a view where torch and numpy can make one."""
     if isinstance(column, np.ndarray | RaggedTensor):
         return column[bounds]
     if bounds.step < 0 or getattr(column, "is_nested", False):
@@ -93,13 +93,12 @@ def cut(column: Column, bounds: slice) -> Column:
 
 
 def concat(parts: Sequence[Column], name: str = "column") -> Column:
-    """The rows of all parts, one after the other.
+    """Joins the rows of all parts.
 
-    Arrays of objects whose rows differ in length (lists that happened to be regular in one part and not in another) are joined as
-    lists, one a row.
+    Arrays of objects of different shapes (lists that are regular in one part and not in another) are joined as lists, one a row.
 
     Raises:
-        ColumnConflict: tensors, arrays and ragged tensors mixed, or shapes that do not fit beyond the rows.
+        ColumnConflict: parts are of different kinds, or their shapes differ beyond the rows.
     """
     kinds = {kind_of(part): None for part in parts}
     if len(kinds) > 1:
@@ -121,19 +120,19 @@ def concat(parts: Sequence[Column], name: str = "column") -> Column:
             raise ColumnConflict(f"column {name!r} cannot be joined: shapes {listed} differ beyond the rows")
         parts = [part if part.ndim == 1 else object_array(part.tolist()) for part in parts]
     if len({getattr(part, "device", None) for part in parts}) > 1:
-        raise ColumnConflict(f"column {name!r} stands on different devices: {[str(part.device) for part in parts]}")
+        raise ColumnConflict(f"column {name!r} is on different devices: {[str(part.device) for part in parts]}")
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis=0)
     return torch.cat(list(parts), dim=0)
 
 
 def _ragged_idx(nested: torch.Tensor) -> int | None:
-    """The dimension in which the rows of a jagged tensor vary, which rows of one length do not show."""
+    """The dimension in which the rows of a jagged tensor vary; the shapes of equal rows do not show it."""
     return getattr(nested, "_ragged_idx", None)
 
 
 def repeat(column: Column, times: int, interleave: bool) -> Column:
-    """Every row ``times`` times, in a row (aabb) or as a whole (abab); objects and ragged rows by reference."""
+    """Repeats rows, aabb with ``interleave``, else abab; objects and ragged rows are shared."""
     if isinstance(column, RaggedTensor):
         return column.repeat_interleave(times) if interleave else column.repeat(times)
     if isinstance(column, np.ndarray):
@@ -147,7 +146,7 @@ def repeat(column: Column, times: int, interleave: bool) -> Column:
 
 
 def row_count(column: Column, name: str) -> int:
-    """How many rows a column has; InvalidColumn where it cannot have any."""
+    """The number of rows of a column; raises InvalidColumn if the value has no rows."""
     if isinstance(column, RaggedTensor):
         return len(column)
     if not isinstance(column, np.ndarray | torch.Tensor | TensorDictBase):
@@ -158,17 +157,17 @@ def row_count(column: Column, name: str) -> int:
 
 
 def kind_of(column: Column) -> str:
-    """What a column is, in words: columns are joined and compared with their own kind only."""
+    """The kind of a column, in words. Only columns of one kind can be joined or compared."""
     if isinstance(column, RaggedTensor):
         return "a ragged tensor"
     return "an array" if isinstance(column, np.ndarray) else "a tensor"
 
 
 def unfold_chunks(column: Column, parts: int, name: str) -> Column:
-    """Every row cut into ``parts`` rows of equal length: ``(B, parts * K, ...)`` to ``(B * parts, K, ...)``.
+    """Splits every row into ``parts`` rows of equal length: ``(B, parts * K, ...)`` to ``(B * parts, K, ...)``.
 
     Raises:
-        IndivisibleBatch: a row's length does not divide.
+        IndivisibleBatch: the length of a row does not divide.
     """
     if isinstance(column, RaggedTensor):
         if (wrong := np.flatnonzero(column.lengths.numpy() % parts)).size:

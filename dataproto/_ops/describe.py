@@ -1,4 +1,4 @@
-"""What a batch holds, in words."""
+"""Descriptions of a batch in words."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ Arrays: TypeAlias = Mapping[str, np.ndarray | RaggedTensor]
 
 
 def data_info(batch: Any, non_tensor_batch: Arrays, meta_info: Mapping[str, Any]) -> str:
-    """One line a column and fact: name, shape, dtype, device or type."""
+    """One line for each column and key of ``meta_info``: name, shape, dtype, device or type."""
     lines = ["batch"]
     for name, value in () if batch is None else batch.items():
         dtype = f" ({value.dtype})" if hasattr(value, "dtype") and value.dtype is not None else ""
@@ -24,7 +24,7 @@ def data_info(batch: Any, non_tensor_batch: Arrays, meta_info: Mapping[str, Any]
 
 
 def type_name(value: Any) -> str:
-    """A value's type with what is inside.
+    """The type of a value and of its contents.
 
     >>> type_name({"a": [1, 2.0]}), type_name((1, "x"))
     ('dict[str: list[float|int]]', 'tuple(int, str)')
@@ -46,7 +46,7 @@ def type_name(value: Any) -> str:
 
 
 def size_info(batch: Any, non_tensor_batch: Arrays, prefix: str = "") -> str:
-    """How many GB tensors and arrays take; of objects only the references count."""
+    """The size of tensors and arrays in GB; of objects only the references count."""
     tensors = 0 if batch is None else sum(value.numel() * value.element_size() for value in batch.values(True, True))
     arrays = sum(array.nbytes for array in non_tensor_batch.values())
     message = f"Size of tensordict: {tensors / 1024**3} GB, size of non_tensor_batch: {arrays / 1024**3} GB"

@@ -12,7 +12,7 @@ Pairs = frozenset[tuple[int, int]]  # identities of the objects that are being c
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True for equal dtype, device, shape and values; O(1) where both look at the same memory."""
+    """Whether dtype, device, shape and values are equal; O(1) if both read the same memory."""
     if left is right:
         return True
     if left.dtype != right.dtype or left.device != right.device or left.is_nested != right.is_nested:
@@ -26,9 +26,9 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return same_tensor(left.to_dense(), right.to_dense())
     if _view(left) == _view(right):
         return True
-    if left.dtype == torch.complex32:  # which has no comparison
+    if left.dtype == torch.complex32:  # torch does not compare it
         return same_tensor(torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj()))
-    if left.element_size() == 1 and left.dtype.is_floating_point:  # fp8 has no comparison: compare the bits
+    if left.element_size() == 1 and left.dtype.is_floating_point:  # torch does not compare fp8: compare the bits
         return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
     if torch.equal(left, right):
         return True
@@ -38,12 +38,12 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of one dtype, device and shape that read the same memory in the same way."""
+    """Equal for tensors that read the same memory in the same way, given equal dtype, device and shape."""
     return tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def same_array(left: np.ndarray, right: np.ndarray, pairs: Pairs = frozenset()) -> bool:
-    """True for equal dtype, shape and elements; O(1) where both look at the same memory."""
+    """Whether dtype, shape and elements are equal; O(1) if both read the same memory."""
     if left is right:
         return True
     if left.dtype != right.dtype or left.shape != right.shape:
@@ -85,5 +85,5 @@ def same_value(left: Any, right: Any, pairs: Pairs = frozenset()) -> bool:
 def _same_scalar(left: Any, right: Any) -> bool:
     try:
         return bool(left == right) or (bool(left != left) and bool(right != right))
-    except (RuntimeError, TypeError, ValueError):  # objects that refuse comparison are not known to be equal
+    except (RuntimeError, TypeError, ValueError):  # objects that cannot be compared count as different
         return False

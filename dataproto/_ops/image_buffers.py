@@ -1,6 +1,6 @@
-"""PIL images as the bytes they are made of, and back, without a copy where PIL can share its memory.
+"""PIL images as their bytes, and back, without a copy where PIL can share its memory.
 
-PIL keeps a pixel of RGB in four bytes. That is the layout used here for the modes in ``SHARED``: reading then needs no decoding.
+PIL stores a pixel of RGB in four bytes. The modes in ``SHARED`` use that layout here, so that reading needs no decoding.
 """
 
 import ctypes
@@ -13,29 +13,29 @@ from dataproto._ops.buffers import Memory
 
 Palette: TypeAlias = "tuple[str, bytes] | None"  # mode and colours
 
-# Modes whose memory PIL shares, and its name for that layout.
+# Modes whose memory PIL shares, and its name for their layout.
 SHARED = {"L": "L", "P": "P", "RGB": "RGBX", "RGBA": "RGBA", "RGBX": "RGBX", "CMYK": "CMYK", "I;16": "I;16"}
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is a PIL image; where PIL was never imported, nothing is."""
+    """Whether a value is a PIL image; does not import PIL."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(value, module.Image)
 
 
 def pixels_of(image: Any) -> np.ndarray:
-    """The pixels ``(n,)`` uint8: the image's own memory where it is in one piece, else a copy."""
+    """The pixels ``(n,)`` uint8: the memory of the image if it is in one block, else a copy."""
     image.load()
     if image.mode in SHARED and _exports_safely() and 0 not in image.size:
         try:
             return _own_memory(image)
-        except ValueError:  # in several pieces, as very large images are
+        except ValueError:  # in several blocks, as in very large images
             pass
     return np.frombuffer(image.tobytes("raw", SHARED.get(image.mode, image.mode)), dtype=np.uint8)
 
 
 def palette_of(image: Any) -> Palette:
-    """The colours of a mode with a palette, with their own alpha where they have one."""
+    """The palette of an image, with alpha if it has any; ``None`` for modes without a palette."""
     if image.mode not in ("P", "PA"):
         return None
     image.load()
@@ -44,12 +44,12 @@ def palette_of(image: Any) -> Palette:
 
 
 def image_of(pixels: np.ndarray, mode: str, size: tuple[int, int], palette: Palette) -> Any:
-    """The image of pixels that :func:`pixels_of` gave, over their memory where PIL can."""
+    """The inverse of :func:`pixels_of`, over the memory of ``pixels`` where PIL can."""
     from PIL import Image
 
     if mode in SHARED and pixels.size:
         image = Image.Image()._new(Image.core.map_buffer(pixels, size, "raw", 0, (mode, 0, 1)))
-        image.readonly = 0  # PIL copies what it believes to be others' when it is written
+        image.readonly = 0  # else PIL would copy the memory on the first write
     else:
         image = Image.frombytes(mode, size, pixels)
     if palette is not None and palette[1]:
@@ -58,7 +58,7 @@ def image_of(pixels: np.ndarray, mode: str, size: tuple[int, int], palette: Pale
 
 
 def same_image(left: Any, right: Any) -> bool:
-    """True for equal mode, size, colours and pixels; not asked are the class and what ``info`` says besides transparency."""
+    """Whether mode, size, palette, transparency and pixels are equal; ignores the class and the rest of ``info``."""
     if (left.mode, left.size) != (right.mode, right.size) or palette_of(left) != palette_of(right):
         return False
     same_alpha = left.info.get("transparency") == right.info.get("transparency")
@@ -80,12 +80,12 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.p
 
 
 def _exports_safely() -> bool:
-    """Before 13, Pillow crashes the process when it exports an image that lies over memory of another's."""
+    """Before version 13, Pillow crashes the process when it exports an image over foreign memory."""
     return int(sys.modules["PIL"].__version__.split(".")[0]) >= 13
 
 
 def _own_memory(image: Any) -> np.ndarray:
-    """What ``image`` exports, ``(n,)`` uint8; ValueError where its rows are not in one piece."""
+    """The memory that ``image`` exports, ``(n,)`` uint8; ValueError if its rows are in several blocks."""
     _, capsule = image.__arrow_c_array__()
     array = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
     pixels = array.children[0].contents if array.n_children else array

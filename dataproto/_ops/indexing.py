@@ -1,4 +1,4 @@
-"""Which rows an index means, and how many tokens rows have: numbers, masks and slices, checked and resolved in one place."""
+"""Checks and resolves indices of rows: numbers, masks and slices."""
 
 import operator
 from typing import Any, TypeAlias
@@ -12,10 +12,10 @@ Index: TypeAlias = "slice | list[Any] | range | np.ndarray | torch.Tensor"
 
 
 def as_positions(index: Index, rows: int) -> np.ndarray:
-    """Any index to row numbers, ``(K,)`` int64 in [0, rows).
+    """The row numbers that an index selects, ``(K,)`` int64 in [0, rows).
 
     Raises:
-        InvalidIndex: out of range, a mask of another length, or not something that selects rows.
+        InvalidIndex: the index is out of range, a mask of another length, or of a type that does not select rows.
 
     >>> as_positions([-1, 0], 3).tolist(), as_positions(np.array([True, False, True]), 3).tolist()
     ([2, 0], [0, 2])
@@ -48,18 +48,20 @@ def as_positions(index: Index, rows: int) -> np.ndarray:
 
 
 def as_slice(index: slice, rows: int) -> slice:
-    """A slice with its bounds resolved; InvalidIndex where they are not whole numbers or the step is 0."""
+    """A slice with resolved bounds; raises InvalidIndex if they are not whole numbers or the step is 0."""
     try:
         chosen = range(rows)[index]
     except (TypeError, ValueError) as error:
         raise InvalidIndex(f"cannot select rows with {index}: {error}") from error
     if not chosen:
         return slice(0, 0, 1)
-    return slice(chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step)  # reversed: up to row 0, not -1
+    return slice(
+        chosen.start, None if chosen.stop < 0 else chosen.stop, chosen.step
+    )  # a reversed slice ends at row 0, not -1
 
 
 def as_row(index: Any, rows: int) -> int:
-    """One row number in [0, rows); InvalidIndex where it is out of range, a truth value or not a whole number."""
+    """One row number in [0, rows); raises InvalidIndex if it is out of range, a bool, or not a whole number."""
     if isinstance(index, bool) or getattr(index, "dtype", None) in (np.bool_, torch.bool):
         raise InvalidIndex("a single truth value does not select a row")
     try:
@@ -72,7 +74,7 @@ def as_row(index: Any, rows: int) -> int:
 
 
 def whole_numbers(numbers: Any, name: str) -> np.ndarray:
-    """``(B,)`` int64 of at least 0, a copy; InvalidColumn where they are something else."""
+    """A copy as ``(B,)`` int64; raises InvalidColumn if the numbers are not whole numbers of at least 0."""
     array = numbers.detach().cpu().numpy() if isinstance(numbers, torch.Tensor) else np.asarray(numbers)
     array = array.astype(np.int64) if array.size == 0 else array
     whole = array.ndim == 1 and array.dtype.kind in "iu"

@@ -16,11 +16,11 @@ Array: TypeAlias = np.ndarray | RaggedTensor
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Adds the columns of the second to the first, in place, and returns the first; on an error the first is as it was.
+    """Adds the columns of the second to the first, in place, and returns the first; on an error the first is unchanged.
 
     Raises:
         RowCountMismatch: the batch sizes differ.
-        ColumnConflict: a name stands in both with different values.
+        ColumnConflict: both have a name with different values.
     """
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
@@ -32,11 +32,11 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def union_numpy_dict(tensor_dict1: dict[str, Array], tensor_dict2: Mapping[str, Array]) -> dict[str, Array]:
-    """Adds the arrays of the second to the first, in place, and returns the first; on an error the first is as it was.
+    """Adds the arrays of the second to the first, in place, and returns the first; on an error the first is unchanged.
 
     Raises:
-        InvalidColumn: a value that stands in both is neither an array nor a ragged tensor.
-        ColumnConflict: a name stands in both with different values (NaN equals NaN, objects are compared deeply).
+        InvalidColumn: a value of a name that both have is neither an array nor a ragged tensor.
+        ColumnConflict: both have a name with different values (NaN equals NaN, objects are compared deeply).
     """
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         for side in (tensor_dict1, tensor_dict2):
@@ -48,7 +48,7 @@ def union_numpy_dict(tensor_dict1: dict[str, Array], tensor_dict2: Mapping[str, 
 
 
 def _new_columns(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``right`` would add to ``left``; ColumnConflict where both hold a name with different values."""
+    """The columns that ``right`` adds to ``left``; raises ColumnConflict if both have a name with different values."""
     for key in left.keys() & right.keys():
         if not same_value(left[key], right[key]):
             detail = first_difference(left[key], right[key])
@@ -57,7 +57,7 @@ def _new_columns(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str,
 
 
 def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Both sides' facts; ColumnConflict where one name has two values."""
+    """The ``meta_info`` of both; raises ColumnConflict if a key has two values."""
     for key in left.keys() & right.keys():
         if not same_value(left[key], right[key]):
             raise ColumnConflict(f"Conflicting values for meta_info key '{key}': {left[key]!r} and {right[key]!r}")
@@ -65,15 +65,14 @@ def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[s
 
 
 def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts about a batch that was put together from parts.
+    """The ``meta_info`` of a batch that is joined from parts.
 
-    ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Names with ``timing`` in them, which differ from
-    worker to worker by nature, keep the largest value of each number, since a step waits for its slowest part. ``max_tokens``
-    (see `dataproto.packing`) becomes the largest: how long a response of any part could have become. Anything else must
-    agree.
+    ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Keys with ``timing`` in them differ between workers and
+    keep the largest value of each number, since a step waits for its slowest part. ``max_tokens`` (see `dataproto.packing`) becomes
+    the largest of all parts. Any other key must agree.
 
     Raises:
-        ColumnConflict: one name has two values.
+        ColumnConflict: a key has two values.
 
     >>> concat_meta_info([{"metrics": {"loss": 1.0}, "timing": {"gen": 2.0}}, {"metrics": {"loss": 3.0}, "timing": {"gen": 5.0}}])
     {'timing': {'gen': 5.0}, 'metrics': {'loss': [1.0, 3.0]}}

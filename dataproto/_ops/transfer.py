@@ -1,12 +1,12 @@
-"""Tensors to a device without waiting for it."""
+"""Asynchronous copies to a device."""
 
 import torch
 from torch import Tensor
 
 
 def move(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on ``device``; from the host to a CUDA device through pinned memory and in the order of its stream, so that
-    the host goes on.
+    """Returns the tensor on ``device``. From the host to a CUDA device it copies through pinned memory, in stream order, without
+    blocking the host.
     """
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

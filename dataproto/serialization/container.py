@@ -5,9 +5,9 @@ the metadata; a first section ``checksums`` ``(S,)`` uint32 with the CRC-32 of t
 order of the file; and an order of sections in which each is aligned to its elements, so that it can be used where it lies.
 
 The ``safetensors`` package (0.8) reads these files but cannot replace this module. Its writer decides the order of sections, so
-checksums cannot come first and be filled in last: they would cost a second pass over all bytes. It takes all tensors contiguous
-and on the CPU at once, where this module converts one section at a time, and refuses complex128. Its reader copies numpy arrays,
-aligns to 8 bytes at most, opens pipes and devices, and accepts duplicate names, misaligned sections and shapes such as (2**40, 0).
+checksums cannot come first and be filled in last: they would cost a second pass over all bytes. It needs all tensors contiguous
+and on the CPU at once, where this module converts one section at a time, and refuses complex128. Its reader copies numpy arrays
+and accepts duplicate names, misaligned sections and shapes such as (2**40, 0).
 """
 
 import json

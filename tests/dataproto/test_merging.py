@@ -273,7 +273,7 @@ def test_concat_refuses_what_does_not_fit() -> None:
         DataProto.concat([DataProto.from_dict({"x": torch.ones(1)}), DataProto.from_dict({"x": torch.ones(1, 1)})])
     with pytest.raises(ColumnConflict, match="'x' is a tensor in one part and an array in another"):
         DataProto.concat([DataProto.from_dict({"x": torch.ones(1)}), DataProto.from_dict(non_tensors={"x": [1]})])
-    with pytest.raises(ColumnConflict, match=r"'x' stands on different devices: \['cpu', 'meta'\]"):
+    with pytest.raises(ColumnConflict, match=r"'x' is on different devices: \['cpu', 'meta'\]"):
         DataProto.concat([part(1), part(2).to("meta")])
     with pytest.raises(IndexError, match="empty"):
         DataProto.concat([])

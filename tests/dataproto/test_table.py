@@ -55,7 +55,7 @@ def test_arrays_must_have_the_rows_of_the_tensors_and_of_each_other() -> None:
 
 
 def test_a_name_stands_in_one_field_only() -> None:
-    with pytest.raises(ColumnConflict, match="'a' stands in batch and in non_tensor_batch"):
+    with pytest.raises(ColumnConflict, match="'a' is in batch and in non_tensor_batch"):
         DataProto.from_dict({"a": torch.zeros(2)}, {"a": [1, 2]})
 
 
