@@ -1,4 +1,4 @@
-"""Prompt rows to requests, and completions back to columns."""
+"""Rows of prompts to requests, and completions to columns."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,18 +13,18 @@ from dataproto.packing import MAX_TOKENS, PAD_TOKEN
 from dataproto.planning import places_in_groups
 from dataproto.vlm import VLMFamily
 from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams, row_name
-from rollout.randomness import derive_seed
+from rollout.sampling import derive_seed
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 OCCURRENCE = "_occurrence"
-"""The column that says how many rows of the same ``uid`` come before a row in the whole batch."""
+"""The column with the number of rows of the same ``uid`` that precede a row in the whole batch."""
 
 
 def number_occurrences(prompts: DataProto, earlier: Sequence[str] = ()) -> DataProto:
-    """The rows with the column `OCCURRENCE`, in a batch of its own. Without uids, a row's number is that in the batch.
+    """A new batch of the same rows with the column `OCCURRENCE`. Without uids it numbers the rows of the batch.
 
     Args:
-        earlier: `prompt_names` of the rows of the whole batch that come before these.
+        earlier: `prompt_names` of the rows that precede these in the whole batch.
 
     >>> rows = DataProto.from_dict(non_tensors={"uid": ["a", "b", "a"]})
     >>> number_occurrences(rows)[OCCURRENCE].tolist(), number_occurrences(rows, earlier=["a"])[OCCURRENCE].tolist()
@@ -36,16 +36,16 @@ def number_occurrences(prompts: DataProto, earlier: Sequence[str] = ()) -> DataP
 
 
 def prompt_names(prompts: DataProto) -> list[str]:
-    """What tells the prompts of a batch apart: their uids, or nothing."""
+    """The uid of each prompt, or empty strings if there are none."""
     return [str(uid) for uid in prompts["uid"]] if "uid" in prompts else [""] * len(prompts)
 
 
 def build_requests(prompts: DataProto, sampling: SamplingParams, call: int = 0) -> list[Request]:
-    """``n`` requests for each prompt row, next to each other; samples of a prompt share its tensors.
+    """``n`` consecutive requests for each row of prompts. The samples of a prompt share its tensors.
 
-    Each sample's random stream derives from (sampling.seed, the row's ``uid``, the sample's number). Rows of one uid are
-    numbered on, so that ``prompts.repeat(n)`` with one sample each draws what ``prompts`` draws with ``n``. Rows without uids
-    are told apart by their number in the batch and that of the ``call``.
+    Each sample's random stream derives from (sampling.seed, the row's ``uid``, the sample's number). Samples are numbered across
+    all rows of a uid, so that ``prompts.repeat(n)`` with one sample each draws the same as ``prompts`` with ``n``. Without uids
+    the stream derives from the number of the row in the batch and of the ``call``.
     """
     require(prompts, *PROMPT_COLUMNS)
     occurrences = (prompts if OCCURRENCE in prompts else number_occurrences(prompts))[OCCURRENCE]
@@ -77,11 +77,11 @@ def attach_responses(
 ) -> DataProto:
     """The rollout batch: ``len(prompts) * n`` rows with prompt and response columns (see `dataproto.columns`).
 
-    R is the length of the longest response; how long it could have become stands in ``meta_info`` (see `dataproto.packing`).
+    R is the length of the longest response. ``meta_info`` holds ``max_tokens`` (see `dataproto.packing`).
 
     Raises:
         RowCountMismatch: a request has no completion, or two; names the row.
-        RequestFailed: a completion ended neither by an end token nor by length; names the row.
+        RequestFailed: a completion ended neither with an end token nor at ``max_tokens``; names the row.
     """
     ordered = order_completions(completions, prompts, sampling)
     width = max((len(completion.token_ids) for completion in ordered), default=0) or 1
@@ -107,7 +107,7 @@ def attach_responses(
 def order_completions(
     completions: Iterable[Completion], prompts: DataProto, sampling: SamplingParams
 ) -> list[Completion]:
-    """One completion for each request, in the order of the requests. Raises as `attach_responses`."""
+    """The completions in the order of their requests, one each. Raises the errors of `attach_responses`."""
     uids = prompt_names(prompts)
     requests = len(prompts) * sampling.n
     names = [row_name(number, uids[number // sampling.n], sampling) for number in range(requests)]
@@ -133,10 +133,10 @@ def order_completions(
 def collate_responses(
     completions: Sequence[Completion], width: int, pad_token_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token lists to right-padded ``responses``, ``response_mask`` int64 and ``rollout_log_probs`` float32, all ``(B, R)``.
+    """Right-padded ``responses`` int64, ``response_mask`` int64 and ``rollout_log_probs`` float32, all ``(B, R)`` with R = width.
 
     Raises:
-        InvalidRow: a completion is longer than ``width``, or its tokens and log-probs are not numbers, one each.
+        InvalidRow: a completion is longer than ``width``, or it does not have one log-prob, a number, for each token.
 
     >>> done = [Completion(0, [5, 2], [-0.5, -0.1], "stop"), Completion(1, [7], [-1.0], "stop")]
     >>> [column.tolist() for column in collate_responses(done, width=3, pad_token_id=0)[:2]]

@@ -1,5 +1,10 @@
-"""The policy, defined once for actor, reference and engines. Letters: B rows, V vocabulary."""
+"""The policy and the random streams it is sampled with, defined once for actor, reference and engines.
 
+A random stream belongs to a sample: the sample draws the same numbers on any rank and in any batch. Letters: B rows, V
+vocabulary.
+"""
+
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,14 +15,17 @@ from torch import Tensor
 from dataproto.errors import NonFiniteLogits
 from rollout.engine import SamplingParams
 
-# Finite, so that p * log p of a banned token is 0 and not NaN.
 BANNED_LOGIT = -1e30
+"""Finite, so that p * log p of a banned token is 0 and not NaN."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 
 
 def project(states: Tensor, weight: Tensor) -> Tensor:
-    """The head: states ``(n, H)`` and weight ``(V, H)`` to logits ``(n, V)`` float32 (float64 of float64), in actor and engines.
+    """The output projection of actor and engines: states ``(n, H)`` and weight ``(V, H)`` to logits ``(n, V)`` float32 (float64
+    for float64).
 
-    In half precision the product is not rounded: a logit of 20 would become a multiple of 1/8.
+    The product of half-precision tensors is not rounded to their dtype, where a logit of 20 would become a multiple of 1/8.
 
     >>> project(torch.tensor([[16.0, 1.0]]).bfloat16(), torch.tensor([[1.0, 0.03125]]).bfloat16())
     tensor([[16.0312]])
@@ -30,7 +38,7 @@ def project(states: Tensor, weight: Tensor) -> Tensor:
 
 
 def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[int]) -> Tensor:
-    """log softmax(logits / temperature) in float32 with the banned ids masked, over the last dimension.
+    """log softmax(logits / temperature) over the last dimension, in float32, with the banned ids masked.
 
     >>> policy_log_probs(torch.tensor([0.0, 0.0, 9.0]), 1.0, banned_ids=[2]).exp().tolist()
     [0.5, 0.5, 0.0]
@@ -45,12 +53,12 @@ def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[in
 
 @lru_cache
 def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Ids that are looked up at every token, sent once: sending makes the host wait for the device."""
+    """Ids that every token needs, copied to the device once: each copy makes the host wait for the device."""
     return torch.tensor(ids, device=device)
 
 
 def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """Probabilities ``(B, V)`` left after top-k and then top-p (nucleus, Holtzman et al. 2020), not renormalised.
+    """Probabilities ``(B, V)`` after top-k and then top-p (nucleus sampling, Holtzman et al. 2020), not renormalised.
 
     >>> (restrict(torch.tensor([[0.5, 0.3, 0.2]]).log(), top_p=0.6) > 0).tolist()
     [[True, True, False]]
@@ -67,14 +75,13 @@ def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
     return probs
 
 
-def draw(probs: Tensor, numbers: Tensor) -> Tensor:
-    """One token a row by inverting the distribution function at a uniform number; ``(B, V)``, ``(B,)`` -> ``(B,)``.
+def draw_tokens(probs: Tensor, numbers: Tensor) -> Tensor:
+    """One token ``(B,)`` per row of ``probs (B, V)``: the inverse of the distribution function at uniform ``numbers (B,)``.
 
-    A token of probability zero is never drawn; where probabilities are not finite, any may be, but none out of range. First the
-    block of the vocabulary is found in which the number falls, then the token in it: sums in double precision are short,
-    whatever V is.
+    A token of probability zero is never drawn. If probabilities are not finite, any token of the vocabulary may be drawn. The
+    search first finds the block of the vocabulary, then the token in it, so that sums in double precision are short for any V.
 
-    >>> draw(torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([0.6, 0.999])).tolist()
+    >>> draw_tokens(torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([0.6, 0.999])).tolist()
     [2, 0]
     """
     blocks = probs.unflatten(-1, (-1, _block_size(probs.shape[-1])))  # (B, blocks, size)
@@ -88,15 +95,15 @@ def draw(probs: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Place ``(B, 1)`` of the first entry of ``(B, N)`` above the target, that is, of a summand that is not zero."""
+    """Index ``(B, 1)`` of the first entry of ``(B, N)`` above the target, which belongs to a summand that is not zero."""
     total = cumulative[..., -1:]
     below = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
-    # No entry is above NaN: an index out of range would end a CUDA process.
+    # No entry is above NaN, and an index out of range would end a CUDA process.
     return torch.searchsorted(cumulative, below, right=True).clamp_max_(cumulative.shape[-1] - 1)
 
 
 def _block_size(vocabulary: int) -> int:
-    """The largest power of two that divides it, up to 1024."""
+    """The largest power of two, at most 1024, that divides the size of the vocabulary."""
     return min(vocabulary & -vocabulary, 1024)
 
 
@@ -105,33 +112,68 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p and top-k.
 
-    Where logits are NaN or infinity, so is the log-prob (see `check_sampled`), and the token is any of the vocabulary.
+    If the logits of a row contain NaN or infinity, its log-prob is not finite (see `check_sampled`) and its token arbitrary.
 
     Args:
-        numbers: ``(B,)`` float64, each row's uniform number at this step (see `rollout.randomness.uniforms`).
+        numbers: ``(B,)`` float64, each row's uniform number at this step (see `uniforms`).
     """
     log_probs = policy_log_probs(logits, sampling.temperature or 1.0, banned_ids)
     if sampling.temperature == 0:
         chosen = log_probs.argmax(-1)
     else:
-        chosen = draw(restrict(log_probs, sampling.top_p, sampling.top_k), numbers)
+        chosen = draw_tokens(restrict(log_probs, sampling.top_p, sampling.top_k), numbers)
     return chosen, log_probs.gather(1, chosen[:, None]).squeeze(1)
 
 
 def check_sampled(token_ids: Sequence[int], log_probs: Sequence[float], banned_ids: Sequence[int], row: str) -> None:
-    """Raises `NonFiniteLogits` where a response was sampled from logits that make no distribution; ``row`` names it.
+    """Raises `NonFiniteLogits` if a response was sampled from logits that define no distribution; ``row`` names it in the
+    message.
 
-    Logits that are minus infinity for some tokens make one, in which those have no probability.
+    Logits may be minus infinity for some tokens, which then have no probability.
 
     >>> check_sampled([5, 0], [-0.5, float("nan")], banned_ids=[], row="row 3")
     Traceback (most recent call last):
     ...
     dataproto.errors.NonFiniteLogits: row 3: the logits of response token 1 are not finite: the model's weights, or the row's \
-pixels, hold NaN or infinity; the engine goes on with finite ones
+pixels, contain NaN or infinity; the engine stays usable with finite ones
     """
-    wrong = ~np.isfinite(log_probs) | np.isin(token_ids, banned_ids)  # a banned one: all others have no probability
+    wrong = ~np.isfinite(log_probs) | np.isin(
+        token_ids, banned_ids
+    )  # a banned token means that all others have no probability
     if wrong.any():
         raise NonFiniteLogits(
             f"{row}: the logits of response token {int(wrong.argmax())} are not finite: the model's weights, or the row's "
-            "pixels, hold NaN or infinity; the engine goes on with finite ones"
+            "pixels, contain NaN or infinity; the engine stays usable with finite ones"
         )
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from the values that identify a sample, such as (seed, uid, sample number).
+
+    >>> derive_seed(0, "1-7", 3) == derive_seed(0, "1-7", 3)
+    True
+    >>> derive_seed(0, "1-7", 3) == derive_seed(0, "1-7", 4)
+    False
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def uniforms(seeds: np.ndarray, step: int | np.ndarray) -> np.ndarray:
+    """Number ``step`` (one int for all rows, or ``(B,)``) of the streams of ``seeds (B,)``: ``(B,)`` float64 in [0, 1).
+
+    SplitMix64 (Steele et al. 2014) in counter mode.
+
+    >>> draws = uniforms(np.array([1, 2], dtype=np.uint64), step=0)
+    >>> bool(((draws >= 0) & (draws < 1)).all()), bool(draws[0] != draws[1])
+    (True, True)
+    """
+    with np.errstate(over="ignore"):
+        z = _mix(seeds.astype(np.uint64)) + (np.asarray(step, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
+        return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,1 +1,5 @@
-"""The Hugging Face engine."""
+"""The Hugging Face engine. Importing it loads transformers."""
+
+from rollout.hf.hf_engine import HFEngine
+
+__all__ = ["HFEngine"]

@@ -1,6 +1,6 @@
 """The Hugging Face engine: batched sampling with a KV cache, on any device.
 
-Each distinct prompt is read once, its images encoded once, and its cache shared out to its samples.
+The prefill of a prompt and the encoding of its images run once per distinct prompt; its samples get copies of the cache.
 """
 
 import math
@@ -15,26 +15,17 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
-from rollout.engine import (
-    Completion,
-    FinishReason,
-    Request,
-    SamplingParams,
-    cpu_or_cuda,
-    end_ids,
-    generation_config,
-    row_name,
-)
-from rollout.randomness import uniforms
-from rollout.sampling import check_sampled, project, sample
+from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, row_name
+from rollout.pretrained import end_ids, generation_config
+from rollout.sampling import check_sampled, project, sample, uniforms
 
-# Finished rows leave a wave once fewer than this share of its rows still runs: moving the cache has its price.
-KEPT_SHARE = 0.75
+MIN_RUNNING_SHARE = 0.75
+"""Finished rows are removed from a wave once less than this share of its rows runs, because removal copies the cache."""
 
 
 @dataclass
 class _Wave:
-    """Sequences that are being generated together."""
+    """Sequences that are generated together."""
 
     requests: np.ndarray  # (W,) request numbers
     seeds: np.ndarray  # (W,) uint64
@@ -44,6 +35,7 @@ class _Wave:
     hidden: Tensor  # (W, H) state that predicts the next token
 
     def keep(self, index: Tensor) -> None:
+        """Removes all rows but those of ``index``. ``hidden`` is not changed: the next step replaces it."""
         chosen = index.cpu().numpy()
         self.requests, self.seeds = self.requests[chosen], self.seeds[chosen]
         self.cache.batch_select_indices(index)
@@ -52,7 +44,7 @@ class _Wave:
 
 
 class HFEngine:
-    """Generates with a Hugging Face model of its own, apart from the one that trains."""
+    """Generates with its own Hugging Face model, separate from the one that trains."""
 
     def __init__(
         self,
@@ -64,11 +56,11 @@ class HFEngine:
         """Loads the checkpoint at ``model_path``.
 
         Args:
-            max_num_seqs: sequences generated at a time.
+            max_num_seqs: number of sequences that are generated at a time.
             dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
 
         Raises:
-            InvalidConfig: ``max_num_seqs``, or the checkpoint's ``generation_config.json`` cannot be read.
+            InvalidConfig: ``max_num_seqs`` is below 1, or the checkpoint's ``generation_config.json`` cannot be read.
         """
         if max_num_seqs < 1:
             raise InvalidConfig(f"max_num_seqs={max_num_seqs}: must be at least 1")
@@ -86,20 +78,20 @@ class HFEngine:
         self.family = family_of(self.model.config)
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self._has_weights = True  # whole ones: not where handing them over was broken off
+        self._has_weights = True  # false after a `load_weights` that failed
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yields completions in the order in which they finish, wave after wave of ``max_num_seqs`` requests.
+        """Yields completions in the order in which they finish, in waves of ``max_num_seqs`` requests.
 
         Raises:
-            NonFiniteLogits: nothing can be sampled for a request; names its row. The engine stays usable.
+            NonFiniteLogits: no token can be sampled for a request; names its row. The engine stays usable.
         """
         for start in range(0, len(requests), self.max_num_seqs):
             yield from self._generate_wave(requests[start : start + self.max_num_seqs], sampling, start)
 
     @torch.inference_mode()
     def _generate_wave(self, requests: Sequence[Request], sampling: SamplingParams, start: int) -> list[Completion]:
-        """The completions of requests whose numbers begin at ``start``."""
+        """The completions of requests, the first of which has number ``start``."""
         wave = self._prefill(requests)
         head = self.family.lm_head(self.model).weight
         stop = np.array(sorted({*self.end_ids, *sampling.stop_token_ids}), dtype=np.int64)
@@ -131,7 +123,7 @@ class HFEngine:
             running &= ~stopped
             if last or not running.any():
                 break
-            if running.mean() < KEPT_SHARE:
+            if running.mean() < MIN_RUNNING_SHARE:
                 left = torch.from_numpy(np.flatnonzero(running)).to(self.device)
                 wave.keep(left)
                 chosen, running = chosen[left], running[running]
@@ -139,7 +131,7 @@ class HFEngine:
         return done
 
     def _prefill(self, requests: Sequence[Request]) -> _Wave:
-        """Reads each distinct prompt once, left-padded, and gives each request its row of the cache."""
+        """Runs each distinct prompt once, left-padded, and gives each request a row of the cache."""
         prompt_of: dict[int, int] = {}
         rows = [prompt_of.setdefault(id(request.input_ids), len(prompt_of)) for request in requests]
         first = dict(zip(reversed(rows), reversed(requests), strict=True))
@@ -189,13 +181,12 @@ class HFEngine:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies all parameters, one after the other, in place. Tied weights are needed under one of their names.
+        """Copies all parameters in place, one after another. Tied weights are required under one of their names only.
 
-        After an error the engine may hold weights of both kinds: hand over all of them again.
+        After an error the engine may hold a mix of old and new weights: load all of them again.
 
         Raises:
-            InvalidConfig: a name or shape that this model does not have, two values for tied weights, or a parameter that was not
-                among the weights.
+            InvalidConfig: a name or shape does not exist in this model, tied weights have two values, or a parameter is missing.
         """
         self._has_weights = False
         left = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -206,18 +197,16 @@ class HFEngine:
                 raise InvalidConfig(f"weight {name!r} {tuple(tensor.shape)} does not fit the engine's model: {known}")
             first = left.pop(id(target), None) is not None
             if not first and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True):
-                raise InvalidConfig(
-                    f"weight {name!r} has been handed over with another value, by this or by a tied name"
-                )
+                raise InvalidConfig(f"weight {name!r} was given twice with different values, under this or a tied name")
             target.data.copy_(tensor)
         if left:
             raise InvalidConfig(
-                f"the engine's model has {len(left)} weights that were not handed over: {sorted(left.values())[:10]}"
+                f"the engine's model has {len(left)} weights that were not given: {sorted(left.values())[:10]}"
             )
         self._has_weights = True
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of parameters that are not those handed in, or that were not handed in under any name."""
+        """Names of parameters that differ from the given ones, or that are missing among them."""
         left, differing = {id(parameter): name for name, parameter in self.model.named_parameters()}, []
         for name, weight in weights:
             target = self.parameters[name]
@@ -227,11 +216,13 @@ class HFEngine:
         return differing + list(left.values())
 
     def sleep(self) -> None:
+        """Moves the model to the host, on CUDA."""
         if self.device.type == "cuda":
             self.model.to("cpu")  # type: ignore[arg-type]
             torch.cuda.empty_cache()
 
     def wake(self) -> bool:
+        """Moves the model back to its device."""
         self.model.to(self.device)  # type: ignore[arg-type]
         return self._has_weights
 

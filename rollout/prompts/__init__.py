@@ -1,20 +1,15 @@
-"""What engines and training are given, made in one place: rows of data sets, whole conversations, and chunks to batches.
+"""Prompts and training rows, made in one place for engines and training.
 
-`PromptBuilder` turns rows into prompts, `SupervisedBuilder` conversations into training rows, `ChunkRenderer` chunks into either.
+`PromptBuilder` turns rows of data sets into prompts, `SupervisedBuilder` conversations into training rows, `ChunkRenderer` chunks
+into either.
 """
 
+from rollout.pretrained import IMAGE_BACKEND, load_image_processor
 from rollout.prompts.chunk_rendering import ChunkRenderer, Resolver, token_values
 from rollout.prompts.conversations import SupervisedBuilder, TrainingRow, Turns
-from rollout.prompts.prompt_builder import (
-    IMAGE_BACKEND,
-    ProcessedImage,
-    Prompt,
-    PromptBuilder,
-    invalid_row,
-    load_image_processor,
-    row_digest,
-    row_number,
-)
+from rollout.prompts.image_processing import ProcessedImage
+from rollout.prompts.prepared_rows import Prompt, invalid_row, row_digest, row_number
+from rollout.prompts.prompt_builder import PromptBuilder
 
 __all__ = [
     "IMAGE_BACKEND",

@@ -1,7 +1,7 @@
-"""Chunks to what engines and training take: the one place where an image chunk becomes pixels and tokens.
+"""Chunks to prompt batches and training batches. Only here do image chunks become pixels and tokens.
 
-Where an image stands is told by its chunk's position, never by looking for token ids. Letters: B rows, L tokens of the longest
-row, R = L - 1.
+The position of an image is that of its chunk; token ids are never searched for placeholders. Letters: B rows, L tokens of the
+longest row, R = L - 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,21 +24,23 @@ from dataproto.chunks import (
 from dataproto.collation import pad_rows
 from dataproto.errors import DataProtoError, InvalidChunk, InvalidMedia, InvalidPrompt, InvalidRow
 from rollout.prompts.conversations import collate_rows
+from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import Conversation
-from rollout.prompts.prompt_builder import ProcessedImage, Prompt, PromptBuilder
+from rollout.prompts.prepared_rows import Prompt
+from rollout.prompts.prompt_builder import PromptBuilder
 
 Resolver = Callable[[str], bytes]
-"""The ``location`` of an `ImageAssetPointerChunk` to the bytes of its file."""
+"""Maps the ``location`` of an `ImageAssetPointerChunk` to the bytes of its file."""
 
 Ids = npt.NDArray[np.int64]
 
 COLUMN_OF = {"weights": "loss_weights", "logprobs": "rollout_log_probs", "advantages": "advantages"}
-"""Where loss inputs go; ``target_tokens`` are the tokens themselves, ``mask`` is ``response_mask``."""
+"""Columns of loss inputs. ``target_tokens`` are the tokens themselves, and ``mask`` becomes ``response_mask``."""
 
 
 class Part(NamedTuple):
-    """What a chunk becomes: ids, and for an image types, with a placeholder a feature."""
+    """The tokens of a chunk: ids and, for an image, token types, with one placeholder per feature."""
 
     ids: Ids
     types: npt.NDArray[np.int8] | None = None
@@ -47,12 +49,14 @@ class Part(NamedTuple):
 class ChunkRenderer:
     """Model inputs and data, of `dataproto.chunks` or of the ``tinker`` package, to batches.
 
-    An image chunk takes the tokens that its model's processor puts in a placeholder's stead. Images with the same bytes are
-    decoded and processed once a batch.
+    An image chunk becomes the tokens by which the model's processor replaces a placeholder. Images with equal bytes are decoded
+    and processed once per batch.
     """
 
     def __init__(self, builder: PromptBuilder, resolve: Resolver | None = None) -> None:
-        """``builder`` has tokens, image processor and limits; ``resolve`` fetches assets (nothing is fetched without it)."""
+        """``builder`` has the tokenizer, the image processor and the limits; ``resolve`` fetches assets. Without it, assets are
+        refused.
+        """
         self.builder = builder
         self.resolve = resolve
         self._vocabulary = int(builder.config.text_config.vocab_size)
@@ -60,11 +64,11 @@ class ChunkRenderer:
         self._known[list(builder.family.banned_ids(builder.config))] = False
 
     def length(self, model_input: Any) -> int:
-        """Tokens that a model input takes, images included. Raises `InvalidChunk`."""
+        """Number of tokens of a model input, images included. Raises `InvalidChunk`."""
         return len(self.token_ids(model_input))
 
     def token_ids(self, model_input: Any) -> list[int]:
-        """Its tokens, a placeholder for each feature of an image. Raises `InvalidChunk`."""
+        """Tokens of a model input, with one placeholder per feature of an image. Raises `InvalidChunk`."""
         parts, _ = self._parts(model_input, {})
         ids: list[int] = _joined(parts)[0].tolist()
         return ids
@@ -72,11 +76,10 @@ class ChunkRenderer:
     # For engines
 
     def prompts(self, inputs: Sequence[Any]) -> DataProto:
-        """The prompt batch of model inputs, as `PromptBuilder.collate` makes it: ``raw_prompt_ids`` with one placeholder an
-        image, PIL images, and the same expanded, left-padded.
+        """The prompt batch of model inputs, with the columns of `PromptBuilder.collate`.
 
         Raises:
-            InvalidRow: an input cannot be rendered, is too long, or is empty; names its number, and the chunk.
+            InvalidRow: an input cannot be rendered, is too long, or is empty; names its number and the chunk.
         """
         seen: dict[Any, ProcessedImage] = {}
         prompts = [self._numbered(number, self._prompt, value, seen) for number, value in enumerate(inputs)]
@@ -89,7 +92,7 @@ class ChunkRenderer:
         raw_ids = [token for part in parts for token in (part.ids.tolist() if part.types is None else [image])]
         if raw_ids.count(image) != len(images):
             raise InvalidPrompt(
-                f"its text chunks contain token {image}, the placeholder of an image: engines would look for one more image"
+                f"its text chunks contain token {image}, the placeholder of an image: engines would expect one more image"
             )
         if not len(ids):
             raise InvalidPrompt("it is empty: there is nothing to continue")
@@ -99,16 +102,16 @@ class ChunkRenderer:
     # For training
 
     def rows(self, data: Sequence[Any]) -> DataProto:
-        """The training batch of data: a row is its input and, behind it, its last target.
+        """The training batch of data. A row consists of the input of its datum, followed by the last target.
 
-        Besides the columns of `collate_rows`: ``loss_weights``, ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32, for
-        ``weights``, ``logprobs`` and ``advantages``. ``response_mask`` is ``mask`` or, without it, 1 where one of the others is
-        not 0. Position i of a loss input stands in column i. A text token may have any id: types tell text from images.
-        The column ``targets`` is there only if some target is not the next token of its sequence.
+        In addition to the columns of `collate_rows`, ``weights``, ``logprobs`` and ``advantages`` become ``loss_weights``,
+        ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32; element i of a loss input is in column i. ``response_mask``
+        is ``mask``, or without a mask 1 where one of the others is not 0. Text tokens may have any id, because token types mark
+        images. The column ``targets`` exists only if some target is not the next token of its sequence.
 
         Raises:
-            InvalidRow: a datum cannot be rendered, its loss inputs are not one number a token, or it wants the log-prob of a
-                token that the policy never gives; names its number.
+            InvalidRow: a datum cannot be rendered, a loss input does not have one number per token, or a masked-in target is a
+                token that the policy never samples; names its number.
         """
         seen: dict[Any, ProcessedImage] = {}
         rows, inputs = zip(*(self._numbered(number, self._row, value, seen) for number, value in enumerate(data)))
@@ -119,7 +122,7 @@ class ChunkRenderer:
         flat = {name: np.concatenate([found[name] for found in inputs]) for name in names}
         lengths = np.array([len(found["target_tokens"]) for found in inputs])
         mask = self._mask(flat, lengths)
-        behind = np.zeros(len(mask) + len(rows), dtype=np.uint8)  # a row's first token follows none
+        behind = np.zeros(len(mask) + len(rows), dtype=np.uint8)  # the first token of a row is no target
         behind[_not_first(lengths + 1)] = mask
         batch = collate_rows(
             self.builder,
@@ -136,7 +139,7 @@ class ChunkRenderer:
         return batch
 
     def _row(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[Prompt, dict[str, npt.NDArray[Any]]]:
-        """The sequence, its last target behind it, and the loss inputs."""
+        """The sequence with its last target appended, and the loss inputs."""
         datum = read_datum(value)
         inputs = dict(datum.loss_fn_inputs)
         if "target_tokens" not in inputs:
@@ -152,7 +155,7 @@ class ChunkRenderer:
         return Prompt(ids, types, [], Conversation([], [], []), images, (), {}), inputs
 
     def _mask(self, flat: dict[str, npt.NDArray[Any]], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which targets of all rows are to be learnt: those need a log-prob under the policy."""
+        """Which targets of all rows are learned. Raises `InvalidRow` if the policy has no log-prob for one of them."""
         targets = flat["target_tokens"]
         mask = np.zeros(len(targets), dtype=bool)
         for name in ("mask",) if "mask" in flat else COLUMN_OF:
@@ -165,8 +168,8 @@ class ChunkRenderer:
             row = int(np.searchsorted(ends, wrong[0], side="right"))
             raise InvalidRow(
                 row,
-                f"target_tokens[{wrong[0] - ends[row] + lengths[row]}] = {targets[wrong[0]]} is no token of the model, or stands "
-                "for media or encloses them: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0",
+                f"target_tokens[{wrong[0] - ends[row] + lengths[row]}] = {targets[wrong[0]]} is no token of the model, or is a "
+                "media token: the policy gives it no log-prob, so its mask (weight, advantage, logprob) must be 0",
             )
         return mask
 
@@ -191,7 +194,7 @@ class ChunkRenderer:
         ids = chunk.ids()
         if ids.size and ids.view(np.uint64).max() >= self._vocabulary:  # negative ones too
             place = int(np.argmax((ids < 0) | (ids >= self._vocabulary)))
-            raise InvalidChunk(f"token {place} is {ids[place]}, but the model knows 0 to {self._vocabulary - 1}")
+            raise InvalidChunk(f"token {place} is {ids[place]}, but the model has tokens 0 to {self._vocabulary - 1}")
         return Part(ids)
 
     def _image(self, chunk: ImageChunk | ImageAssetPointerChunk, seen: dict[Any, ProcessedImage]) -> ProcessedImage:
@@ -208,7 +211,7 @@ class ChunkRenderer:
             data = self.resolve(chunk.location)
         except DataProtoError:
             raise
-        except Exception as error:  # the user's function may raise anything
+        except Exception as error:  # the user's function may raise any error
             raise InvalidMedia(f"asset {chunk.location!r} cannot be fetched: {error}") from error
         return bytes(ImageChunk(data, chunk.format).data)
 
@@ -230,14 +233,14 @@ class ChunkRenderer:
 
 
 def _not_first(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Over rows one after the other: all places but the first of each row."""
+    """A mask over consecutive rows of these lengths that is true except at the first element of each row."""
     places = np.ones(int(lengths.sum()), dtype=bool)
     places[np.cumsum(lengths) - lengths] = False
     return places
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Ids, npt.NDArray[np.int8]]:
-    """Ids and token types of parts one after the other."""
+    """Concatenated ids and token types."""
     ids = np.concatenate([part.ids for part in parts]) if parts else np.zeros(0, np.int64)
     types = np.zeros(len(ids), dtype=np.int8)
     place = 0
@@ -249,7 +252,7 @@ def _joined(parts: Sequence[Part]) -> tuple[Ids, npt.NDArray[np.int8]]:
 
 
 def token_values(column: Tensor, data: Iterable[Datum | Any]) -> list[Tensor]:
-    """What stands in a ``(B, R)`` column for each datum, ``(its input tokens,)``: the way back from `ChunkRenderer.rows`.
+    """The values of a ``(B, R)`` column for each datum, ``(input tokens,)``: the inverse of `ChunkRenderer.rows`.
 
     >>> import torch
     >>> from dataproto.chunks import ModelInput

@@ -1,7 +1,8 @@
-"""Conversations to training rows: chat template, tokens, images, and the mask of what the assistant says.
+"""Conversations to training rows: chat template, tokens, images, and the mask of the assistant's turns.
 
-A conversation is rendered in pieces, and each piece is encoded by itself: what the template writes up to an assistant's turn,
-the turn, and so on. So a prompt has the tokens that it has when the model is asked, and a turn those that the model samples.
+A conversation is rendered in pieces that are encoded separately: the text before an assistant's turn, the turn, and so on. So the
+tokens of a prompt are those that the model gets in a rollout, and the tokens of a turn are those that it would sample.
+
 Letters: B rows, L tokens of the longest row, R = L - 1.
 """
 
@@ -16,15 +17,10 @@ from dataproto import DataProto, object_array
 from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
+from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.messages import Conversation
-from rollout.prompts.prompt_builder import (
-    ProcessedImage,
-    Prompt,
-    PromptBuilder,
-    conversation_of,
-    row_columns,
-    share_media,
-)
+from rollout.prompts.prepared_rows import Prompt, conversation_of, row_columns, share_media
+from rollout.prompts.prompt_builder import PromptBuilder
 from rollout.prompts.videos import ProcessedVideo
 
 Ids = npt.NDArray[np.int64]
@@ -33,30 +29,30 @@ Turns = Literal["all", "last"]
 
 @dataclass(frozen=True)
 class TrainingRow(Prompt):
-    """A whole conversation made ready for `collate_rows`."""
+    """A conversation that is prepared for `collate_rows`."""
 
-    loss_mask: npt.NDArray[np.uint8]  # (P,) 1 on tokens to be learnt
+    loss_mask: npt.NDArray[np.uint8]  # (P,) 1 on tokens that are learned
 
 
 class SupervisedBuilder(PromptBuilder):
-    """Rows to a training batch: as `PromptBuilder`, but a row's ``prompt`` is a conversation with its answers.
+    """Rows to a training batch. As `PromptBuilder`, but a row's ``prompt`` is a conversation with its answers.
 
-    What is learnt are the assistant's turns, all of them or the last, up to and including the token that ends a turn.
-    ``max_prompt_length`` is that of the whole conversation.
+    The learned tokens are the assistant's turns, all or only the last, up to and including the token that ends a turn.
+    ``max_prompt_length`` limits the whole conversation.
     """
 
     turns: Turns = "all"
 
     def learning(self, turns: Turns) -> "SupervisedBuilder":
-        """The same builder, set to learn ``"all"`` turns or the ``"last"``."""
+        """This builder, set to learn ``"all"`` turns or only the ``"last"``. Raises `InvalidConfig`."""
         if turns not in get_args(Turns):
             raise InvalidConfig(f"turns={turns!r}: choose one of {', '.join(get_args(Turns))}")
         self.turns = turns
         return self
 
     def prepare(self, row: Mapping[str, Any]) -> TrainingRow:
-        """One conversation, images decoded and processed. Raises `InvalidPrompt`, before images are decoded if it is too
-        long.
+        """Prepares one conversation: images are decoded and processed. Raises `InvalidPrompt`; for a conversation that is too
+        long, before images are decoded.
         """
         conversation = conversation_of(row)
         pieces = self._pieces(conversation)
@@ -69,12 +65,13 @@ class SupervisedBuilder(PromptBuilder):
         return TrainingRow(ids, types, raw_ids, conversation, images, videos, self.other_columns(row), mask)
 
     def prompt_length(self, row: Mapping[str, Any]) -> int:
+        """Number of tokens of the row's conversation, read from the headers of its images. Raises `InvalidPrompt`."""
         conversation = conversation_of(row)
         raw_ids = [token for ids, _ in self._pieces(conversation) for token in ids]
         return self.length(conversation, raw_ids, row.get("media_root"))
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
-        """The training batch, see `collate_rows`. Raises `InvalidRow` for what this builder's ``prepare`` has not made."""
+        """The training batch, see `collate_rows`. Raises `InvalidRow` for a row that is not a `TrainingRow`."""
         rows = []
         for place, row in enumerate(prompts):
             if not isinstance(row, TrainingRow):
@@ -85,12 +82,14 @@ class SupervisedBuilder(PromptBuilder):
         return collate_rows(self, rows, [row.loss_mask for row in rows], row_columns(rows) | {"uid": self.uids(rows)})
 
     def _pieces(self, conversation: Conversation) -> list[tuple[list[int], bool]]:
-        """Token ids, one placeholder a medium, of the conversation's pieces, and whether a piece is to be learnt."""
+        """For each piece of the conversation its token ids, with one placeholder per medium, and whether it is learned."""
         self.check_text(conversation)
         messages = conversation.messages
         speaking = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if not speaking or not speaking[0]:
-            raise InvalidPrompt("a conversation to learn from begins with a prompt and has an answer by the assistant")
+            raise InvalidPrompt(
+                "a conversation to learn from must begin with a prompt and contain an answer of the assistant"
+            )
         pieces: list[tuple[list[int], bool]] = []
         done = ""
         for place in speaking if self.turns == "all" else speaking[-1:]:
@@ -98,15 +97,15 @@ class SupervisedBuilder(PromptBuilder):
             whole = self.render(messages[: place + 1])
             if not (before.startswith(done) and whole.startswith(before)):
                 raise InvalidPrompt(
-                    f"the chat template writes the turns before message {place} differently once that message follows, so "
-                    "its tokens cannot be told apart: learn the last turn only, or split the conversation into one row a turn"
+                    f"the chat template renders the turns before message {place} differently if that message follows, so "
+                    "its tokens cannot be identified: learn the last turn only, or split the conversation into one row per turn"
                 )
             prompt, answer = self.encode_text(before[len(done) :]), self.encode_text(whole[len(before) :])
             ends = [at for at, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
-            learnt = ends[-1] + 1 if ends else len(answer)
-            pieces += [(prompt, False), (answer[:learnt], True), (answer[learnt:], False)]
+            end = ends[-1] + 1 if ends else len(answer)
+            pieces += [(prompt, False), (answer[:end], True), (answer[end:], False)]
             done = whole
-        pieces.pop()  # what follows the last turn teaches nothing
+        pieces.pop()  # the tokens after the last turn are not needed
         self.check_placeholders([token for ids, _ in pieces for token in ids], conversation)
         return pieces
 
@@ -116,15 +115,15 @@ class SupervisedBuilder(PromptBuilder):
         images: Sequence[ProcessedImage],
         videos: Sequence[ProcessedVideo],
     ) -> tuple[Ids, npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
-        """Ids, token types and loss mask with a placeholder for each feature."""
+        """Ids, token types and loss mask, all ``(P,)``, with one placeholder per feature."""
         tokens, banned = self.media_tokens, self.family.banned_ids(self.config)
         parts = []
-        for piece, learnt in pieces:
-            shown, filmed = (
+        for piece, learned in pieces:
+            num_images, num_videos = (
                 sum(token == placeholder for token in piece) for placeholder in (tokens.image, tokens.video)
             )
-            own_images, images = images[:shown], images[shown:]
-            own_videos, videos = videos[:filmed], videos[filmed:]
+            own_images, images = images[:num_images], images[num_images:]
+            own_videos, videos = videos[:num_videos], videos[num_videos:]
             media: list[ProcessedImage | ProcessedVideo] = [*own_images, *own_videos]
             expanded, types = self.family.expand(
                 piece,
@@ -133,7 +132,7 @@ class SupervisedBuilder(PromptBuilder):
                 encode_text=self.encode_text,
                 seconds=[video.seconds for video in own_videos],
             )
-            mask = (~np.isin(expanded, banned) & (types == 0) & learnt).astype(np.uint8)
+            mask = (~np.isin(expanded, banned) & (types == 0) & learned).astype(np.uint8)
             parts.append((expanded, types, mask))
         ids, types, mask = (np.concatenate(column) for column in zip(*parts))
         return ids, types, mask
@@ -145,11 +144,11 @@ def collate_rows(
     loss_mask: Rows,
     objects: Mapping[str, Sequence[Any]],
 ) -> DataProto:
-    """Training rows in the columns of a rollout, right-padded, R = L - 1, with the family's positions and shared media.
+    """A batch of training rows with the columns of a rollout, right-padded, R = L - 1, with positions and shared media.
 
     Args:
-        loss_mask: of each row ``(P,)`` uint8, 1 on tokens to be learnt.
-        objects: further object columns.
+        loss_mask: for each row ``(P,)`` uint8, 1 on tokens that are learned.
+        objects: additional object columns.
     """
     if not rows:
         raise InvalidPrompt("a training batch needs at least one row")

@@ -1,1 +1,5 @@
-"""The vLLM engine."""
+"""The vLLM engine. vLLM itself is loaded when an engine is created."""
+
+from rollout.vllm.vllm_engine import VLLMEngine
+
+__all__ = ["VLLMEngine"]

@@ -1,12 +1,12 @@
-"""The policy inside vLLM: tokens and log-probs exactly as DESIGN defines them, each sample from its own stream.
+"""The policy inside vLLM: tokens and log-probs by the same functions as in the Hugging Face engine.
 
-vLLM's sampler is replaced by one that chooses the tokens of a step with the function that the Hugging Face engine uses. So banned
-ids, temperature, top-p and top-k mean the same in both engines, log-probs are those before top-p and top-k, a sample draws the
-same numbers in any batch and on any rank, and no random state of the process is touched. (vLLM's own seeds would make it loop
-over the rows; a logits processor makes it wait for each step's tokens before it prepares the next.) Log-probs stay on the device
-until their response is whole.
+vLLM's sampler is replaced by one that samples tokens with `rollout.sampling`. So banned ids, temperature, top-p and top-k mean
+the same in both engines, log-probs are those before top-p and top-k, a sample draws the same numbers in any batch and on any
+rank, and the random state of the process is not used. (With its own seeds vLLM would loop over rows; with a logits processor it
+would wait for the tokens of each step before it prepares the next.) Log-probs stay on the device until their response is
+complete.
 
-Logits are float32, as the actor's are: vLLM would round them to the model's dtype, and a logit of 20 to a multiple of 1/8.
+Logits are float32, as in the actor. vLLM would round them to the model's dtype, where a logit of 20 becomes a multiple of 1/8.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
 from rollout.engine import Request, SamplingParams
-from rollout.randomness import uniforms
-from rollout.sampling import project, sample
+from rollout.sampling import project, sample, uniforms
 from rollout.vllm.versions import batch_of, model_of
 
 EXTRA_ARGUMENT = "dataproto_request"
-"""The argument under which a request of vLLM's carries its number among those of the run."""
+"""The argument of a vLLM request that holds its number in the run."""
 FIRST_COLUMNS = 256
-"""Tokens of each response that log-probs are kept for at first."""
-CHUNK_ROWS = 256  # rows sampled at a time: bounds memory to a few copies of so many rows of logits
+"""Initial number of log-probs per response that memory is allocated for."""
+CHUNK_ROWS = 256
+"""Rows sampled at a time, which bounds memory to a few copies of their logits."""
 
 
 class PolicySampler(Sampler):
-    """Chooses the next token of every row; knows the requests of one run at a time."""
+    """Samples the next token of every row, for the requests of one run at a time."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -42,70 +42,70 @@ class PolicySampler(Sampler):
         self.banned_ids = family_of(config).banned_ids(config)
         self.runner = runner
         self.device: torch.device = runner.device
-        # What is read back was written before the tokens came to the host: it must not wait for the step under way.
+        # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def begin(self, requests: Sequence[Request], sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
-        """Forgets the last run: from here on rows belong to these requests, which end with any of ``stop_ids``."""
+        """Begins a run: from now on rows belong to these requests, which end with any of ``stop_ids``."""
         self.sampling = sampling
         self.stop_ids = stop_ids
         self.seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-        # The first column is for tokens that vLLM throws away, of prompts read in part.
+        # The first column is for tokens that vLLM discards, of prompts that are read in parts.
         self.found = torch.zeros(len(requests), 1 + min(sampling.max_tokens, FIRST_COLUMNS), device=self.device)
         self._names: list[str] = []
         self._numbers = np.zeros(0, dtype=np.int64)
 
     def log_probs(self, number: int, count: int) -> list[float]:
-        """Those of the first ``count`` tokens of request ``number``, which have been sampled."""
+        """Log-probs of the first ``count`` sampled tokens of request ``number``."""
         with nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream):
             values: list[float] = self.found[number, 1 : 1 + count].tolist()
         return values
 
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
-        """``logits (B, V)`` of the batch under way; sampled tokens are ``(B, 1)`` int32."""
-        names, steps, thrown_away = batch_of(self.runner)
+        """Samples tokens ``(B, 1)`` int32 for the ``logits (B, V)`` of the current step."""
+        names, steps, discarded = batch_of(self.runner)
         if names != self._names:
             self._names, requests = names, self.runner.requests
             self._numbers = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
-        places = np.where(thrown_away, 0, steps + 1)
-        self._make_room(int(places.max(initial=0)))
-        numbers = uniforms(self.seeds[self._numbers], np.where(thrown_away, 0, steps))
+        places = np.where(discarded, 0, steps + 1)
+        self._extend(int(places.max(initial=0)))
+        numbers = uniforms(self.seeds[self._numbers], np.where(discarded, 0, steps))
         sent = torch.from_numpy(np.stack([self._numbers, places, numbers.view(np.int64)]))
         if self.side_stream is not None:
-            sent = sent.pin_memory().to(self.device, non_blocking=True)  # one copy, which the host does not wait for
+            sent = sent.pin_memory().to(self.device, non_blocking=True)  # one copy, without waiting
         chosen, log_probs = [], []
         for start in range(0, len(names), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
             tokens, values = sample(logits[part], self.sampling, sent[2, part].view(torch.float64), self.banned_ids)
-            if self.stop_ids:  # a row that nothing can be sampled for ends here, and its log-prob tells
+            if self.stop_ids:  # a row with non-finite logits ends here; its log-prob reports it
                 tokens = tokens.where(values.isfinite(), self.stop_ids[0])
             chosen.append(tokens)
             log_probs.append(values)
         self.found[sent[0], sent[1]] = torch.cat(log_probs)
         return SamplerOutput(sampled_token_ids=torch.cat(chosen).int().unsqueeze(-1), logprobs_tensors=None)
 
-    def _make_room(self, column: int) -> None:
-        """Widens the log-probs kept so that they have this column: they grow with the longest response, not to ``max_tokens``."""
+    def _extend(self, column: int) -> None:
+        """Extends the memory of log-probs to this column, so that it grows with the longest response, not to ``max_tokens``."""
         width = self.found.shape[1]
         if column < width:
             return
         wider = max(column + 1, min(2 * column, self.sampling.max_tokens + 1))
         self.found = torch.nn.functional.pad(self.found, (0, wider - width))
-        if self.side_stream is not None:  # what was written before is copied behind the step under way
+        if self.side_stream is not None:  # the copy of earlier values is ordered after the current step
             self.side_stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
 class Float32Head(UnquantizedEmbeddingMethod):
-    """Logits that are not rounded after the product."""
+    """An output projection that does not round logits."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``(N, H)`` states in any dtype -> ``(N, V)`` float32."""
+        """States ``(N, H)`` of any dtype to logits ``(N, V)`` float32."""
         logits = project(x, layer.weight)
         return logits if bias is None else logits + bias
 
 
 def install(worker: Any) -> PolicySampler:
-    """Puts the policy in the place of a worker's sampler, and what gives it logits in that of the head's product."""
+    """Replaces a worker's sampler by the policy's, and its output projection by one in float32."""
     for module in model_of(worker).modules():
         half = isinstance(module, VocabParallelEmbedding) and module.weight.dtype in (torch.bfloat16, torch.float16)
         if half and type(module.quant_method) is UnquantizedEmbeddingMethod:

@@ -1,4 +1,4 @@
-"""What vLLM 0.24 to 0.32 must be told outside its documented options, and where their interiors differ."""
+"""Where vLLM 0.24 to 0.32 need more than documented options, and where their internals differ."""
 
 import os
 import random
@@ -23,15 +23,15 @@ DEFAULTS = {
 }
 
 JOINED_WEIGHTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that vLLM joins, in its order."""
+"""Layers that vLLM fuses, in its order."""
 EXPERTS_MODULE = ".routed_experts"
-"""Where experts lie from 0.29 on; 0.30 leaves it out when it tells which weights it has loaded."""
+"""The module that holds experts from 0.29 on. 0.30 omits it in the names of the weights that it has loaded."""
 EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
-"""Experts' weights: a checkpoint's names, and vLLM's."""
+"""Weights of experts: names in checkpoints, and in vLLM."""
 
 
 def set_environment() -> None:
-    """vLLM reads these when it is imported and when an engine starts."""
+    """Sets the variables that vLLM reads when it is imported and when an engine starts."""
     os.environ.update(FORCED)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -39,8 +39,9 @@ def set_environment() -> None:
 
 @contextmanager
 def process_settings_kept() -> Iterator[None]:
-    """What starting an engine changes in its process is put back: random states, default
-    dtype, thread count, `LD_PRELOAD` for children."""
+    """Restores what the start of an engine changes in the process: random states, default dtype, number of threads, and
+    ``LD_PRELOAD`` for child processes.
+    """
     threads, set_threads, dtype = torch.get_num_threads(), torch.set_num_threads, torch.get_default_dtype()
     preload = os.environ.get("LD_PRELOAD")
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -61,19 +62,19 @@ def process_settings_kept() -> Iterator[None]:
 
 
 def executor(tensor_parallel: int) -> str | None:
-    """How vLLM runs: among several processes it takes its place from what launched them (RANK, LOCAL_RANK, ...)."""
+    """vLLM's executor: with several processes, the one that reads the launcher's variables (RANK, LOCAL_RANK, ...)."""
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     if tensor_parallel > 1 and not several:
         raise InvalidConfig(
-            f"tensor_parallel={tensor_parallel} needs as many processes: start them by torchrun or Ray and call "
+            f"tensor_parallel={tensor_parallel} needs {tensor_parallel} processes: start them with torchrun or Ray and call "
             "torch.distributed.init_process_group first"
         )
     return "external_launcher" if several else None
 
 
 def batch_of(runner: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """The step under way, row by row: names of the requests, how many tokens each has after its prompt, and whether the token
-    that it is about to get is thrown away, because only a part of what it has was read.
+    """The rows of the current step: names of the requests, the number of tokens that each has after its prompt, and whether its
+    next token is discarded because only a part of its prompt has been read.
     """
     batch = runner.input_batch
     rows = batch.num_reqs
@@ -82,29 +83,29 @@ def batch_of(runner: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
 
 
 def model_of(worker: Any) -> nn.Module:
-    """The model that a worker runs."""
+    """The model of a worker."""
     model: nn.Module = worker.model_runner.get_model()
     return model
 
 
 def clear_kv_cache(worker: Any) -> None:
-    """Fills the KV cache with zeros: attention multiplies what it masks by 0, and NaN of an earlier row would stay NaN."""
+    """Fills the KV cache with zeros. Attention multiplies masked values by 0, so NaN of an earlier row would spread."""
     layers = list(worker.model_runner.kv_caches)
     while layers:
         layer = layers.pop()
         if isinstance(layer, torch.Tensor):
             layer.zero_()
-        else:  # several tensors a layer
+        else:  # several tensors per layer
             layers.extend(layer)
 
 
 @contextmanager
 def loading(worker: Any) -> Iterator[nn.Module]:
-    """The worker's model, ready to take weights under their checkpoint names in place.
+    """The worker's model, prepared to load weights in place under their checkpoint names.
 
-    Dense layers on CUDA keep their weights as they were loaded: vLLM's own loaders write into them. On a CPU, and for experts,
-    it packs them for its kernels, so each layer is loaded beside the old one and packed again once it is complete. Whatever
-    happens, the model is whole afterwards.
+    Dense layers on CUDA keep their weights as loaded, so vLLM's loaders write into them. On a CPU, and for experts, vLLM packs
+    weights for its kernels; there each layer is loaded into new memory and packed again when it is complete. After an error the
+    model is still usable.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -124,7 +125,7 @@ def loading(worker: Any) -> Iterator[nn.Module]:
 
 
 def _pack_experts_anew(model: nn.Module) -> None:
-    """vLLM's CPU kernels pack experts' weights where they are set up, which happens once: so they are set up again."""
+    """Sets up vLLM's CPU kernels for experts again, because they pack weights only in their setup."""
     for module in model.modules():
         if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
             method: Any = module.quant_method
@@ -132,6 +133,17 @@ def _pack_experts_anew(model: nn.Module) -> None:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether vLLM keeps some weights in another form than it loads them."""
+    """Whether vLLM stores some weights in another form than it loads them."""
     on_cpu = next(model.parameters()).device.type == "cpu"
     return on_cpu or any(hasattr(module, "w13_weight") for module in model.modules())
+
+
+def error_line(error: BaseException) -> str:
+    """The root cause of an error of vLLM's, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
+    if "cached item" in line:
+        line += "; its images are larger than vLLM's cache of processed images: raise mm_processor_cache_gb"
+    return line

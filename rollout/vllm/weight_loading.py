@@ -1,4 +1,4 @@
-"""Weights into vLLM's model, and out of it again for comparison: functions that run in vLLM's worker, in this process."""
+"""Loading weights into vLLM's model and comparing them: functions that run in vLLM's worker, in this process."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -12,8 +12,8 @@ from rollout.vllm.versions import EXPERT_WEIGHTS, EXPERTS_MODULE, JOINED_WEIGHTS
 Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 
 
-def load_weights(worker: Any, weights: Weights) -> set[str]:
-    """Streams the weights into the running model; returns the names of its parameters that none of them filled."""
+def load_parameters(worker: Any, weights: Weights) -> set[str]:
+    """Loads the weights into the running model. Returns the names of the parameters that none of them filled."""
     parameters = {name for name, _ in model_of(worker).named_parameters()}
     with loading(worker) as model:
         loader: Any = model
@@ -22,7 +22,7 @@ def load_weights(worker: Any, weights: Weights) -> set[str]:
 
 
 def unfilled(parameters: set[str], filled: set[str]) -> set[str]:
-    """The parameters that are not among those that vLLM says it has filled.
+    """The parameters that vLLM does not report as filled.
 
     >>> unfilled({"experts.routed_experts.w2_weight", "norm.weight"}, {"experts.w2_weight"})
     {'norm.weight'}
@@ -31,8 +31,8 @@ def unfilled(parameters: set[str], filled: set[str]) -> set[str]:
 
 
 @torch.no_grad()
-def differing_weights(worker: Any, weights: Weights) -> list[str]:
-    """Names of parameters that hold anything else than this rank's part of the weights, or that no weight belongs to."""
+def differing_parameters(worker: Any, weights: Weights) -> list[str]:
+    """Names of parameters that differ from this rank's part of the weights, or that have no weight."""
     model: Any = model_of(worker)
     left = {name for name, _ in model.named_parameters()}
     differing = []
@@ -42,7 +42,7 @@ def differing_weights(worker: Any, weights: Weights) -> list[str]:
         held = _held(module, name)
         wanted = _wanted(module, parts, held).to(held.dtype)
         held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
-        if is_packed(model) and name.endswith(tuple(EXPERT_WEIGHTS.values())):  # in the order that its kernels like
+        if is_packed(model) and name.endswith(tuple(EXPERT_WEIGHTS.values())):  # the kernels reorder elements
             held, wanted = held.flatten(1).sort().values, wanted.flatten(1).sort().values
         if not torch.equal(held, wanted):
             differing.append(name)
@@ -50,7 +50,7 @@ def differing_weights(worker: Any, weights: Weights) -> list[str]:
 
 
 def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tensor]]]:
-    """Parameters of vLLM's model, each with the weights that it joins, in its order."""
+    """Names of parameters of vLLM's model, each with the weights that are fused in it, in order."""
     places = {
         source: (target, number, len(sources))
         for target, sources in JOINED_WEIGHTS.items()
@@ -73,29 +73,29 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
 
 
 def _within(model: nn.Module, path: str, kind: str) -> str:
-    """Name of the parameter of this kind in the module at ``path``, however deep."""
+    """Name of the parameter of this kind in the module at ``path`` or in its submodules."""
     (name,) = (name for name, _ in model.get_submodule(path).named_parameters() if name.endswith(kind))
     return f"{path}.{name}"
 
 
 def _held(module: nn.Module, name: str) -> Tensor:
-    """What the module computes with. Where it keeps a linear layer's weight only packed, that is read off its products."""
+    """The weight that the module computes with. If it is only stored packed, it is computed as the product with the identity."""
     parameter = getattr(module, name.rpartition(".")[2])
     if parameter.numel():
         return parameter.detach()
     layer: Any = module
-    inputs = getattr(layer, "input_size_per_partition", layer.input_size)  # the latter where the layer is not split
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)  # the latter if the layer is not split
     identity = torch.eye(inputs, dtype=parameter.dtype, device=parameter.device)
     return layer.quant_method.apply(layer, identity, None).T
 
 
 def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
-    """This rank's part of the weights that a parameter joins."""
+    """This rank's part of the weights that are fused in a parameter."""
     vocabulary = getattr(module, "shard_indices", None)
     if vocabulary is not None:
         return parts[0][vocabulary.org_vocab_start_index : vocabulary.org_vocab_end_index]
     sizes = getattr(module, "output_partition_sizes", [])
-    if len(sizes) > 1 and len(parts) == 1:  # joined in the checkpoint already
+    if len(sizes) > 1 and len(parts) == 1:  # already fused in the checkpoint
         scale = len(parts[0]) // sum(sizes)
         parts = list(parts[0].split([size * scale for size in sizes]))
     if len(parts) == 1:
@@ -104,7 +104,7 @@ def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
 
 
 def _part(whole: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The rank's slice of this shape; where there are more ranks than slices, neighbours hold the same."""
+    """The rank's slice of this shape. If there are more ranks than slices, neighbours hold equal slices."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

@@ -207,7 +207,7 @@ def test_text_may_hold_the_placeholders_id_in_training_but_not_for_engines():
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
-        (EncodedTextChunk([1, 5000]), r"chunk 1 .encoded_text.: token 1 is 5000, but the model knows 0 to"),
+        (EncodedTextChunk([1, 5000]), r"chunk 1 .encoded_text.: token 1 is 5000, but the model has tokens 0 to"),
         (EncodedTextChunk([-1]), "token 0 is -1"),
         (ImageChunk(b"\x89PNG\r\n\x1a\nbroken", "png"), r"chunk 1 .image.: image .* "),
         (ImageChunk(png()[:60], "png"), r"chunk 1 .image.: image .* is broken"),
@@ -265,7 +265,7 @@ def test_what_is_learnt_may_be_another_token_than_the_next():
 def test_media_tokens_cannot_be_learnt():
     model_input = chunked("a", SIZES[0], "b")
     length = ChunkRenderer(builder()).length(model_input)
-    with pytest.raises(InvalidRow, match="stands for media or encloses them"):
+    with pytest.raises(InvalidRow, match="is no token of the model, or is a media token"):
         ChunkRenderer(builder()).rows([supervised(model_input, [1.0] * length, ids_of("!"))])
 
 

@@ -9,8 +9,9 @@ from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowC
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
 from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_config, tiny_model
-from rollout.engine import Completion, SamplingParams, end_ids, generation_config
-from rollout.hf.hf_engine import HFEngine
+from rollout.engine import Completion, SamplingParams
+from rollout.hf import HFEngine
+from rollout.pretrained import end_ids, generation_config
 from rollout.responses import attach_responses, build_requests, order_completions
 from rollout.sampling import policy_log_probs, project, sample
 from workers.model.logprobs import token_log_probs
@@ -156,7 +157,7 @@ def test_new_weights_are_used_and_strangers_refused(engine):
 def test_all_weights_are_needed_and_missing_ones_are_named(engine):
     original = {name: weight.clone() for name, weight in engine.model.named_parameters()}
     names = list(original)
-    with pytest.raises(InvalidConfig, match=rf"{len(names) - 1} weights that were not handed over: .*'lm_head.weight'"):
+    with pytest.raises(InvalidConfig, match=rf"{len(names) - 1} weights that were not given: .*'lm_head.weight'"):
         engine.load_weights([(names[0], original[names[0]])])
     assert not engine.wake()  # so a sharding manager streams them again
     with pytest.raises(InvalidConfig, match=r"'lm_head.weight' \(3, 64\) does not fit .*its shape is"):
@@ -164,7 +165,7 @@ def test_all_weights_are_needed_and_missing_ones_are_named(engine):
     adapters = {f"{names[0]}.lora_A.default.weight": torch.zeros(1)}
     with pytest.raises(InvalidConfig, match=r"lora_A.*no such parameter"):
         engine.load_weights((original | adapters).items())
-    with pytest.raises(InvalidConfig, match=f"'{names[0]}' has been handed over with another value"):
+    with pytest.raises(InvalidConfig, match=f"'{names[0]}' was given twice with different values"):
         engine.load_weights([*original.items(), (names[0], original[names[0]] + 1)])
     engine.load_weights(original.items())
     assert engine.wake()
@@ -183,7 +184,7 @@ def test_tied_weights_are_needed_under_one_name(tmp_path):
     engine.load_weights(every.items())
     other = next(name for name, weight in once.items() if weight.shape == every[tied].shape)
     engine.load_weights((name, weight) for name, weight in every.items() if name != other)
-    with pytest.raises(InvalidConfig, match=f"'{tied}' has been handed over with another value"):
+    with pytest.raises(InvalidConfig, match=f"'{tied}' was given twice with different values"):
         engine.load_weights((every | {tied: every[tied] + 1}).items())
 
 

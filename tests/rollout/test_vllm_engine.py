@@ -14,7 +14,8 @@ from helpers.engines import GREEDY, RESTRICTED, ROWS, SAMPLED, generate, picture
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
-from rollout.vllm.vllm_engine import image_key
+from rollout.vllm import VLLMEngine
+from rollout.vllm.prompt_rendering import PromptRenderer, image_key
 
 pytestmark = pytest.mark.vllm
 
@@ -239,7 +240,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on(setup):
     before = generate(setup, setup.vllm, GREEDY)
     with pytest.raises(InvalidConfig, match="nonsense"):
         setup.vllm.load_weights([("nonsense.weight", torch.zeros(1))])
-    with pytest.raises(InvalidConfig, match="not handed over"):
+    with pytest.raises(InvalidConfig, match="not given"):
         setup.vllm.load_weights((name, weight) for name, weight in weights.items() if "norm" not in name)
     assert not setup.vllm.wake()  # so a sharding manager streams them again
     setup.vllm.load_weights(weights.items())
@@ -300,10 +301,11 @@ def test_processed_images_outlive_sleep_and_new_weights(setup, monkeypatch):
     assert processed == [False] * 6
 
 
-@pytest.mark.parametrize("where", ["_render_one", "_params"])
+@pytest.mark.parametrize("where", ["render_one", "_params"])
 def test_an_interruption_leaves_no_image_half_known(setup, where, monkeypatch):
     rows = [{"prompt": "<image>", "images": [picture(50, 40, 300 + number)]} for number in range(3)]
-    whole, times = getattr(setup.vllm, where), []
+    owner = VLLMEngine if where == "_params" else PromptRenderer
+    whole, times = getattr(owner, where), []
 
     def interrupted(*args):
         times.append(args)
@@ -312,7 +314,7 @@ def test_an_interruption_leaves_no_image_half_known(setup, where, monkeypatch):
         return whole(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(setup.vllm, where, interrupted)
+        patch.setattr(owner, where, interrupted)
         generate(setup, setup.vllm, GREEDY, setup.builder(rows))
     assert len(generate(setup, setup.vllm, GREEDY, setup.builder(rows))) == 3
 

@@ -19,7 +19,7 @@ from dataproto.distributed import all_gather
 from dataproto.errors import InvalidConfig, RowCountMismatch
 from dataproto.packing import other_response_columns, token_widths, widen
 from rollout.engine import RolloutEngine
-from rollout.randomness import derive_seed
+from rollout.sampling import derive_seed
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint import random_states, seed_everything, set_random_states
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from dataproto.errors import InvalidConfig
 from rollout.engine import SamplingParams, create_engine
-from rollout.randomness import derive_seed, uniforms
-from rollout.sampling import draw, policy_log_probs, restrict
+from rollout.sampling import derive_seed, draw_tokens, policy_log_probs, restrict, uniforms
 
 
 def test_temperature_and_bans_by_hand():
@@ -28,7 +27,7 @@ def test_top_k_and_top_p_keep_the_right_tokens():
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=9).filter(any), st.floats(0, 1, exclude_max=True))
 def test_a_draw_inverts_the_distribution_function(weights, number):
-    token = int(draw(torch.tensor([weights], dtype=torch.float32), torch.tensor([number], dtype=torch.float64)))
+    token = int(draw_tokens(torch.tensor([weights], dtype=torch.float32), torch.tensor([number], dtype=torch.float64)))
     assert weights[token] > 0
     assert sum(weights[:token]) <= number * sum(weights) + 1e-6
     assert number * sum(weights) <= sum(weights[: token + 1]) + 1e-6

@@ -1,0 +1,79 @@
+"""What rollouts read from a checkpoint besides its weights: generation settings, tokenizer, image processor and config."""
+
+import os
+from typing import Any
+
+from dataproto.errors import InvalidConfig
+
+IMAGE_BACKEND = "pil"
+"""The backend of the image processor, for the actor and every engine: the pixels of PIL and torchvision differ."""
+
+
+def generation_config(model_path: str, config: Any) -> Any:
+    """The checkpoint's ``GenerationConfig``. If it has none, one is made from the model's ``config``, as in transformers.
+
+    Raises:
+        InvalidConfig: the checkpoint's file cannot be read; names it.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        model_path,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return GenerationConfig.from_model_config(config)
+    try:
+        return GenerationConfig.from_pretrained(model_path)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InvalidConfig(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def end_ids(generation_config: Any) -> tuple[int, ...]:
+    """The model's end tokens.
+
+    >>> from types import SimpleNamespace
+    >>> end_ids(SimpleNamespace(eos_token_id=7))
+    (7,)
+    """
+    end = generation_config.eos_token_id
+    if end is None:
+        return ()
+    return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
+
+
+def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
+    """Tokenizer, image processor and config of a checkpoint directory. Raises `InvalidConfig` if one is absent."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        return tokenizer, load_image_processor(path), config
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
+
+
+def load_image_processor(path: str | os.PathLike[str]) -> Any:
+    """The checkpoint's image processor with the backend `IMAGE_BACKEND`, whatever else is installed. Raises `InvalidConfig`."""
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # older top levels need torchvision
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)
+    except ValueError as error:
+        if "Could not load any image processor class" in str(error):
+            raise InvalidConfig(
+                f"{path}: transformers has its image processor for torchvision alone; prompts are made with the "
+                f"{IMAGE_BACKEND} backend, on every machine the same"
+            ) from error
+        # The first Qwen2.5-VL checkpoints name a class that no longer exists. Its successor reads their settings.
+        if "Unrecognized image processor" not in str(error):
+            raise
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        processor = Qwen2VLImageProcessorPil.from_pretrained(path)
+    if getattr(processor, "backend", None) != IMAGE_BACKEND:
+        raise InvalidConfig(f"{path}: its image processor {type(processor).__name__} has no {IMAGE_BACKEND} backend")
+    return processor

@@ -1,0 +1,130 @@
+"""Images to the model's inputs, each distinct image once: the image processor and the cache of its results."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from dataproto.errors import InvalidMedia
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """An RGB image and the model's inputs for it, such as patches ``(patches, dim)`` float32 and a grid ``(1, 3)`` int64.
+
+    ``key`` identifies the pixels and the settings of the image processor.
+    """
+
+    key: bytes
+    image: Image.Image
+    inputs: dict[str, Tensor]
+
+
+def process_image(
+    image: Image.Image, processor: Any, options: Mapping[str, Any], names: Sequence[str], cache: "ImageCache"
+) -> ProcessedImage:
+    """An RGB image with the outputs ``names`` of the image processor, from the cache if it holds them.
+
+    Raises:
+        InvalidMedia: the image processor refuses the image.
+    """
+    key = _image_key(image, processor, options)
+    inputs = cache.get(key)
+    if inputs is None:
+        try:
+            made = processor(images=[image], return_tensors="pt", **options)
+        except ValueError as error:
+            raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
+        inputs = {name: made[name] for name in names}
+        cache.put(key, inputs)
+    return ProcessedImage(key, image, inputs)
+
+
+def _image_key(image: Image.Image, processor: Any, options: Mapping[str, Any]) -> bytes:
+    """A digest of everything that the inputs depend on: the pixels, and the processor's class and current settings."""
+    settings = [type(processor).__qualname__, processor.to_dict(), options, image.mode, image.size]
+    digest = blake2b(json.dumps(settings, sort_keys=True, default=repr).encode(), digest_size=16)
+    digest.update(image.tobytes())
+    return digest.digest()
+
+
+class ImageCache:
+    """The inputs of the most recently used images by key, in at most ``max_bytes``.
+
+    It stores copies and returns copies, so that writing into the tensors of one batch changes no other batch. In a worker process
+    of a data loader it keeps only that worker's share of the bytes. Unpickled in another process, it is empty.
+
+    >>> import torch
+    >>> cache = ImageCache(max_bytes=16)
+    >>> for key in (b"a", b"b", b"c"):
+    ...     cache.put(key, {"pixel_values": torch.ones(2)})
+    >>> cache.get(b"a"), cache.get(b"c")
+    (None, {'pixel_values': tensor([1., 1.])})
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._entries: OrderedDict[bytes, dict[str, Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._batch = threading.local()
+
+    @contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Within this context, `get` also returns what this thread has put, whatever its size, and without copying."""
+        self._batch.inputs = {}
+        try:
+            yield
+        finally:
+            self._batch.inputs = None
+
+    def get(self, key: bytes) -> dict[str, Tensor] | None:
+        """A copy of the inputs under this key, or ``None``."""
+        batch = getattr(self._batch, "inputs", None)
+        if batch is not None and key in batch:
+            return dict(batch[key])
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+        copied = _copied(entry)
+        if batch is not None:
+            batch[key] = copied
+        return copied
+
+    def put(self, key: bytes, inputs: Mapping[str, Tensor]) -> None:
+        """Stores a copy and evicts the least recently used entries. Inputs larger than the cache are not stored."""
+        batch = getattr(self._batch, "inputs", None)
+        if batch is not None:
+            batch[key] = dict(inputs)
+        worker = get_worker_info()
+        limit = self.max_bytes // (1 if worker is None else worker.num_workers)
+        size = _size(inputs)
+        if size > limit:
+            return
+        copied = _copied(inputs)
+        with self._lock:
+            self.bytes += size - _size(self._entries.pop(key, {}))
+            self._entries[key] = copied
+            while self.bytes > limit:
+                self.bytes -= _size(self._entries.popitem(last=False)[1])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageCache, (self.max_bytes,)
+
+
+def _copied(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def _size(inputs: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in inputs.values())

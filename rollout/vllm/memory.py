@@ -1,0 +1,49 @@
+"""Which of an engine's weights and KV cache are in device memory."""
+
+from typing import Any
+
+import torch
+
+
+class EngineMemory:
+    """Frees the memory of a ``vllm.LLM`` on CUDA and allocates it again. On a CPU vLLM cannot sleep, so all stays in memory."""
+
+    def __init__(self, llm: Any, device: torch.device, sleep_level: int) -> None:
+        """``sleep_level`` 1 moves the weights to the host, 2 drops them."""
+        self.llm, self.device, self.sleep_level = llm, device, sleep_level
+        self.has_weights = True
+        """Whether the engine has all its weights. `VLLMEngine.load_weights` sets it too."""
+        self._awake = self._has_kv_cache = True
+        self._freed_bytes = 0  # by the last sleep
+
+    def sleep(self) -> None:
+        """Frees the KV cache and the weights.
+
+        Calls the worker directly, because ``vllm.LLM.sleep`` would also drop processed images, which do not depend on weights.
+        """
+        if self.device.type == "cuda" and self._awake:
+            torch.cuda.synchronize()  # a step that was scheduled ahead of the last token still reads this memory
+            before = torch.cuda.mem_get_info()[0]
+            self.llm.collective_rpc("sleep", kwargs={"level": self.sleep_level})
+            self._freed_bytes = torch.cuda.mem_get_info()[0] - before
+            self._awake, self._has_kv_cache = False, False
+            self.has_weights = self.sleep_level == 1
+
+    def wake(self) -> None:
+        """Allocates the weights."""
+        if not self._awake:
+            self._empty_torch_cache()
+            self.llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
+            self._awake = True
+
+    def wake_kv_cache(self) -> None:
+        """Allocates the KV cache."""
+        if not self._has_kv_cache:
+            self._empty_torch_cache()
+            self.llm.collective_rpc("wake_up", kwargs={"tags": ["kv_cache"]})
+            self._has_kv_cache = True
+
+    def _empty_torch_cache(self) -> None:
+        """Returns torch's cached blocks to the device if too little memory is free for what the last sleep freed."""
+        if torch.cuda.mem_get_info()[0] < self._freed_bytes:
+            torch.cuda.empty_cache()

@@ -1,0 +1,46 @@
+"""Starting vLLM in this process, with the policy as its sampler."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dataproto.errors import InvalidConfig
+from rollout.vllm.versions import error_line, executor, process_settings_kept, set_environment
+
+
+def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Settings of vLLM's image processor: the PIL backend, as everywhere in this project, and the builder's options."""
+    return {"use_fast": False} | dict(image_options or {})
+
+
+def start_llm(model_path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A running ``vllm.LLM``, and the policy's sampler in it.
+
+    Raises:
+        InvalidConfig: the options are not supported, or vLLM does not start.
+    """
+    set_environment()
+    from vllm import LLM
+
+    from rollout.vllm.sampler import install
+
+    if options.get("speculative_config"):
+        raise InvalidConfig("speculative_config: tokens are sampled by the policy itself, one at a time")
+    on_cuda = device.type == "cuda"
+    if options["dtype"] == "auto":
+        options["dtype"] = "bfloat16" if on_cuda else "float32"
+    if options["kv_cache_memory_bytes"] is None and not on_cuda:
+        options["kv_cache_memory_bytes"] = 1 << 30
+    defaults = {
+        "distributed_executor_backend": executor(options["tensor_parallel_size"]),
+        "enable_sleep_mode": on_cuda,
+        "generation_config": "vllm",
+    } | ({} if on_cuda else {"enforce_eager": True, "skip_mm_profiling": True})
+    try:
+        with process_settings_kept():
+            llm = LLM(model_path, **defaults | options)
+    except (ValueError, TypeError, ImportError, AssertionError) as error:
+        raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
+    (sampler,) = llm.collective_rpc(install)
+    return llm, sampler

@@ -1,0 +1,45 @@
+"""What the packages offer, and what importing them does not load."""
+
+import subprocess
+import sys
+
+import pytest
+
+import rollout
+import rollout.hf
+import rollout.prompts
+import rollout.vllm
+from rollout.engine import ENGINES
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [
+        (rollout, ["Completion", "Request", "RolloutEngine", "SamplingParams", "create_engine"]),
+        (rollout.hf, ["HFEngine"]),
+        (rollout.vllm, ["VLLMEngine"]),
+        (
+            rollout.prompts,
+            [
+                *("ChunkRenderer", "IMAGE_BACKEND", "ProcessedImage", "Prompt", "PromptBuilder", "Resolver"),
+                *("SupervisedBuilder", "TrainingRow", "Turns", "invalid_row", "load_image_processor", "row_digest"),
+                *("row_number", "token_values"),
+            ],
+        ),
+    ],
+    ids=lambda value: value.__name__ if hasattr(value, "__path__") else "",
+)
+def test_a_package_exports_exactly_this(package, names):
+    assert sorted(package.__all__) == names
+    assert all(hasattr(package, name) for name in names)
+
+
+@pytest.mark.parametrize("package", ["rollout", "rollout.prompts", "rollout.responses", "rollout.vllm"])
+def test_importing_loads_no_heavy_library(package):
+    program = f"import sys, {package}; print(sorted({{'ray', 'vllm', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_engines_are_named_by_the_packages_that_export_them():
+    assert ENGINES == {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm:VLLMEngine"}
