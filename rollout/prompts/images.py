@@ -1,12 +1,12 @@
-"""Images from wherever a data set keeps them: PIL objects, paths, bytes, parquet structs, data URIs.
+"""Images from all sources that data sets use: PIL objects, paths, bytes, parquet structs, data URIs.
 
-Every image becomes 8-bit RGB here, once, for the image processor and the rollout engine alike: turned upright by its
-EXIF orientation (as ``transformers`` and ``datasets`` do), transparency of every kind (alpha, palette, a transparent colour)
-laid on white (as vLLM and ``qwen_vl_utils`` do; dropping it would turn a line drawing black on black), 16 bits scaled to 8,
-the first frame of an animation. Whole numbers of 32 bits and floats (modes ``I`` and ``F``) are taken as 0 to 255; an image
-with others is refused, since nothing tells which of them are black and white.
+Every image is converted to 8-bit RGB here, once, for the image processor and the rollout engine: it is rotated by its EXIF
+orientation (as in ``transformers`` and ``datasets``), transparency of any kind (alpha, palette, a transparent colour) becomes
+white (as in vLLM and ``qwen_vl_utils``; without this a line drawing may become black on black), 16 bits are scaled to 8, and of
+an animation the first frame is taken. Values of 32-bit integers and floats (modes ``I`` and ``F``) must be between 0 and 255;
+other ranges are refused, because their black and white are unknown.
 
-Files are only ever read as images of well-known raster formats; nothing in them runs, nothing is downloaded.
+Files are only read as images of well-known raster formats. No code in them runs, and nothing is downloaded.
 """
 
 import base64
@@ -25,16 +25,16 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from dataproto.errors import InvalidMedia
 
 MAX_IMAGE_PIXELS = 89_478_485
-"""Larger images are refused unread (Pillow's own limit against decompression bombs)."""
+"""Larger images are refused before they are decoded (Pillow's limit against decompression bombs)."""
 
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-_SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # what Pillow reads from them in mode "I" has 16 bits
+_SIXTEEN_BIT_FORMATS = ("PNG", "PPM")  # images that Pillow reads from these in mode "I" have 16 bits
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _PAYLOADS = ("bytes", "image", "image_url", "url", "path")
 
 
 def media_list(media: Any) -> list[Any]:
-    """A column's media as a list; one that stands by itself is a list of one.
+    """The media of a row as a list. A single medium becomes a list of one.
 
     >>> media_list("a.png"), media_list(None), media_list(("a.png", "b.png"))
     (['a.png'], [], ['a.png', 'b.png'])
@@ -46,11 +46,11 @@ def media_list(media: Any) -> list[Any]:
 
 
 def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image.Image:
-    """The image as upright 8-bit RGB, decoded.
+    """The decoded image as upright 8-bit RGB.
 
-    ``source``: a PIL image, path, ``file://`` or ``data:`` URI, bytes, or a mapping that holds one of them, such as
-    parquet's ``{"bytes": ..., "path": ...}`` or a chat message's part. Relative paths start at ``root``.
-    Raises `InvalidMedia` for an image that is missing, broken, too large, of an unknown format or of an unknown range.
+    ``source`` is a PIL image, path, ``file://`` or ``data:`` URI, bytes, or a mapping that contains one of them, such as
+    parquet's ``{"bytes": ..., "path": ...}`` or a part of a chat message. Relative paths start at ``root``. Raises `InvalidMedia`
+    for an image that is missing, broken, too large, of an unknown format or of an unknown range.
 
     >>> load_image(Image.new("RGBA", (2, 1), (0, 0, 0, 0))).getpixel((0, 0))
     (255, 255, 255)
@@ -65,7 +65,7 @@ def load_image(source: Any, root: str | os.PathLike[str] | None = None) -> Image
 
 
 def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple[int, int]:
-    """Height and width that `load_image` would give, read from the header; pixels are not decoded.
+    """Height and width of the result of `load_image`, read from the header. Pixels are not decoded.
 
     >>> image_size(Image.new("RGB", (640, 480)))
     (480, 640)
@@ -79,7 +79,7 @@ def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple
 
 @contextmanager
 def _opened(source: Any, root: str | os.PathLike[str] | None) -> Iterator[Image.Image]:
-    """The image with its header read and its size checked; closed afterwards unless it was the caller's."""
+    """The image with its size checked, before it is decoded. Closed afterwards unless the caller passed an open image."""
     found = _unwrap(source)
     image = found if isinstance(found, Image.Image) else _open(found, root, source)
     try:
@@ -100,7 +100,7 @@ def _open(found: Any, root: str | os.PathLike[str] | None, source: Any) -> Image
         return Image.open(_file_of(found, root), formats=formats)
     except InvalidMedia:
         raise
-    except Exception as error:  # Pillow's plugins raise all kinds
+    except Exception as error:  # Pillow's plugins raise errors of any class
         raise InvalidMedia(f"image {_describe(source)} cannot be read: {_reason(error)}") from error
 
 
@@ -119,11 +119,11 @@ def _file_of(found: Any, root: str | os.PathLike[str] | None) -> io.BytesIO | Pa
 
 
 def _unwrap(source: Any) -> Any:
-    """What a mapping holds: the first payload that is not None (parquet fills absent keys with None)."""
+    """The payload of a mapping: its first value that is not None (parquet fills absent keys with None)."""
     while isinstance(source, Mapping):
         payload = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
         if payload is None:
-            raise InvalidMedia(f"image {_describe(source)} holds neither bytes nor a path")
+            raise InvalidMedia(f"image {_describe(source)} contains neither bytes nor a path")
         source = payload
     if source is None:
         raise InvalidMedia("the image is missing (None)")
@@ -157,20 +157,20 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(values: np.ndarray, mode: str) -> np.ndarray:
-    """Whole numbers or floats from 0 to 255 as uint8; Pillow would clip others. Raises `InvalidMedia` for these."""
-    inside = bool((values >= 0).all() and (values <= 255).all())  # NaN is not
+    """Integers or floats between 0 and 255 as uint8. Raises `InvalidMedia` for other values, which Pillow would clip."""
+    inside = bool((values >= 0).all() and (values <= 255).all())  # false for NaN
     if not inside or (mode == "F" and 0 < values.max() <= 1):
         raise InvalidMedia(
-            f"its numbers (mode {mode!r}) go from {values.min():g} to {values.max():g}, so that black and white are unknown: "
-            "scale them to 0 to 255 and give it as 8 bits, for instance Image.fromarray(array.astype('uint8'))"
+            f"its values (mode {mode!r}) range from {values.min():g} to {values.max():g}, so black and white are unknown: scale "
+            "them to 0 to 255 and pass 8 bits, for instance Image.fromarray(array.astype('uint8'))"
         )
     return np.rint(values).astype(np.uint8)
 
 
 def _reason(error: Exception) -> str:
-    """An error without the file's name or content, which the message around it tells."""
+    """The reason of an error without the file's name or content, which the enclosing message contains."""
     if isinstance(error, UnidentifiedImageError):
-        return "it is of no known image format"
+        return "its image format is unknown"
     return (isinstance(error, OSError) and error.strerror) or _shorten(str(error))
 
 

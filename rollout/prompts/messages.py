@@ -1,4 +1,4 @@
-"""Chat messages in the ways data sets write them, to messages with typed parts and the media in order."""
+"""Chat messages in the formats of data sets, converted to messages with typed parts and the media in order."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ _PAYLOADS = ("bytes", "image", "image_url", "video", "video_url", "url", "path")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages whose content is a string or a list of ``{"type": "text" | "image" | "video", ...}`` parts, without the
-    media themselves, which stand in ``images`` and ``videos`` in the order of their parts.
+    """Messages whose content is a string or a list of parts ``{"type": "text" | "image" | "video", ...}``. The media are in
+    ``images`` and ``videos``, in the order of their parts.
     """
 
     messages: list[dict[str, Any]]
@@ -25,7 +25,7 @@ class Conversation:
     videos: list[Any]
 
     def texts(self) -> Iterable[str]:
-        """Every piece of text."""
+        """All pieces of text."""
         for message in self.messages:
             if isinstance(message["content"], str):
                 yield message["content"]
@@ -33,7 +33,7 @@ class Conversation:
                 yield from (part["text"] for part in message["content"] if part["type"] == "text")
 
     def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> list[dict[str, Any]]:
-        """The messages with the media in their parts, as verl's ``raw_prompt``."""
+        """The messages with the media in their parts, as in verl's ``raw_prompt``."""
         queues = {"image": iter(images), "video": iter(videos)}
         filled = []
         for message in self.messages:
@@ -48,11 +48,11 @@ class Conversation:
 
 
 def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterable[Any] = ()) -> Conversation:
-    """Messages (or one string, the user's) with markers or typed parts, and the media that belong to them.
+    """Messages (or one string, the user's message) with markers or typed parts, and the media that belong to them.
 
-    ``<image>`` and ``<video>`` in string content become parts. In typed parts text stays text, which is how to write
-    "<image>" itself. Each marker, and each media part without a payload of its own, takes the next of ``images`` or
-    ``videos``. Raises `InvalidPrompt` if their numbers differ or a message is malformed.
+    ``<image>`` and ``<video>`` in string content become parts. In typed parts text stays text, so a text part can contain
+    "<image>" literally. Each marker, and each media part without a payload, takes the next of ``images`` or ``videos``. Raises
+    `InvalidPrompt` if their numbers differ or a message is malformed.
 
     >>> chat = read_conversation("<image>Which angle?", images=["a.png"])
     >>> chat.messages
@@ -74,8 +74,8 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
         marked = sum(payload is None for payload in found[kind])
         if marked != len(media):
             raise InvalidPrompt(
-                f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s (text that means '<{kind}>' itself stands in a "
-                'part of its own: {"type": "text", "text": ...})'
+                f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s (to write '<{kind}>' literally, use "
+                'a text part: {"type": "text", "text": ...})'
             )
         queue = iter(media)
         found[kind] = [next(queue) if payload is None else payload for payload in found[kind]]
@@ -89,7 +89,7 @@ def _message_head(message: Any) -> dict[str, Any]:
 
 
 def _content(content: Any, found: dict[str, list[Any]]) -> str | list[dict[str, Any]]:
-    """Typed content; payloads, or None where a medium comes from the row's columns, are appended to ``found``."""
+    """Typed content. For each media part its payload, or None if the medium is in the row's columns, is appended to ``found``."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,7 +1,7 @@
-"""Videos: frames that are given, or a file that ``qwen_vl_utils`` decodes (which needs torchvision).
+"""Videos: given frames, or a file that ``qwen_vl_utils`` decodes (which requires torchvision).
 
-Frames go through the image processor, so given frames need no torchvision either, and are resized under the limits for
-images. Letters: T frames, H and W pixels.
+The image processor processes the frames, under the limits for images, so given frames do not require torchvision. Letters: T
+frames, H and W pixels.
 """
 
 import os
@@ -20,15 +20,15 @@ from dataproto.errors import InvalidMedia
 from dataproto.vlm.placeholders import frame_seconds
 from rollout.prompts.images import load_image
 
-DEFAULT_FPS = 2.0  # of frames that come without metadata, as in qwen_vl_utils
-DECODER_MERGE_SIZE = 2  # patches along each side of a feature that qwen_vl_utils takes for granted
+DEFAULT_FPS = 2.0  # of frames without metadata, as in qwen_vl_utils
+DECODER_MERGE_SIZE = 2  # patches along each side of a feature, as qwen_vl_utils assumes
 
 _PAYLOADS = ("video", "video_url", "url", "path")
 
 
 @dataclass(frozen=True)
 class ProcessedVideo:
-    """Frames ``(T, H, W, 3)`` uint8 with their metadata, for engines, and the model's inputs for one video."""
+    """One video: frames ``(T, H, W, 3)`` uint8 with their metadata, for engines, and the model's inputs."""
 
     key: bytes
     frames: np.ndarray
@@ -42,10 +42,10 @@ def process_video(
 ) -> ProcessedVideo:
     """Read a video and make the model's inputs, with ``options`` for the image processor. Raises `InvalidMedia`.
 
-    ``source``: ``(frames, metadata)``, frames alone (PIL images, or whatever `load_image` takes, or an array), a path,
-    or a mapping with one of them under ``video``.
+    ``source`` is ``(frames, metadata)``, frames alone (a list of anything that `load_image` accepts, or an array), a path, or a
+    mapping with one of them under ``video``.
     """
-    # The decoder resizes to whole patches of merged features; otherwise the image processor would resize once more.
+    # The decoder resizes frames to multiples of a merged patch, so that the image processor does not resize them again.
     patch_size = int(image_processor.patch_size) * int(image_processor.merge_size) // DECODER_MERGE_SIZE
     frames, metadata = read_video(source, root, patch_size)
     made = image_processor(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt", **options)
@@ -65,10 +65,10 @@ def process_video(
 
 
 def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Tensor:
-    """Patches of frames processed as images, each repeated ``step`` times in time, to patches of a video.
+    """Patches of a video, from patches of its frames processed as images, which repeat each frame ``step`` times.
 
-    ``patches``: ``(T * n, channels * step * patch_size ** 2)``; the result has ``(ceil(T / step) * n, same)``. The last
-    frame fills the last temporal patch.
+    ``patches`` is ``(T * n, channels * step * patch_size ** 2)``, the result ``(ceil(T / step) * n, same)``. The last frame is
+    repeated to fill the last temporal patch.
     """
     split = patches.view(frames, -1, patches.shape[1] // (step * patch_size**2), step, patch_size**2)[:, :, :, 0]
     split = torch.cat([split, split[-1:].expand(-frames % step, -1, -1, -1)])
@@ -81,7 +81,7 @@ def read_video(
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Frames ``(T, H, W, 3)`` uint8 and metadata ``{"fps", "frames_indices", "total_num_frames", ...}``.
 
-    A file's frames are resized to multiples of ``patch_size`` times `DECODER_MERGE_SIZE` pixels, given frames are not.
+    Frames of a file are resized to multiples of ``patch_size * DECODER_MERGE_SIZE`` pixels; given frames are not resized.
     """
     metadata: Mapping[str, Any] = {}
     options: dict[str, Any] = {}
@@ -137,10 +137,10 @@ def _decode(
         raise InvalidMedia(f"video {text!r}: there is no such file")
     try:
         from qwen_vl_utils import fetch_video
-    except Exception as error:  # a torchvision that does not fit torch raises more than ImportError
+    except Exception as error:  # a torchvision that does not fit torch raises other errors than ImportError
         raise InvalidMedia(
             f"video {text!r}: decoding a video file needs qwen-vl-utils with a torchvision that fits the installed "
-            f"torch (pip install torchvision); or give its frames as (frames, metadata). The import said: {error}"
+            f"torch (pip install torchvision); or pass its frames as (frames, metadata). The import failed: {error}"
         ) from error
     try:
         element = {**options, "video": str(file)}

@@ -114,10 +114,10 @@ def test_numbers_from_0_to_255_are_taken_as_they_are(dtype):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (np.array([[0, 300]], dtype=np.int32), r"mode 'I'\) go from 0 to 300"),
+        (np.array([[0, 300]], dtype=np.int32), r"mode 'I'\) range from 0 to 300"),
         (np.array([[0, 65535]], dtype=np.int32), "from 0 to 65535"),
         (np.array([[-1, 3]], dtype=np.int32), "from -1 to 3"),
-        (np.array([[0, 0.5]], dtype=np.float32), r"mode 'F'\) go from 0 to 0.5"),
+        (np.array([[0, 0.5]], dtype=np.float32), r"mode 'F'\) range from 0 to 0.5"),
         (np.array([[0, 1]], dtype=np.float32), "from 0 to 1"),
         (np.array([[-3, 256]], dtype=np.float32), "from -3 to 256"),
         (np.array([[0, np.nan]], dtype=np.float32), "nan"),
