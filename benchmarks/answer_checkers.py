@@ -1,10 +1,10 @@
-r"""Compares `mathruler`, which the Geometry3K reward uses, `math-verify`, and the reward's `AnswerChecker` on answers in the forms of
-Geometry3K: ``python benchmarks/answer_checkers.py``.
+r"""Compares checkers of answers in the forms of Geometry3K: ``python benchmarks/answer_checkers.py``.
 
-Each pair is an answer as a model writes it in ``\boxed{}``, a ground truth as Geometry3K writes it, and the verdict by hand. An
-answer is right if its value equals the ground truth exactly; a unit, a degree sign or ``x =`` does not matter. Ground truths have
-the forms of ``hiyouga/geometry3k``: whole numbers, decimals, ``2 \sqrt { 221 }``, ``12 \pi``, ``\frac { 26 } { 3 }``. Some copies of
-the data set have upper-case commands. `math-verify` is skipped if it is not installed.
+The checkers are `mathruler`, which the reward uses, `math-verify` (skipped if it is not installed), and the reward's
+`AnswerChecker`. Each pair is an answer as a model writes it in ``\boxed{}``, a ground truth as Geometry3K writes it, and the
+verdict by hand. An answer is right if its value equals the ground truth exactly; a unit, a degree sign or ``x =`` does not
+matter. Ground truths have the forms of ``hiyouga/geometry3k``: whole numbers, decimals, ``2 \sqrt { 221 }``, ``12 \pi``,
+``\frac { 26 } { 3 }``. Some copies of the data set have upper-case commands.
 """
 
 import sys

@@ -100,7 +100,7 @@ def log_probs():
 
 
 def test_the_example_of_the_document_runs():
-    source = re.search(r"## One's own.*?```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL).group(1)
+    source = re.search(r"## Your own algorithm.*?```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL).group(1)
     exec(compile(source, str(DOCUMENT), "exec"), {})
     try:
         config = AlgorithmConfig(loss="reinforce", advantage="score_above_half")
