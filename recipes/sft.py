@@ -16,13 +16,13 @@ from torch.utils.data import Subset
 
 from dataproto.errors import InvalidConfig
 from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
+from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.mixture import Mixture
 from recipes.run.command_line import names_a_model, parse_config, run_from_command_line
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
-from recipes.synthetic.talks import DrawnSums, DrawnTalks
 from rollout.prompts import PromptBuilder, SupervisedBuilder, Turns
 from workers import Roles
 from workers.training.optimizer import OptimizerConfig

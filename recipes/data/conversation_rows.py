@@ -1,13 +1,13 @@
-"""Conversations to learn from, in the ways data sets write them.
+"""Data sets of conversations for supervised training, in any of these schemas.
 
-``python -m recipes.data.conversation_rows IN OUT.jsonl`` converts them.
-
-* chat messages: ``messages`` (or ``conversations`` with ``from`` and ``value``, as ShareGPT and LLaVA), string content with
-  ``<image>`` markers or typed parts (``image``, ``image_url``)
+* chat messages: ``messages`` (or ``conversations`` with ``from`` and ``value``, as in ShareGPT and LLaVA), with string content
+  and ``<image>`` markers, or with typed parts (``image``, ``image_url``)
 * prompt and answer: ``prompt`` (a string or messages) with ``completion``, ``response`` or ``answer``
-* the_cauldron: ``images`` and ``texts`` of ``user``, ``assistant``, ``source``: one conversation about all the images
+* the_cauldron: ``images``, and ``texts`` with ``user``, ``assistant`` and ``source``: one conversation about all images
 
-Images stand in ``images`` (or ``image``) or in the parts: PIL objects, bytes, paths, data URIs.
+Images are in ``images`` (or ``image``) or in the parts: PIL objects, bytes, paths or data URIs.
+
+``python -m recipes.data.conversation_rows DATA_SET OUT.jsonl`` converts a data set to chat messages.
 """
 
 import base64
@@ -33,7 +33,11 @@ _PNG, _JPEG = (b"\x89PNG\r\n\x1a\n",), (b"\xff\xd8\xff",)
 
 
 def conversation_rows(source: str | Path | Sequence[str | Path], split: str = "train") -> TableRows:
-    """Open a data set of conversations; see `recipes.data.tables.open_tables` and `read_conversation_row`."""
+    """Opens a data set of conversations; see `recipes.data.tables.open_tables` and `read_conversation_row`.
+
+    Raises:
+        InvalidConfig: the data set does not exist or has no rows.
+    """
     tables, name = open_tables(source, split)
     rows = TableRows(tables, partial(read_conversation_row, data_source=name))
     if not len(rows):
@@ -42,18 +46,19 @@ def conversation_rows(source: str | Path | Sequence[str | Path], split: str = "t
 
 
 def conversation_stream(source: str, split: str = "train", buffer: int = 1024) -> StreamRows:
-    """The same, read as it comes and shuffled within blocks of ``buffer`` rows."""
+    """Opens a data set of conversations as a stream, shuffled within blocks of ``buffer`` rows."""
     stream, root = open_stream(source, split)
     if hasattr(stream, "decode"):
-        stream = stream.decode(False)  # images stay the bytes and paths they are
+        stream = stream.decode(False)  # keep images as bytes and paths
     name = source if root is None else Path(source).resolve().stem
     return StreamRows(stream, root, partial(read_conversation_row, data_source=name), buffer)
 
 
 def read_conversation_row(raw: Mapping[str, Any], index: int, data_source: str = "") -> dict[str, Any]:
-    """A row of any of the schemas: ``prompt`` (the whole conversation), ``images``, ``videos``, ``data_source``, ``index``.
+    """Converts a row of any schema to ``prompt`` (the whole conversation), ``images``, ``videos``, ``data_source``, ``index``.
 
-    Raises `InvalidRow` if it is of none.
+    Raises:
+        InvalidRow: the row matches none of the schemas.
 
     >>> row = read_conversation_row({"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A cat."}]}, 0)
     >>> row["prompt"]
@@ -78,7 +83,8 @@ def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
     prompt, answer = raw.get("prompt"), next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
     if prompt is None or answer is None:
         raise InvalidRow(
-            index, f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, in {sorted(raw)}"
+            index,
+            f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}",
         )
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return asked + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer))
@@ -90,18 +96,18 @@ def _message(turn: Any, index: int) -> Mapping[str, Any]:
     if "from" not in turn:
         return turn
     if turn["from"] not in _ROLES:
-        raise InvalidRow(index, f"a turn is from {turn['from']!r}: known are {', '.join(_ROLES)}")
+        raise InvalidRow(index, f"a turn is from {turn['from']!r}, but must be from one of {', '.join(_ROLES)}")
     return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
 
 
 def _cauldron_messages(texts: Any, index: int, images: int) -> list[dict[str, Any]]:
-    """The turns about one row's images, which all stand before the first question."""
+    """The messages of a row; all of its images come before the first question."""
     messages = []
     for number, turn in enumerate(texts):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(who), str) for who in ("user", "assistant")):
             raise InvalidRow(index, f"texts[{number}] lacks a 'user' or an 'assistant': {turn!r}")
-        shown = "<image>" * images if number == 0 and "<image>" not in turn["user"] else ""
-        messages.append({"role": "user", "content": shown + turn["user"].strip()})
+        markers = "<image>" * images if number == 0 and "<image>" not in turn["user"] else ""
+        messages.append({"role": "user", "content": markers + turn["user"].strip()})
         messages.append({"role": "assistant", "content": turn["assistant"].strip()})
     return messages
 
@@ -112,7 +118,7 @@ def _source_of_texts(raw: Mapping[str, Any]) -> str | None:
 
 
 class Questions(Sequence[dict[str, Any]]):
-    """Conversations as prompts: each up to its last answer, which becomes the ground truth.
+    """Conversations as prompts: each without its last answer, which becomes the ground truth.
 
     >>> row = Questions([{"prompt": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}])[0]
     >>> row["prompt"], row["reward_model"]["ground_truth"]
@@ -129,7 +135,7 @@ class Questions(Sequence[dict[str, Any]]):
         row = self.rows[place]
         *asked, answer = row["prompt"]
         if answer.get("role") != "assistant":
-            raise invalid_row(row, place, "the conversation does not end with an answer")
+            raise invalid_row(row, place, "the conversation must end with an answer")
         truth = answer["content"]
         if not isinstance(truth, str):
             truth = "".join(part.get("text") or "" for part in truth)
@@ -137,10 +143,10 @@ class Questions(Sequence[dict[str, Any]]):
 
 
 def convert(source: str, target: Path, split: str = "train") -> int:
-    """Writes a data set as JSON Lines of ``messages`` and ``images`` (data URIs: JPEG and PNG as they are, others as PNG).
+    """Writes a data set to JSON Lines with ``messages`` and ``images`` (data URIs; formats other than JPEG and PNG become PNG).
 
     Returns:
-        How many rows it has.
+        The number of rows.
     """
     rows = conversation_rows(source, split)
     with target.open("x", encoding="utf-8") as file:
@@ -174,6 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Converts the data set that the command line names, and returns the exit status."""
     if len(arguments) not in (2, 3) or arguments[0].startswith("-"):
         print("usage: python -m recipes.data.conversation_rows DATA_SET OUT.jsonl [SPLIT]", file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 2

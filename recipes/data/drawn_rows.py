@@ -1,17 +1,19 @@
-"""Drawn problems as rows of a data set, without a file."""
+"""Drawn problems and conversations as rows of a data set, without a file."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from recipes.data.problem_rows import read_row
+from recipes.synthetic.classes import draw_class
 from recipes.synthetic.problems import Split, make_problem
 
-ENDLESS = 2**20
-"""Problems in one epoch; more than a run draws."""
+EPOCH_ROWS = 2**20
+"""Rows of one epoch, more than a run draws."""
 
 
 class ProblemRows(Sequence[dict[str, Any]]):
-    """Rows as `Geo3KDataset` gives them, each drawn when asked for.
+    """Drawn problems as rows like those of `Geo3KDataset`; each is drawn when it is read.
 
     >>> row = ProblemRows(level=1)[7]
     >>> row["data_source"], row["index"], len(row["images"])
@@ -19,7 +21,7 @@ class ProblemRows(Sequence[dict[str, Any]]):
     """
 
     def __init__(
-        self, level: int = 1, seed: int = 0, split: Split = "train", instruction: str = "", rows: int = ENDLESS
+        self, level: int = 1, seed: int = 0, split: Split = "train", instruction: str = "", rows: int = EPOCH_ROWS
     ) -> None:
         self.level, self.seed, self.split, self.instruction, self.rows = level, seed, split, instruction, rows
 
@@ -33,3 +35,46 @@ class ProblemRows(Sequence[dict[str, Any]]):
         problem = make_problem(place, self.level, self.seed, self.split)
         raw = {"problem": problem.text, "answer": problem.answer, "images": [problem.image]}
         return read_row(raw, place, self.split, f"synthetic/level{self.level}", self.instruction)
+
+
+class DrawnTalks(Sequence[dict[str, Any]]):
+    """Conversations of two turns about the picture of a class.
+
+    >>> [turn["content"] for turn in DrawnTalks()[3]["prompt"]]
+    ['<image>Which colour?', 'black', 'Which shape?', 'filled circle']
+    """
+
+    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
+        self.seed, self.split, self.rows = seed, split, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, place: Any) -> Any:
+        picture = draw_class(range(self.rows)[place], self.seed, self.split)
+        turns = ("<image>Which colour?", picture.colour, "Which shape?", f"{picture.fill} {picture.shape}")
+        return _conversation(turns, [picture.image], "synthetic/talks", place)
+
+
+class DrawnSums(Sequence[dict[str, Any]]):
+    """Conversations of one turn, without a picture.
+
+    >>> [turn["content"] for turn in DrawnSums()[3]["prompt"]]
+    ['What is 5 + 8?', '13']
+    """
+
+    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
+        self.seed, self.split, self.rows = seed, split, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, place: Any) -> Any:
+        random = Random(f"sums/{self.split}/{self.seed}/{range(self.rows)[place]}")
+        a, b = random.randint(0, 9), random.randint(0, 9)
+        return _conversation((f"What is {a} + {b}?", str(a + b)), [], "synthetic/sums", place)
+
+
+def _conversation(turns: Sequence[str], images: list[Any], source: str, place: int) -> dict[str, Any]:
+    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)]
+    return {"prompt": messages, "images": images, "videos": [], "data_source": source, "index": place}

@@ -1,4 +1,4 @@
-"""Labelled pictures as conversations: a question about each, and its class as the answer."""
+"""Labelled pictures as conversations: a question about the picture, with the class as the answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "val
 
 @dataclass(frozen=True)
 class Templates:
-    """What is asked and answered; ``{classes}`` and ``{label}`` are filled in."""
+    """Question and answer of a conversation; ``{classes}`` and ``{label}`` are replaced."""
 
     question: str = "What does the picture show?"
     answer: str = "{label}"
@@ -28,7 +28,7 @@ class Templates:
             raise InvalidConfig(f"answer={self.answer!r} must contain {{label}}")
 
     def row(self, image: Any, label: str, classes: Sequence[str], source: str, place: int) -> dict[str, Any]:
-        """A conversation.
+        """The conversation about one picture, as a row.
 
         >>> row = Templates("One of: {classes}?").row("a.png", "cat", ["cat", "dog"], "pets", 0)
         >>> [message["content"] for message in row["prompt"]]
@@ -46,12 +46,12 @@ class Templates:
 
 
 class LabelledRows(Sequence[dict[str, Any]]):
-    """Conversations about (image, label) pairs, of which ``places`` are used, in that order."""
+    """Conversations about the (image, label) pairs at ``places``, in this order."""
 
     def __init__(
         self, pairs: Any, places: Sequence[int] | range, classes: Sequence[str], templates: Templates, source: str
     ) -> None:
-        """``pairs[i]`` is (image, label)."""
+        """``pairs[i]`` is a tuple (image, label)."""
         self.pairs, self.places, self.classes = pairs, places, tuple(classes)
         self.templates, self.source = templates, source
 
@@ -68,7 +68,7 @@ class LabelledRows(Sequence[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class LabelledData:
-    """Rows to train on and held-out ones, and the classes of both."""
+    """Training rows, held-out rows, and their classes."""
 
     train: LabelledRows
     held_out: LabelledRows
@@ -76,7 +76,7 @@ class LabelledData:
 
 
 class DrawnPairs:
-    """Drawn pictures of `recipes.synthetic.classes` and their classes."""
+    """(image, label) pairs of drawn pictures; see `recipes.synthetic.classes`."""
 
     def __init__(self, seed: int, split: Split) -> None:
         self.seed, self.split = seed, split
@@ -87,7 +87,7 @@ class DrawnPairs:
 
 
 def drawn_data(rows: int, eval_rows: int, seed: int, templates: Templates) -> LabelledData:
-    """``rows`` drawn pictures, and held-out ones that are the same for every seed."""
+    """``rows`` drawn pictures, and held-out pictures that do not depend on ``seed``."""
     train = LabelledRows(DrawnPairs(seed, "train"), range(rows), CLASSES, templates, "synthetic/classes")
     held_out = LabelledRows(DrawnPairs(0, "test"), range(eval_rows), CLASSES, templates, "synthetic/classes")
     return LabelledData(train, held_out, CLASSES)
@@ -96,26 +96,26 @@ def drawn_data(rows: int, eval_rows: int, seed: int, templates: Templates) -> La
 def folder_data(
     path: Path, eval_rows: int, seed: int, templates: Templates, exclude: Sequence[str] = ()
 ) -> LabelledData:
-    """A folder with one folder of images a class, as Caltech-101's; or such a folder each for ``train`` and ``test``.
+    """Opens a folder that has one folder of images for each class, as Caltech-101, or such folders for ``train`` and ``test``.
 
-    Without a test folder an eighth of each class, at least one image, is held out, chosen by ``seed``. Underscores in names of
-    classes become spaces.
+    Without a test folder, an eighth of each class, at least one image, is held out at random by ``seed``. Underscores in names
+    of classes become spaces.
 
     Raises:
-        InvalidConfig: there are fewer than two classes with two images, or a held-out class that is not trained.
+        InvalidConfig: there are fewer than two classes, or the test folder has a class that the training folder lacks.
     """
     parts = {split: _split_folder(path, names) for split, names in _SPLITS.items()}
     train = _labelled_files(parts["train"] or path, exclude)
     classes = tuple(dict.fromkeys(label for _, label in train))
     if len(classes) < 2:
         raise InvalidConfig(
-            f"{path} must hold a folder of images for each of at least two classes: found {list(classes)}"
+            f"{path} must have a folder of images for each of at least two classes, but has {list(classes)}"
         )
     source = path.resolve().name
     if parts["test"]:
         test = _labelled_files(parts["test"], exclude)
         if unknown := sorted({label for _, label in test} - set(classes)):
-            raise InvalidConfig(f"{parts['test']} has classes that {path} does not train: {unknown[:5]}")
+            raise InvalidConfig(f"{parts['test']} has classes that are not in the training data: {unknown[:5]}")
         return _data(train, range(len(train)), test, range(len(test)), classes, templates, source, eval_rows, seed)
     kept, held_out = _hold_out([label for _, label in train], seed)
     return _data(train, kept, train, held_out, classes, templates, source, eval_rows, seed)
@@ -130,12 +130,12 @@ def table_data(
     label_column: str = "label",
     exclude: Sequence[str] = (),
 ) -> LabelledData:
-    """A data set with a column of images and one of labels (names, or numbers with names among its features).
+    """Opens a data set with a column of images and a column of labels (names, or numbers with names in its features).
 
-    A file's, or an eighth of each class, is held out where there is no test split.
+    If there is no test split, an eighth of each class is held out.
 
     Raises:
-        InvalidConfig: there is no such data set or column.
+        InvalidConfig: the data set or a column does not exist.
     """
     tables, name = open_tables(source, "train")
     train = TablePairs(tables, image_column, label_column)
@@ -143,18 +143,18 @@ def table_data(
     classes = train.names or tuple(dict.fromkeys(labels))
     used = [place for place, label in enumerate(labels) if label not in exclude]
     classes = tuple(label for label in classes if label not in exclude)
-    tables_of_test = _test_tables(source)
-    if tables_of_test is None:
-        kept, last = _hold_out([labels[place] for place in used], seed)
-        parts = [used[place] for place in kept], train, [used[place] for place in last]
+    test_tables = _test_tables(source)
+    if test_tables is None:
+        kept, held_out = _hold_out([labels[place] for place in used], seed)
+        parts = [used[place] for place in kept], train, [used[place] for place in held_out]
     else:
-        test = TablePairs(tables_of_test, image_column, label_column)
+        test = TablePairs(test_tables, image_column, label_column)
         parts = used, test, [place for place, label in enumerate(test.labels) if label not in exclude]
     return _data(train, *parts, classes, templates, name, eval_rows, seed)
 
 
 def _test_tables(source: str) -> list[Table] | None:
-    """The tables of the test split, if there is one."""
+    """The tables of the test split, or None."""
     if Path(source).is_file():
         return None
     try:
@@ -164,7 +164,7 @@ def _test_tables(source: str) -> list[Table] | None:
 
 
 class TablePairs:
-    """(image, label) of the rows of tables, images read when asked for."""
+    """(image, label) pairs of the rows of tables; images are read on access."""
 
     def __init__(self, tables: Sequence[Table], image_column: str, label_column: str) -> None:
         self.tables = [table for table, _ in tables]
@@ -172,7 +172,7 @@ class TablePairs:
             columns = getattr(table, "column_names", None)
             for column in (image_column, label_column):
                 if columns is not None and column not in columns:
-                    raise InvalidConfig(f"there is no column {column!r}: the data set has {', '.join(columns)}")
+                    raise InvalidConfig(f"the data set has no column {column!r}; it has {', '.join(columns)}")
         self.image_column = image_column
         features = getattr(self.tables[0], "features", None) or {}
         self.names: tuple[str, ...] = tuple(getattr(features.get(label_column), "names", None) or ())
@@ -186,7 +186,7 @@ class TablePairs:
         row = arrow[int(place - (self.ends[number] - len(table)))]
         value = (row.to_pylist()[0] if hasattr(row, "to_pylist") else row).get(self.image_column)
         if value is None:
-            raise InvalidRow(place, f"its {self.image_column!r} is missing")
+            raise InvalidRow(place, f"{self.image_column!r} is missing")
         return value, self.labels[place]
 
     def _name(self, value: Any) -> str:
@@ -211,7 +211,7 @@ def _data(
     eval_rows: int,
     seed: int,
 ) -> LabelledData:
-    """Held-out rows are a random ``eval_rows`` of theirs, as classes come one after the other."""
+    """Training rows, and ``eval_rows`` held-out rows drawn at random, because rows are sorted by class."""
     order = np.random.default_rng([seed, 1]).permutation(len(test_places))[:eval_rows]
     chosen = [int(test_places[place]) for place in order.tolist()]
     return LabelledData(
@@ -222,7 +222,7 @@ def _data(
 
 
 def _hold_out(labels: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
-    """Places to train on and to hold out: of each class an eighth, at least one of two."""
+    """Places of training rows and of held-out rows: an eighth of each class, at least one if the class has two rows."""
     by_class: dict[str, list[int]] = {}
     for place, label in enumerate(labels):
         by_class.setdefault(label, []).append(place)

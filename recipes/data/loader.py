@@ -1,7 +1,7 @@
-"""Batches of prompts from rows: shuffled and endless for training, in order for evaluation.
+"""Loaders that build batches of prompts from rows: endless and shuffled for training, in order for evaluation.
 
-Where a run stands is (seed, how many rows were drawn), so a resumed run draws on exactly, in the middle of an epoch as
-well, with whatever number of workers.
+The position of a training loader is (seed, number of rows drawn). A resumed run therefore continues exactly, also within an
+epoch and with another number of workers.
 """
 
 import pickle
@@ -19,14 +19,14 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, Inv
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 
 OnBadRow = Literal["stop", "skip"]
-Occurrence = tuple[int, int]  # epoch, place among the rows
-Draw = tuple[
-    str, int, Any
-]  # name of the occurrence, place, and for rows that have no places to be looked up at the raw row, else None
+Occurrence = tuple[int, int]
+"""Epoch, and place of the row."""
+Draw = tuple[str, int, Any]
+"""Name of the occurrence, place of the row, and the raw row if rows cannot be looked up by place, else None."""
 
 
 def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[Occurrence]:
-    """Epoch after epoch without end, each in an order of its own, from the ``start``-th draw on.
+    """Endless epochs from draw ``start`` on, each in another order if ``shuffle``.
 
     >>> from itertools import islice
     >>> list(islice(occurrences(2, seed=0, shuffle=False), 5))
@@ -41,7 +41,7 @@ def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> I
 
 
 def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[Draw]:
-    """What is shown when: the rows' own order if they have one (``rows.draws``), else `occurrences`, called
+    """The draws of ``rows`` from draw ``start`` on: ``rows.draws`` if it exists, else `occurrences` with names
     ``"<epoch>-<place>"``.
     """
     if hasattr(rows, "draws"):
@@ -52,11 +52,11 @@ def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterato
 
 
 class PromptLoader:
-    """An endless iterator of prompt batches, every one with ``batch_size`` rows.
+    """An endless iterator of batches of ``batch_size`` prompts.
 
-    The ``uid`` of a row is ``"<epoch>-<place>-<digest of the row>"``, so that of two loaders only equal rows share one. A row
-    that cannot be used (see `PromptBuilder.prepare`) stops the run with `InvalidRow`, or with ``on_bad_row="skip"`` is noted in
-    ``skipped`` and replaced by the next good one.
+    The ``uid`` of a row is ``"<epoch>-<place>-<digest of the row>"``, so that rows of two loaders have the same ``uid`` only if
+    they are equal. For a row that cannot be used (see `PromptBuilder.prepare`) the loader raises `InvalidRow`, or, with
+    ``on_bad_row="skip"``, records it in ``skipped`` and takes the next row.
     """
 
     def __init__(
@@ -69,11 +69,20 @@ class PromptLoader:
         on_bad_row: OnBadRow = "stop",
         num_workers: int = 0,
     ) -> None:
-        """``rows``: anything with a length and integer indices, of rows as ``builder`` takes them; or a
-        `recipes.data.tables.StreamRows`, or a `recipes.data.mixture.Mixture`.
+        """Creates a loader at its first row.
 
         Args:
-            num_workers: processes that decode and process images ahead; 0 does it when a batch is asked for.
+            rows: a sequence of rows that ``builder`` accepts, a `recipes.data.tables.StreamRows`, or a
+                `recipes.data.mixture.Mixture`.
+            builder: turns rows into prompts.
+            batch_size: prompts of a batch.
+            seed: seed of the order.
+            shuffle: whether to shuffle each epoch.
+            on_bad_row: ``stop`` or ``skip``.
+            num_workers: processes that decode and process images ahead; 0 does it in this process when a batch is read.
+
+        Raises:
+            InvalidConfig: there are no rows, or an argument is out of range.
         """
         _check(rows, batch_size, on_bad_row)
         if num_workers < 0:
@@ -87,12 +96,12 @@ class PromptLoader:
         self.num_workers = num_workers
         self.drawn = 0
         self.skipped: dict[int, str] = {}
-        """Rows that could not be used so far: index to reason."""
+        """The reason why a row could not be used, by index of the row."""
         self._stream: Iterator[Any] | None = None
 
     @property
     def epoch(self) -> int:
-        """Full passes over the rows so far."""
+        """Number of complete passes over the rows."""
         return self.drawn // len(self.rows)
 
     def __iter__(self) -> "PromptLoader":
@@ -121,15 +130,15 @@ class PromptLoader:
             _Prepared(self.rows, self.builder),
             batch_size=None,
             sampler=_Draws(self.rows, self.seed, self.shuffle, self.drawn),
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=self.num_workers,
-            generator=torch.Generator(),  # or it would draw from the global one
+            generator=torch.Generator(),  # the default would draw from the global generator
             **workers,
         )
         return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in plain values that JSON holds."""
+        """The position of the loader, in values that JSON can represent."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -139,8 +148,10 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the batches that follow are those of the uninterrupted run. Raises `CheckpointError` if the
-        state is of other data or another order.
+        """Continues from a position: the following batches equal those of the uninterrupted run.
+
+        Raises:
+            CheckpointError: the position belongs to other data or another order.
         """
         own = self.state_dict()
         for name in ("seed", "shuffle", "rows"):
@@ -155,9 +166,10 @@ class PromptLoader:
 
 @dataclass
 class EvaluationLoader:
-    """Every row once, in order; the last batch holds what is left. ``uid`` is ``"val-<place>-<digest of the row>"``.
+    """Batches of every row once, in order; the last batch may be smaller. ``uid`` is ``"val-<place>-<digest of the row>"``.
 
-    It can be iterated again. With ``on_bad_row="skip"``, rows that cannot be used are missing, and noted in ``skipped``.
+    It can be iterated repeatedly. With ``on_bad_row="skip"``, rows that cannot be used are left out and recorded in
+    ``skipped``.
     """
 
     rows: Any
@@ -186,10 +198,13 @@ class EvaluationLoader:
 
 
 def drop_overlong(rows: Any, builder: PromptBuilder) -> "tuple[Subset[Any], list[int]]":
-    """The rows whose prompts fit ``builder.max_prompt_length``, and the places of those that do not.
+    """The rows whose prompts fit into ``builder.max_prompt_length`` tokens, and the places of the others.
 
-    Image tokens are counted from the images' headers; no pixel is decoded. Rows that cannot be measured stay, for the
-    loader to stop at or skip.
+    Image tokens are counted from the headers of the images, without decoding pixels. Rows whose length cannot be determined
+    are kept, so that the loader handles them.
+
+    Raises:
+        InvalidConfig: no prompt fits.
     """
     kept: list[int] = []
     dropped: list[int] = []
@@ -211,7 +226,7 @@ class _BadRow:
 
 
 class _Prepared(Dataset[Any]):
-    """Rows made ready; one that cannot be used becomes a `_BadRow`."""
+    """Prepared prompts; a row that cannot be used becomes a `_BadRow`."""
 
     def __init__(self, rows: Any, builder: PromptBuilder) -> None:
         self.rows = rows
@@ -219,7 +234,7 @@ class _Prepared(Dataset[Any]):
 
     def __getitem__(self, draw: Draw) -> Any:
         prepared = self.prepare(*draw)
-        # Bytes, because tensors would each hold a file descriptor on their way here.
+        # Workers return bytes, because each tensor sent between processes uses a file descriptor.
         return prepared if get_worker_info() is None else pickle.dumps(prepared, protocol=5)
 
     def prepare(self, occurrence: str, place: int, raw: Any = None) -> Prompt | _BadRow:
@@ -248,11 +263,11 @@ class _Draws:
 
 
 def _count(rows: Any) -> int | None:
-    """How many rows there are, if that is known."""
+    """The number of rows, or None if it is unknown."""
     return len(rows) if hasattr(rows, "__len__") else None
 
 
-def _as_it_is(prepared: Any) -> Any:
+def _identity(prepared: Any) -> Any:
     return prepared
 
 
@@ -274,4 +289,4 @@ def _reject(bad: _BadRow, on_bad_row: OnBadRow, skipped: dict[int, str], rows: i
         raise InvalidRow(bad.index, bad.reason)
     skipped[bad.index] = bad.reason
     if len(skipped) == rows:
-        raise InvalidRow(bad.index, f"{bad.reason}; so none of the {rows} rows can be used")
+        raise InvalidRow(bad.index, f"{bad.reason}; none of the {rows} rows can be used")

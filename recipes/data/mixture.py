@@ -1,4 +1,4 @@
-"""Several data sets as one, each drawn from as often as its weight says."""
+"""A mixture of several data sets by weight."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -9,14 +9,13 @@ import numpy as np
 from dataproto.errors import InvalidConfig
 from recipes.data.loader import Draw, draws
 
-BLOCK = 4096  # draws that are decided at a time
+BLOCK = 4096  # draws whose sources are chosen together
 
 
 class Mixture:
-    """Rows of several sources, of which each draw takes the next of one source, chosen at random by weight.
+    """Rows of several sources; each draw takes the next row of a source that is chosen at random by weight.
 
-    Within a source rows come in its own order, epoch after epoch, whatever the others do. What is drawn depends on
-    (seed, number of the draw) alone.
+    The order of rows within a source does not depend on the other sources. A draw depends only on (seed, number of the draw).
 
     >>> rows = Mixture([["a", "b"], ["c"]], weights=[1, 3])
     >>> places = [place for _, (_, place, _) in zip(range(1000), rows.draws(seed=0, shuffle=True, start=0))]
@@ -25,7 +24,11 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float]) -> None:
-        """``sources`` have a length and integer indices, or ``draws`` of their own (see `recipes.data.loader.draws`)."""
+        """Creates a mixture of sequences of rows, or of objects with a method ``draws`` (see `recipes.data.loader.draws`).
+
+        Raises:
+            InvalidConfig: the numbers of sources and weights differ, or a weight is not above 0.
+        """
         if not sources or len(sources) != len(weights):
             raise InvalidConfig(f"{len(sources)} data sets, but {len(weights)} weights")
         if not all(np.isfinite(weight) and weight > 0 for weight in weights):
@@ -40,11 +43,12 @@ class Mixture:
         return self.sources[number][place - self.starts[number]]
 
     def read_row(self, raw: Any, place: int) -> Any:
+        """Converts a raw row of a source without places."""
         number = self._source(place)
         return self.sources[number].read_row(raw, place - self.starts[number])
 
     def draws(self, seed: int, shuffle: bool, start: int) -> Iterator[Draw]:
-        """Name of the occurrence, place and raw row of each draw, from the ``start``-th on."""
+        """The draws from draw ``start`` on; see `recipes.data.loader.Draw`."""
         block, skipped = divmod(start, BLOCK)
         before = np.zeros(len(self.sources), dtype=np.int64)
         for done in range(block):

@@ -1,10 +1,10 @@
-"""Data sets of pictured problems, in the schemas that Geometry3K's users have.
+"""Data sets of problems with pictures, in any of these schemas.
 
 * verl: ``data_source, prompt, images, ability, reward_model {style, ground_truth}, extra_info``
-* EasyR1, as in ``hiyouga/geometry3k``: ``problem, answer, images``; the instruction below is added to the problem
-* chat messages, typed parts or markers: ``messages`` (or ``prompt``), with ``answer`` or ``solution``
+* EasyR1, as in ``hiyouga/geometry3k``: ``problem, answer, images``; `INSTRUCTION` is appended to the problem
+* chat messages with typed parts or markers: ``messages`` (or ``prompt``), with ``answer`` or ``solution``
 
-Files are read as data only, paths in them as images only; relative paths start at the file's folder.
+Reading a file runs no code, and paths in it are read as images only. Relative paths start at the folder of the file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,32 +15,29 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.tables import Table, TableRows, open_tables
 from rollout.prompts.images import media_list
-
-__all__ = ["INSTRUCTION", "EvaluationLoader", "Geo3KDataset", "PromptLoader", "drop_overlong", "load_rows", "read_row"]
 
 INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
     "The reasoning process MUST BE enclosed within <think> </think> tags. "
     r"The final answer MUST BE put in \boxed{}."
 )
-"""What verl (``examples/data_preprocess/geo3k.py``) and EasyR1 (``examples/format_prompt/math.jinja``) ask of the model."""
+"""The instruction of verl (``examples/data_preprocess/geo3k.py``) and EasyR1 (``examples/format_prompt/math.jinja``)."""
 
 _MEDIA = ("images", "image", "videos", "video")
 _ANSWERS = ("answer", "solution", "ground_truth")
 
 
 class Geo3KDataset(TableRows):
-    """Rows for `PromptBuilder`, read from disk when asked for.
+    """Rows for `PromptBuilder`, read from disk on access.
 
-    ``rows[i]`` holds ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``,
-    ``index`` (i), ``media_root``. Raises `InvalidRow` for a row of none of the schemas.
+    ``rows[i]`` has ``prompt``, ``images``, ``videos``, ``data_source``, ``ability``, ``reward_model``, ``extra_info``,
+    ``index`` (i) and ``media_root``. It raises `InvalidRow` if the row matches none of the schemas.
     """
 
     def __init__(self, tables: Sequence[Table], split: str, data_source: str, instruction: str = INSTRUCTION) -> None:
-        """``tables``: `datasets.Dataset` objects, each with the folder where its relative paths start."""
+        """``tables`` are `datasets.Dataset` objects, each with the folder at which its relative paths start."""
         self.split, self.data_source, self.instruction = split, data_source, instruction
         super().__init__(tables, partial(read_row, split=split, data_source=data_source, instruction=instruction))
 
@@ -51,16 +48,15 @@ def load_rows(
     data_source: str | None = None,
     instruction: str = INSTRUCTION,
 ) -> Geo3KDataset:
-    """Open a data set: parquet (or JSON) file or files, a folder of them, or a name on the Hugging Face hub.
+    """Opens a data set of problems.
 
     Args:
-        split: which files of a folder (``train-00000-of-00001.parquet``, ``train.parquet``, also under ``data/``), or
-            which split on the hub. A file is taken whole.
-        data_source: for rows that do not name theirs; the hub's name, or the file's or folder's, unless given.
-        instruction: what is added to the problem of an EasyR1 row.
+        source, split: as `recipes.data.tables.open_tables`.
+        data_source: the ``data_source`` of rows that have none; by default the name of the data set.
+        instruction: the text appended to the problem of an EasyR1 row.
 
     Raises:
-        InvalidConfig: no such file, folder or data set.
+        InvalidConfig: the file, folder or data set does not exist or has no rows.
         FileFormatError: a file cannot be read.
     """
     tables, name = open_tables(source, split)
@@ -73,7 +69,10 @@ def load_rows(
 def read_row(
     raw: Mapping[str, Any], index: int, split: str = "", data_source: str = "", instruction: str = INSTRUCTION
 ) -> dict[str, Any]:
-    """A row of any of the schemas, in verl's. Raises `InvalidRow` if it is of none.
+    """Converts a row of any of the schemas to verl's.
+
+    Raises:
+        InvalidRow: the row matches none of the schemas.
 
     >>> row = read_row({"problem": "<image>Find x.", "answer": "9", "images": ["a.png"]}, index=3, split="train")
     >>> row["prompt"][0]["content"][:24], row["reward_model"], row["extra_info"]["index"]
@@ -90,7 +89,9 @@ def read_row(
     answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
     if not isinstance(prompt, (Sequence, np.ndarray)) or not all(isinstance(message, Mapping) for message in prompt):
         raise InvalidRow(index, f"the prompt must be a string or a list of messages, not {prompt!r}")
-    if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # a worked example: ask for it again
+    if (
+        messages is not None and prompt and prompt[-1].get("role") == "assistant"
+    ):  # an answered problem: its answer is the ground truth
         answer = prompt[-1].get("content") if answer is None else answer
         prompt = prompt[:-1]
     extra = {"split": split, "index": index, "answer": answer, "question": problem}
@@ -110,6 +111,7 @@ def read_row(
 
 
 def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
+    """The media of a row in the column ``several`` or, if that is missing, ``single``."""
     if raw.get(several) is not None:
         return media_list(raw[several])
     return [] if raw.get(single) is None else [raw[single]]

@@ -1,6 +1,6 @@
 """Data sets as tables of rows: parquet and JSON files, folders of them, names on the Hugging Face hub, streams.
 
-Files are read as data only; relative paths in them start at the file's folder.
+Reading a file runs no code. Relative paths in a file start at its folder.
 """
 
 import json
@@ -18,21 +18,23 @@ from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, Inv
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Table = tuple[Any, Path | None]  # anything with a length and integer indices of dicts; where its relative paths start
-ReadRow = Callable[[dict[str, Any], int], dict[str, Any]]  # raw row and its number -> row for a builder
+Table = tuple[Any, Path | None]
+"""A sequence of dicts, and the folder at which its relative paths start."""
+ReadRow = Callable[[dict[str, Any], int], dict[str, Any]]
+"""Converts a raw row and its place to a row for a builder."""
 
 
 class TableRows(Sequence[dict[str, Any]]):
-    """Rows of several tables one after the other, read from disk when asked for and turned by ``read``.
+    """The rows of several tables in sequence, read from disk on access and converted by ``read``.
 
-    ``rows[i]`` has ``media_root`` besides what ``read`` returns. Raises `InvalidRow` for a row that it refuses.
+    ``rows[i]`` is the result of ``read`` with ``media_root``. It raises `InvalidRow` if ``read`` does not accept the row.
 
     >>> TableRows([([{"a": 1}, {"a": 2}], None)], lambda raw, place: {"b": 10 * raw["a"] + place})[1]
     {'b': 21, 'media_root': None}
     """
 
     def __init__(self, tables: Sequence[Table], read: ReadRow) -> None:
-        self.tables = [(_plain(table), root) for table, root in tables]
+        self.tables = [(_undecoded(table), root) for table, root in tables]
         self.ends = list(accumulate(len(table) for table, _ in tables))
         self.read = read
 
@@ -49,7 +51,7 @@ class TableRows(Sequence[dict[str, Any]]):
 
 
 def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
-    """A row by ``read``; whatever is wrong with it becomes an `InvalidRow` of its place."""
+    """Converts a row by ``read``; a `DataProtoError` becomes an `InvalidRow` with the place of the row."""
     try:
         return read(raw, place)
     except InvalidRow:
@@ -59,7 +61,7 @@ def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """The rows of a JSON Lines file, whose values may be of another type in each row. Only the places of lines are kept."""
+    """The rows of a JSON Lines file. Only the offsets of lines are in memory, and the types of values may vary by row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,7 +87,7 @@ class JsonLines(Sequence[dict[str, Any]]):
 
 
 class _ArrowTable(Sequence[dict[str, Any]]):
-    """A `datasets.Dataset` whose images stay the bytes and paths they are."""
+    """The rows of a `datasets.Dataset`, with images as bytes and paths."""
 
     def __init__(self, table: Any) -> None:
         self.table = table.with_format("arrow")
@@ -97,20 +99,20 @@ class _ArrowTable(Sequence[dict[str, Any]]):
         return self.table[index].to_pylist()[0]
 
 
-def _plain(table: Any) -> Any:
+def _undecoded(table: Any) -> Any:
     return _ArrowTable(table) if hasattr(table, "with_format") else table
 
 
 def open_tables(source: str | Path | Sequence[str | Path], split: str = "train") -> tuple[list[Table], str]:
-    """The tables of a data set, and its name: the hub's, or the first file's or folder's.
+    """Opens a data set and returns its tables and its name, which is that on the hub, or of the first file or folder.
 
     Args:
-        source: parquet (or JSON) file or files, a folder of them, or a name on the Hugging Face hub.
-        split: which files of a folder (``train-00000-of-00001.parquet``, ``train.parquet``, also under ``data/``), or
-            which split on the hub. A file is taken whole.
+        source: parquet or JSON files, folders of them, or names on the Hugging Face hub.
+        split: the split on the hub, or of a folder: the files whose names begin with it (``train.parquet``,
+            ``train-00000-of-00001.parquet``, also in ``data/``). It does not apply to a single file.
 
     Raises:
-        InvalidConfig: no such file, folder or data set.
+        InvalidConfig: the file, folder or data set does not exist.
         FileFormatError: a file cannot be read.
     """
     sources = [source] if isinstance(source, (str, Path)) else list(source)
@@ -126,7 +128,11 @@ def open_tables(source: str | Path | Sequence[str | Path], split: str = "train")
 
 
 def open_stream(source: str, split: str = "train") -> tuple[Any, Path | None]:
-    """A data set as `datasets.IterableDataset`, of which nothing is downloaded or read ahead; see `open_tables`."""
+    """Opens a data set as a `datasets.IterableDataset`, without downloading or reading ahead; see `open_tables`.
+
+    Returns:
+        The stream, and the folder at which its relative paths start.
+    """
     from datasets import load_dataset
 
     path = Path(source)
@@ -135,26 +141,25 @@ def open_stream(source: str, split: str = "train") -> tuple[Any, Path | None]:
     files = _files(path, split)
     kinds = {READERS.get(file.suffix) for file in files}
     if len(kinds) > 1 or None in kinds:
-        raise InvalidConfig(f"{path}: a stream is of parquet or of JSON files")
-    return load_dataset(kinds.pop(), data_files=[str(file) for file in files], split="train", streaming=True), files[
-        0
-    ].parent
+        raise InvalidConfig(f"{path}: a stream needs parquet files or JSON files")
+    stream = load_dataset(kinds.pop(), data_files=[str(file) for file in files], split="train", streaming=True)
+    return stream, files[0].parent
 
 
 class StreamRows:
-    """Rows that are only ever read one after the other, shuffled within blocks of ``buffer``, epoch after epoch.
+    """Rows that can only be read in sequence; each epoch is shuffled within blocks of ``buffer`` rows.
 
-    What is drawn depends on (seed, number of the draw) alone, so a run resumes exactly by reading up to where it was.
+    A draw depends only on (seed, number of the draw), so a resumed run reads up to its position and continues exactly.
     """
 
     def __init__(self, stream: Any, root: Path | None, read: ReadRow, buffer: int = 1024) -> None:
-        """``stream``: a `datasets.IterableDataset`, or anything else that can be iterated again and again."""
+        """``stream`` is a `datasets.IterableDataset`, or any object that can be iterated repeatedly."""
         if buffer < 1:
             raise InvalidConfig(f"shuffle_buffer={buffer}: must be at least 1")
         self.stream, self.root, self.read, self.buffer = stream, root, read, buffer
 
     def draws(self, seed: int, shuffle: bool, start: int) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-        """Name of the occurrence, place and raw row of each draw, from the ``start``-th on."""
+        """The draws from draw ``start`` on; see `recipes.data.loader.Draw`."""
         epoch, before = 0, 0
         while True:
             rows = 0
@@ -183,7 +188,7 @@ class StreamRows:
             yield number, place, raws
 
     def read_row(self, raw: dict[str, Any], place: int) -> dict[str, Any]:
-        """The row for a builder."""
+        """Converts a raw row of the stream."""
         return read_one(self.read, raw, place) | {"media_root": self.root}
 
 
@@ -194,7 +199,7 @@ def _files(path: Path, split: str) -> list[Path]:
     files = [file for file in found if re.match(rf"{re.escape(split)}(\W|_|$)", file.stem)]
     if not files:
         names = ", ".join(file.name for file in found[:10]) or "no parquet or JSON file"
-        raise InvalidConfig(f"{path} has no file of split {split!r}; it has {names}")
+        raise InvalidConfig(f"{path} has no file of the split {split!r}; it has {names}")
     return files
 
 
@@ -202,12 +207,12 @@ def _read_file(file: Path) -> Any:
     from datasets import load_dataset
 
     if file.suffix not in READERS:
-        raise InvalidConfig(f"{file}: data files end in {', '.join(READERS)}")
+        raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}")
     if file.suffix == ".jsonl":
         return JsonLines(file)
     try:
         return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
-    except Exception as error:  # datasets wraps whatever its readers raise
+    except Exception as error:  # datasets wraps the exceptions of its readers
         raise FileFormatError(f"{file} cannot be read as {READERS[file.suffix]}: {error.__cause__ or error}") from error
 
 
@@ -215,10 +220,8 @@ def _download(name: str, split: str, streaming: bool = False) -> Any:
     from datasets import load_dataset
 
     if not _HUB_NAME.fullmatch(name) or Path(name).suffix in READERS:
-        raise InvalidConfig(f"{name}: there is no such file or folder")
+        raise InvalidConfig(f"{name}: no such file or folder")
     try:
         return load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
     except Exception as error:  # network, name or split
-        raise InvalidConfig(
-            f"{name} is no file or folder here, and could not be loaded from the hub: {error}"
-        ) from error
+        raise InvalidConfig(f"{name} is not a file or folder, and could not be loaded from the hub: {error}") from error

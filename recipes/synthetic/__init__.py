@@ -1,5 +1,16 @@
-"""Drawn geometry problems in the layout of Geometry3K, endless by seed: ``python -m recipes.synthetic --help``."""
+"""Drawn geometry problems and pictures of classes, unlimited by seed; ``python -m recipes.synthetic --help``."""
 
+from recipes.synthetic.classes import CLASSES, ClassPicture, draw_class
 from recipes.synthetic.problems import LEVELS, Problem, Split, make_problem, sample_texts, split_of
 
-__all__ = ["LEVELS", "Problem", "Split", "make_problem", "sample_texts", "split_of"]
+__all__ = [
+    "CLASSES",
+    "LEVELS",
+    "ClassPicture",
+    "Problem",
+    "Split",
+    "draw_class",
+    "make_problem",
+    "sample_texts",
+    "split_of",
+]

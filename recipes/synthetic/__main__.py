@@ -1,4 +1,4 @@
-"""``python -m recipes.synthetic --output FILE.parquet``: a data set of drawn problems in the layout of Geometry3K."""
+"""``python -m recipes.synthetic --output FILE.parquet`` writes a data set of drawn problems with the columns of Geometry3K."""
 
 import sys
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from recipes.synthetic.problems import LEVELS, Split
 
 
 @dataclass(frozen=True)
-class ExportConfig:
-    """Which problems, and the file they go to."""
+class ParquetConfig:
+    """The problems, and the file."""
 
-    output: Path  # parquet file to write; one that exists is replaced
+    output: Path  # parquet file to write; an existing file is replaced
     rows: int = 1000
-    level: int = 1  # 1: a model of under a million parameters learns it within minutes; 4: reads like Geometry3K
+    level: int = 1  # 1: a model with less than a million parameters learns it within minutes; 4: similar to Geometry3K
     seed: int = 0
-    split: Split = "train"  # no problem of one split ever occurs in the other
+    split: Split = "train"  # no problem occurs in both splits
 
     def __post_init__(self) -> None:
         if self.output.suffix != ".parquet":
-            raise InvalidConfig(f"output={self.output}: the name must end in .parquet")
+            raise InvalidConfig(f"output={self.output}: must end in .parquet")
         if self.output.is_dir():
-            raise InvalidConfig(f"output={self.output} is a directory: give the name of a file")
+            raise InvalidConfig(f"output={self.output}: must be a file, but is a directory")
         if self.rows < 1:
             raise InvalidConfig(f"rows={self.rows}: must be at least 1")
         if self.level not in LEVELS:
@@ -36,9 +36,9 @@ class ExportConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, writes the file, and returns the exit status; a mistake is one line on stderr."""
+    """Parses the command line, writes the file, and returns the exit status; an error is one line on stderr."""
     try:
-        config = tyro.cli(ExportConfig, args=arguments, description=__doc__, prog="recipes.synthetic")
+        config = tyro.cli(ParquetConfig, args=arguments, description=__doc__, prog="recipes.synthetic")
         numbers = track(range(config.rows), "drawing", console=Console(stderr=True))
         write_parquet(config.output, numbers, config.level, config.seed, config.split)
     except (DataProtoError, OSError) as error:

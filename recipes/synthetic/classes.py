@@ -1,4 +1,4 @@
-"""Pictures of classes: a shape in a colour, filled or outlined, somewhere on white paper. Endless by seed."""
+"""Pictures of 48 classes, unlimited by seed: a filled or outlined shape in a colour on white paper."""
 
 import cmath
 import math
@@ -28,7 +28,7 @@ CLASSES = tuple(f"{fill} {colour} {shape}" for fill in FILLS for colour in COLOU
 
 @dataclass(frozen=True)
 class ClassPicture:
-    """One picture and what it shows."""
+    """A picture and the properties that make up its class."""
 
     image: Image.Image
     colour: str
@@ -37,13 +37,14 @@ class ClassPicture:
 
     @property
     def label(self) -> str:
+        """The name of the class, one of `CLASSES`."""
         return f"{self.fill} {self.colour} {self.shape}"
 
 
 def draw_class(index: int, seed: int = 0, split: Split = "train") -> ClassPicture:
-    """Picture ``index`` of ``seed``: the same one whenever it is asked for. Place, size, turn and shade are random.
+    """Draws picture ``index`` of ``seed``, a pure function of its arguments. Position, size, rotation and shade are random.
 
-    Pictures of the two splits are drawn from streams of their own.
+    The splits use different random streams.
 
     >>> draw_class(3).label, draw_class(3).image.size
     ('filled black circle', (56, 56))

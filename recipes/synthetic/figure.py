@@ -1,7 +1,7 @@
-"""Figures as lists of shapes, and the drawing of them with PIL.
+"""Figures as lists of shapes, and their drawing with PIL.
 
-Points are complex numbers with the y axis upwards, so that turning a figure is one multiplication. A figure is plain data;
-what is random about a picture (turn, place, colours) is a `Style`, so a drawing is a function of the two.
+Points are complex numbers with the y axis upwards, so that a rotation is one multiplication. A figure is plain data. The random
+properties of a picture (rotation, position, colours) are a `Style`, so that a picture is a function of figure and style.
 """
 
 import cmath
@@ -30,14 +30,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Region:
-    """The inside of a polygon, tinted."""
+    """The tinted interior of a polygon."""
 
     corners: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
 class Circle:
-    """A circle with its outline only."""
+    """The outline of a circle."""
 
     center: Point
     radius: float
@@ -45,14 +45,14 @@ class Circle:
 
 @dataclass(frozen=True)
 class Dot:
-    """A small filled disc, as at a circle's centre."""
+    """A small filled disc, as at the centre of a circle."""
 
     at: Point
 
 
 @dataclass(frozen=True)
 class AngleMark:
-    """An arc at `vertex` from the ray to `a` counter-clockwise to the ray to `b`; a small square if `right`."""
+    """An arc at `vertex`, counter-clockwise from the ray to `a` to the ray to `b`; a small square if `right`."""
 
     vertex: Point
     a: Point
@@ -62,7 +62,7 @@ class AngleMark:
 
 @dataclass(frozen=True)
 class Label:
-    """`text` whose nearest edge lies `gap` font heights from `at` in the direction `toward` (0: centred on `at`)."""
+    """A `text` whose nearest edge is `gap` font heights from `at` in the direction `toward` (0: centred on `at`)."""
 
     text: str
     at: Point
@@ -72,7 +72,7 @@ class Label:
 
 @dataclass(frozen=True)
 class WedgeLabel:
-    """`text` inside the angle at `vertex`, on the bisector, as near to the vertex as the two rays leave room."""
+    """A `text` inside the angle at `vertex`, on the bisector, as near to the vertex as the rays allow."""
 
     text: str
     vertex: Point
@@ -82,7 +82,7 @@ class WedgeLabel:
 
 @dataclass(frozen=True)
 class AngleLabel:
-    """An arc and `text` inside the angle at `vertex` from the ray to `a` counter-clockwise to the ray to `b`."""
+    """An arc and a `text` inside the angle at `vertex`, counter-clockwise from the ray to `a` to the ray to `b`."""
 
     text: str
     vertex: Point
@@ -92,7 +92,7 @@ class AngleLabel:
 
 @dataclass(frozen=True)
 class SideLabel:
-    """`text` beside the middle of the segment from `a` to `b`, on its right: outside a counter-clockwise polygon."""
+    """A `text` to the right of the middle of the segment from `a` to `b`, which is outside a counter-clockwise polygon."""
 
     text: str
     a: Point
@@ -101,7 +101,7 @@ class SideLabel:
 
 @dataclass(frozen=True)
 class Chevron:
-    """An arrow head on a line, pointing `toward`: lines that bear one are parallel."""
+    """An arrow head on a line in the direction `toward`; lines with an arrow head are parallel."""
 
     at: Point
     toward: Point
@@ -113,7 +113,7 @@ Figure = Sequence[Shape]
 
 @dataclass(frozen=True)
 class Style:
-    """What one drawing looks like: turn in radians, shift as a share of the free room, colours, pen and font in pixels."""
+    """The style of one picture: turn in radians, shift as a share of the free space, colours, pen and font in pixels."""
 
     turn: float
     shift: Point
@@ -126,7 +126,7 @@ class Style:
 
 
 def random_style(random: Random, *, turn: float, pen: float, font: float) -> Style:
-    """A style with dark ink on white paper; `turn` is the largest turn to either side, in degrees."""
+    """A style with dark ink on white paper; `turn` is the largest rotation in either direction, in degrees."""
     return Style(
         turn=math.radians(random.uniform(-turn, turn)),
         shift=complex(random.uniform(-1, 1), random.uniform(-1, 1)),
@@ -139,11 +139,11 @@ def random_style(random: Random, *, turn: float, pen: float, font: float) -> Sty
     )
 
 
-def draw(figure: Figure, size: int, style: Style, unit: float | None = None) -> Image.Image:
+def draw_figure(figure: Figure, size: int, style: Style, unit: float | None = None) -> Image.Image:
     """Draws `figure` into a square RGB picture of `size` pixels.
 
-    `unit` is the number of pixels of length 1; without it the figure is made as large as picture and labels allow.
-    The figure is turned by `style.turn` and placed within the free room by `style.shift`.
+    `unit` is the number of pixels of length 1; if it is None, the figure is as large as the picture and its labels allow.
+    The figure is rotated by `style.turn` and shifted within the free space by `style.shift`.
     """
     shapes = [turned(shape, cmath.rect(1, style.turn)) for shape in figure]
     room = size - 2 * _margin(shapes, size, style)
@@ -159,7 +159,7 @@ def draw(figure: Figure, size: int, style: Style, unit: float | None = None) -> 
 
 
 class _Pen:
-    """The supersampled picture of one drawing, and the map from figure to pixel coordinates."""
+    """Draws shapes on a supersampled picture, and maps coordinates of the figure to pixels."""
 
     def __init__(self, size: int, style: Style, unit: float, center: Point, middle: Point) -> None:
         self.style, self.unit, self.center, self.middle = style, unit, center, middle
@@ -251,7 +251,7 @@ class _Pen:
         self.pencil.line(path, fill=self.style.ink, width=self.width)
 
     def _reach(self, text: str, way: Point) -> float:
-        """How far the box of `text` reaches from its centre along the unit vector `way`, in supersampled pixels."""
+        """The extent of the box of `text` from its centre along the unit vector `way`, in supersampled pixels."""
         left, top, right, bottom = self.font.getbbox(text, anchor="ls")
         return abs(way.real) * (right - left) / 2 + abs(way.imag) * (bottom - top) / 2
 
@@ -268,7 +268,7 @@ class _Pen:
 def _font(size: int) -> ImageFont.FreeTypeFont:
     font = ImageFont.load_default(size)
     if not isinstance(font, ImageFont.FreeTypeFont):
-        raise RuntimeError("this Pillow was built without FreeType, so it has no scalable font to draw labels with")
+        raise RuntimeError("labels need a scalable font, but this Pillow was built without FreeType")
     return font
 
 
@@ -281,7 +281,7 @@ def _direction(vector: Point) -> Point:
 
 
 def turned(shape: Shape, by: complex) -> Shape:
-    """The shape multiplied by a number of absolute value 1, that is turned about the origin."""
+    """The shape rotated about the origin, that is, multiplied by a number of absolute value 1."""
     match shape:
         case Line(a, b):
             return Line(a * by, b * by)
@@ -318,12 +318,12 @@ def _bounds(figure: Iterable[Shape]) -> tuple[Point, Point]:
 
 
 def _margin(figure: Sequence[Shape], size: int, style: Style) -> float:
-    """Pixels to leave free on each side: the pen, and what a label needs that stands outside the figure."""
+    """The free pixels on each side, for the pen and for labels outside the figure."""
     outside = any(isinstance(shape, Label) and shape.toward for shape in figure)
     margin = style.pen + (1.4 * style.font if outside else 0.3 * style.font)
     low, high = _bounds(figure)
     extent = max((high - low).real, (high - low).imag)
-    for _ in range(2):  # a larger margin makes the figure smaller, so that labels stand out a little more
+    for _ in range(2):  # a larger margin makes the figure smaller, so that labels extend further beyond it
         overhangs = [
             _overhang(shape, low, high, (size - 2 * margin) / extent, style.font)
             for shape in figure
@@ -334,7 +334,7 @@ def _margin(figure: Sequence[Shape], size: int, style: Style) -> float:
 
 
 def _overhang(label: SideLabel, low: Point, high: Point, unit: float, font: float) -> float:
-    """How many pixels the label stands out of the figure's bounds at this scale."""
+    """The number of pixels by which the label extends beyond the figure's bounds at this scale."""
     across = _direction((label.b - label.a) * -1j)
     half = complex(_font(round(font)).getlength(label.text), font) / 2
     reach = abs(across.real) * half.real + abs(across.imag) * half.imag + SIDE_GAP * font

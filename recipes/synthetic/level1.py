@@ -1,11 +1,11 @@
-"""Level 1: read the one number off a small figure drawn to scale. Learnable from nothing in minutes."""
+"""Level 1: read the only number in a small figure drawn to scale. A randomly initialised model learns it within minutes."""
 
 import cmath
 import math
 from random import Random
 
-from recipes.synthetic.drafts import Draft
 from recipes.synthetic.figure import AngleMark, Label, Line, Region, WedgeLabel
+from recipes.synthetic.parts import Draft
 
 ANGLES = range(30, 100, 10)
 LENGTHS = range(2, 10)

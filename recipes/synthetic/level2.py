@@ -1,11 +1,10 @@
-"""Level 2: find the one number among several plain figures, and read it."""
+"""Level 2: find and read the only number among several plain figures."""
 
 from collections.abc import Callable
 from random import Random
 
-from recipes.synthetic.drafts import Draft
 from recipes.synthetic.figure import AngleLabel, Circle, Dot, Label, Line, Point, Region, Shape, SideLabel, turned
-from recipes.synthetic.parts import outline, ray
+from recipes.synthetic.parts import Draft, outline, ray
 
 ANGLES = range(40, 100)
 LENGTHS = range(2, 30)
@@ -56,7 +55,7 @@ def labelled_radius(random: Random) -> Draft:
 
 
 def labelled_area(random: Random) -> Draft:
-    """The area written into a shaded rectangle, 10 to 99."""
+    """The area in a shaded rectangle, 10 to 99."""
     area = random.choice(AREAS)
     corners = _rectangle(random, 4.6, _place(LARGE, random.uniform(0, 90)))
     figure: list[Shape] = [Region(corners), *outline(*corners), Label(str(area), LARGE)]
@@ -67,7 +66,7 @@ TEMPLATES = (marked_angle, labelled_side, labelled_radius, labelled_area)
 
 
 def _among(random: Random, figure: list[Shape]) -> tuple[Shape, ...]:
-    """The figure in one quarter of the picture, plain ones in the others."""
+    """The figure in one quarter of the picture, and figures without numbers in the others."""
     plain = [shape for at in SMALL for shape in random.choice(_PLAIN)(random, _place(at, random.uniform(0, 360)))]
     quarter = 1j ** random.randrange(4)
     return tuple(turned(shape, quarter) for shape in (*plain, *figure))

@@ -2,9 +2,9 @@
 
 from random import Random
 
-from recipes.synthetic.drafts import Draft
 from recipes.synthetic.figure import Circle, Dot, Line, Region, Shape, SideLabel
 from recipes.synthetic.parts import (
+    Draft,
     angle_at,
     corner_angles,
     degrees_text,
@@ -17,7 +17,7 @@ from recipes.synthetic.parts import (
 
 
 def third_angle(random: Random) -> Draft:
-    """Two angles of a triangle are given, the third is asked for."""
+    """The third angle of a triangle with two given angles."""
     first, second = random.randint(30, 75), random.randint(35, 70)
     texts = [degrees_text(first), degrees_text(second), "x"]
     angles = [first, second, 180 - first - second]
@@ -112,7 +112,7 @@ TEMPLATES = (
 
 
 def _rectangle(random: Random) -> tuple[int, int, tuple[Shape, ...]]:
-    """Width, height and the figure, with one of each pair of sides labelled."""
+    """Width, height and figure of a rectangle, with one of each pair of sides labelled."""
     width = random.randint(4, 20)
     height = random.randint(-(-width // 2), 2 * width)
     corners = (0j, complex(width), complex(width, height), complex(0, height))
@@ -126,7 +126,7 @@ def _rectangle(random: Random) -> tuple[int, int, tuple[Shape, ...]]:
 
 
 def _circle(random: Random) -> tuple[int, tuple[Shape, ...]]:
-    """A radius and the circle in which it is labelled."""
+    """A radius, and the figure of a circle with this radius labelled."""
     radius = random.randint(2, 30)
     rim = ray(random.uniform(0, 360), radius)
     return radius, (Circle(0, radius), Line(0, rim), Dot(0), SideLabel(str(radius), 0, rim))

@@ -1,12 +1,12 @@
-r"""Level 4: figures as in Geometry3K, with named points and an unknown x; answers are numbers, roots or multiples of pi."""
+"""Level 4: figures as in Geometry3K, with named points and an unknown x; answers are numbers, roots or multiples of pi."""
 
 import math
 from collections.abc import Sequence
 from random import Random
 
-from recipes.synthetic.drafts import Draft
 from recipes.synthetic.figure import AngleLabel, Circle, Label, Line, Point, Shape, SideLabel
 from recipes.synthetic.parts import (
+    Draft,
     angle_at,
     corner_angles,
     degrees_text,
@@ -25,7 +25,7 @@ from recipes.synthetic.parts import (
 TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29))
 
 
-def parallel_lines(random: Random) -> Draft:
+def named_parallel_lines(random: Random) -> Draft:
     """An expression and a number at two parallel lines cut by a transversal."""
     degrees = random.choice([*range(50, 80), *range(100, 130)])
     shapes, low, high = parallels(5, degrees, half=6)
@@ -56,7 +56,7 @@ def angle_sum(random: Random) -> Draft:
 
 
 def named_angle(random: Random) -> Draft:
-    """The angle of a triangle that the text names and the figure leaves out."""
+    """The unlabelled angle of a triangle, which the text names."""
     angles = [random.randint(35, 70), random.randint(35, 70)]
     angles.append(180 - sum(angles))
     corners, letters = triangle(angles[0], angles[1]), names(random, 3)
@@ -67,7 +67,7 @@ def named_angle(random: Random) -> Draft:
 
 
 def pythagoras(random: Random) -> Draft:
-    """A side of a right triangle by the other two."""
+    """A side of a right triangle with two given sides."""
     if random.random() < 0.4:
         times, (short, long, _) = random.randint(1, 4), random.choice(TRIPLES)
         legs = [times * short, times * long]
@@ -76,14 +76,14 @@ def pythagoras(random: Random) -> Draft:
     random.shuffle(legs)
     squares = [legs[0] ** 2, legs[0] ** 2 + legs[1] ** 2, legs[1] ** 2]
     corners = (0j, complex(legs[0]), complex(0, legs[1]))
-    # A root can only be asked for, so it is the hypotenuse unless that is a whole number.
+    # Labels must be whole numbers, so the unknown is the hypotenuse unless that is a whole number.
     asked = random.randrange(3) if math.isqrt(squares[1]) ** 2 == squares[1] else 1
     texts = ["x" if side == asked else root(square) for side, square in enumerate(squares)]
     return Draft("Find x.", root(squares[asked]), _right_triangle(random, corners, texts))
 
 
 def leg_by_hypotenuse(random: Random) -> Draft:
-    """A leg of a right triangle by the hypotenuse and the other leg, mostly a root."""
+    """A leg of a right triangle with given hypotenuse and other leg; mostly a root."""
     hypotenuse = random.randint(7, 20)
     leg = random.randint(math.ceil(0.4 * hypotenuse), math.floor(0.9 * hypotenuse))
     square = hypotenuse**2 - leg**2
@@ -131,13 +131,13 @@ def similar_triangles(random: Random) -> Draft:
 
 
 def inscribed_angle(random: Random) -> Draft:
-    """An inscribed angle is half the central angle over the same chord."""
+    """An inscribed angle is half the central angle of the same chord."""
     half = random.randint(32, 62)  # degrees, as is `start`
     start = random.uniform(0, 360)
     a, b = ray(start), ray(start + 2 * half)
     vertex = ray(start + half + 180 + random.uniform(16 - half, half - 16))
     center, letters = 0j, names(random, 4)
-    central_known = half >= 48 and random.random() < 0.7  # an expression needs room at the circle
+    central_known = half >= 48 and random.random() < 0.7  # an expression needs space at the circle
     asked = expression(random, half if central_known else 2 * half)
     central = degrees_text(2 * half if central_known else asked.text)
     inscribed = degrees_text(asked.text if central_known else half)
@@ -153,7 +153,7 @@ def inscribed_angle(random: Random) -> Draft:
 
 
 def tangent(random: Random) -> Draft:
-    """A tangent is perpendicular to the radius that it touches."""
+    """A tangent is perpendicular to the radius at its point of contact."""
     radius, distance = random.randint(3, 10), random.randint(8, 36)
     while not 2.6 * radius < distance < 3.6 * radius:
         radius, distance = random.randint(3, 10), random.randint(8, 36)
@@ -175,7 +175,7 @@ def tangent(random: Random) -> Draft:
 
 
 def two_tangents(random: Random) -> Draft:
-    """The two tangents from a point are of equal length."""
+    """The two tangents from a point have equal lengths."""
     length, half = random.randint(8, 40), random.uniform(28, 38)
     outside, a, b = 0j, ray(-half, length), ray(half, length)
     center = complex(length / math.cos(math.radians(half)))
@@ -198,7 +198,7 @@ def two_tangents(random: Random) -> Draft:
 
 
 def chords(random: Random) -> Draft:
-    """The products of the parts of two crossing chords are equal."""
+    """The products of the parts of two intersecting chords are equal."""
     choices = [
         (p, q, r, p * q // r)
         for p in range(3, 13)
@@ -221,8 +221,8 @@ def chords(random: Random) -> Draft:
     return Draft("Find x.", str(parts[asked]), figure)
 
 
-def circle_area(random: Random) -> Draft:
-    """The area of a circle by its diameter."""
+def named_circle_area(random: Random) -> Draft:
+    """The area of a circle with given diameter."""
     radius = random.randint(2, 20)
     letters, rim = names(random, 3), ray(random.uniform(0, 360), radius)
     figure = (
@@ -236,7 +236,7 @@ def circle_area(random: Random) -> Draft:
 
 
 TEMPLATES = (
-    parallel_lines,
+    named_parallel_lines,
     angle_sum,
     named_angle,
     pythagoras,
@@ -247,14 +247,14 @@ TEMPLATES = (
     tangent,
     two_tangents,
     chords,
-    circle_area,
+    named_circle_area,
 )
 
 
 def _right_triangle(
     random: Random, corners: tuple[Point, Point, Point], texts: Sequence[str | None]
 ) -> tuple[Shape, ...]:
-    """A triangle, right at its first corner, with texts beside its sides."""
+    """A triangle with a right angle at its first corner and texts beside its sides."""
     ends = zip(texts, corners, (*corners[1:], corners[0]))
     return (
         *outline(*corners),
@@ -265,6 +265,6 @@ def _right_triangle(
 
 
 def _circumcenter(a: Point, b: Point, c: Point) -> Point:
-    """The point as far from `a` as from `b` and `c`."""
+    """The point at equal distances from `a`, `b` and `c`."""
     u, v = b - a, c - a
     return a + (u * abs(v) ** 2 - v * abs(u) ** 2) / (u.conjugate() * v - u * v.conjugate()) * -1

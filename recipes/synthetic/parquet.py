@@ -1,4 +1,4 @@
-"""Drawn problems as a parquet file in the layout of ``hiyouga/geometry3k``."""
+"""Drawn problems as a parquet file with the columns of ``hiyouga/geometry3k``."""
 
 import io
 import json
@@ -14,9 +14,9 @@ from PIL import Image
 
 from recipes.synthetic.problems import Split, make_problem
 
-ROWS_OF_A_GROUP = 256
+ROW_GROUP_SIZE = 256
 
-# What `datasets` reads to make `images` a list of pictures.
+# `datasets` reads these features, so that `images` is a list of pictures.
 _FEATURES = {
     "images": {"feature": {"_type": "Image"}, "_type": "List"},
     "problem": {"dtype": "string", "_type": "Value"},
@@ -33,17 +33,17 @@ SCHEMA = pa.schema(
 
 
 def write_parquet(path: Path, indices: Iterable[int], level: int = 1, seed: int = 0, split: Split = "train") -> None:
-    """Writes the problems with these numbers to ``path``, whole or not at all.
+    """Writes the problems ``indices`` to ``path``, as a complete file or not at all.
 
     Raises:
-        InvalidConfig: no such level or split.
+        InvalidConfig: the level or the split is unknown.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     rows = (problem_row(index, level, seed, split) for index in indices)
     try:
         with pq.ParquetWriter(draft, SCHEMA) as writer:
-            for group in _groups(rows, ROWS_OF_A_GROUP):
+            for group in _groups(rows, ROW_GROUP_SIZE):
                 writer.write_table(pa.Table.from_pylist(group, SCHEMA))
         draft.replace(path)
     finally:
@@ -51,7 +51,7 @@ def write_parquet(path: Path, indices: Iterable[int], level: int = 1, seed: int 
 
 
 def problem_row(index: int, level: int = 1, seed: int = 0, split: Split = "train") -> dict[str, Any]:
-    """Problem ``index`` as a row of that layout: ``images`` (PNG bytes), ``problem``, ``answer``."""
+    """Problem ``index`` as a row: ``images`` (PNG bytes), ``problem``, ``answer``."""
     problem = make_problem(index, level, seed, split)
     return {
         "images": [{"bytes": png_bytes(problem.image), "path": None}],
@@ -61,7 +61,7 @@ def problem_row(index: int, level: int = 1, seed: int = 0, split: Split = "train
 
 
 def png_bytes(image: Image.Image) -> bytes:
-    """The picture as a PNG file."""
+    """The picture in PNG format."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()

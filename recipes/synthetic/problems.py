@@ -1,4 +1,4 @@
-"""Problem number i of a seed: a pure function of (level, seed, split, i), with train and test apart."""
+"""Drawn problems: problem i is a pure function of (level, seed, split, i), and the splits are disjoint."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,16 +10,16 @@ from PIL import Image
 
 from dataproto.errors import InvalidConfig
 from recipes.synthetic import level1, level2, level3, level4
-from recipes.synthetic.drafts import Draft
-from recipes.synthetic.figure import draw, random_style
+from recipes.synthetic.figure import draw_figure, random_style
+from recipes.synthetic.parts import Draft
 
 Split = Literal["train", "test"]
-TEST_SHARE = 8  # one of so many pictures belongs to the test split
+TEST_SHARE = 8  # one problem in this number belongs to the test split
 
 
 @dataclass(frozen=True)
 class Level:
-    """The templates of one level and how its pictures look: side, pen and font in pixels, largest turn in degrees."""
+    """The templates of a level, and its pictures: side, pen and font in pixels, and the largest rotation in degrees."""
 
     templates: Sequence[Callable[[Random], Draft]]
     size: int
@@ -38,7 +38,7 @@ LEVELS: dict[int, Level] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One drawn problem; `kind` names its template."""
+    """A drawn problem; `kind` is the name of its template."""
 
     image: Image.Image
     text: str
@@ -47,13 +47,13 @@ class Problem:
 
 
 def make_problem(index: int, level: int = 1, seed: int = 0, split: Split = "train") -> Problem:
-    """Draws problem ``index`` of ``seed``: the same one whenever and wherever it is asked for.
+    """Draws problem ``index`` of ``seed``, a pure function of its arguments.
 
-    Candidates are drawn until one belongs to ``split``. Which split a candidate belongs to is told by the hash of its text
-    and pixels alone, so no problem of one split ever occurs in the other, whatever the seeds.
+    Candidates are drawn until one belongs to ``split``. The split of a candidate depends only on the hash of its text and
+    pixels, so no problem occurs in both splits, for any seeds.
 
     Raises:
-        InvalidConfig: no such level or split.
+        InvalidConfig: the level or the split is unknown.
 
     >>> problem = make_problem(5)
     >>> problem == make_problem(5), problem.image.size
@@ -71,7 +71,7 @@ def make_problem(index: int, level: int = 1, seed: int = 0, split: Split = "trai
 
 
 def split_of(problem: Problem) -> Split:
-    """The split that a problem belongs to, by the hash of its text and pixels."""
+    """The split of a problem, from the hash of its text and pixels."""
     digest = hashlib.blake2b(problem.text.encode() + b"\0" + problem.image.tobytes(), digest_size=8).digest()
     return "test" if int.from_bytes(digest) % TEST_SHARE == 0 else "train"
 
@@ -80,11 +80,11 @@ def _candidate(random: Random, level: Level) -> Problem:
     template = random.choice(level.templates)
     draft = template(random)
     style = random_style(random, turn=level.turn, pen=level.pen, font=level.font)
-    image = draw(draft.figure, level.size, style, draft.unit)
+    image = draw_figure(draft.figure, level.size, style, draft.unit)
     return Problem(image, f"<image>{draft.text}", draft.answer, template.__name__)
 
 
 def sample_texts(number: int = 50) -> list[str]:
-    """Questions of level 1, ``number`` of each template: always the same ones, as the tiny tokenizer learns from them."""
+    """Questions of level 1, ``number`` of each template and always the same, on which the tiny tokenizer is trained."""
     random = Random("synthetic/texts")
     return [template(random).text for template in LEVELS[1].templates for _ in range(number)]

@@ -1,4 +1,4 @@
-"""A small vision-language model made on the spot, of the real Hugging Face class."""
+"""A small Qwen2.5-VL checkpoint of the Hugging Face class, created locally."""
 
 from recipes.tiny.tiny_model import TinyConfig, make_tiny_model
 from recipes.tiny.warm_up import WarmUpConfig, tiny_checkpoint, warm_up

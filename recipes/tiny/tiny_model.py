@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL of the real Hugging Face class, with tokenizer and image processor, saved as an ordinary checkpoint."""
+"""A small Qwen2.5-VL of the Hugging Face class, with tokenizer and image processor, saved as an ordinary checkpoint."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from recipes.tiny.tokenizer import (
     train_tokenizer,
 )
 
-PATCH = 14  # pixels; a visual token shows 2 x 2 patches
-# White paper is zero input, so that a picture is what is drawn on it; with CLIP's mean and deviation GRPO learns nothing.
+PATCH = 14  # pixels; a visual token covers 2 x 2 patches
+# These make white paper a zero input. With CLIP's mean and standard deviation GRPO learns nothing.
 WHITE, CONTRAST = (1.0, 1.0, 1.0), (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """Sizes of the model; with the default ones it has about 0.7 million parameters."""
+    """Sizes of the model; by default it has about 0.7 million parameters."""
 
     vocabulary: int = 512
     hidden: int = 128
@@ -35,13 +35,13 @@ class TinyConfig:
     heads: int = 4
     vision_width: int = 64
     vision_depth: int = 2
-    vision_std: float = 0.1  # of the vision tower's initial weights; at Hugging Face's 0.02 GRPO learns nothing
+    vision_std: float = 0.1  # of the vision tower's initial weights; with Hugging Face's 0.02 GRPO learns nothing
     min_pixels: int = 56 * 56
     max_pixels: int = 280 * 280
 
 
 def make_tiny_model(path: str | Path, seed: int = 0, config: TinyConfig | None = None) -> Path:
-    """Writes a randomly initialised checkpoint to the directory ``path``, the same one for the same arguments.
+    """Writes a randomly initialised checkpoint to the directory ``path``; equal arguments give equal weights.
 
     It loads with ``Qwen2_5_VLForConditionalGeneration.from_pretrained``, ``AutoTokenizer`` and ``AutoImageProcessor``.
 
@@ -62,9 +62,9 @@ def make_tiny_model(path: str | Path, seed: int = 0, config: TinyConfig | None =
 
 
 def random_model(config: Qwen2_5_VLConfig, vision_std: float, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """A float32 model as Hugging Face initialises it, but the vision tower's matrices drawn with ``vision_std``.
+    """A float32 model with Hugging Face's initialisation, except the vision tower's matrices, which have ``vision_std``.
 
-    The global random state is left as it was.
+    The global random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def random_model(config: Qwen2_5_VLConfig, vision_std: float, seed: int) -> Qwen
 
 
 def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
-    """The Hugging Face configuration: heads of 32 (a size that vLLM's CPU build knows), windows of 112 pixels."""
+    """The Hugging Face configuration, with heads of 32 (a size that vLLM's CPU build supports) and windows of 112 pixels."""
     head = config.hidden // config.heads
     text = {
         "vocab_size": len(tokenizer),
@@ -125,6 +125,6 @@ def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
 
 
 def _corpus() -> Iterable[str]:
-    """What the tokenizer learns its merges from: the texts between special tokens, as it will meet them."""
-    frame = ["system\nYou are a helpful assistant.", "user\n", "assistant\n", "look", " \\boxed{x}"]
-    return 100 * frame + sample_texts()
+    """The texts on which the tokenizer is trained: parts of prompts and answers between special tokens."""
+    fixed = ["system\nYou are a helpful assistant.", "user\n", "assistant\n", "look", " \\boxed{x}"]
+    return 100 * fixed + sample_texts()

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of Qwen's kind, trained on the spot, with Qwen2.5-VL's special tokens and chat template."""
+"""A byte-level BPE tokenizer like Qwen's, trained locally, with Qwen2.5-VL's special tokens and chat template."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 
-SPECIAL_TOKENS = (  # in the order of Qwen2.5-VL's own ids
+SPECIAL_TOKENS = (  # in the order of their ids in Qwen2.5-VL
     END_OF_TEXT,
     "<|im_start|>",
     END_OF_TURN,
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (  # in the order of Qwen2.5-VL's own ids
     IMAGE_PAD,
     VIDEO_PAD,
 )
-WORD_TOKENS = ("<think>", "</think>")  # whole tokens, but text, as in Qwen3
+WORD_TOKENS = ("<think>", "</think>")  # single tokens, but not special, as in Qwen3
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -56,9 +56,9 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Qwen2Tokenizer:
-    """Learns merges from ``texts`` until there are ``vocabulary`` tokens (fewer, if the texts hold no more to merge).
+    """Trains on ``texts`` until there are ``vocabulary`` tokens, or fewer if no merges are left.
 
-    Special tokens come last, as Qwen's do.
+    Special tokens have the last ids, as in Qwen's tokenizers.
     """
     words = SPECIAL_TOKENS + WORD_TOKENS
     untrained = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer  # for Qwen's normalizer and pre-tokenizer

@@ -1,7 +1,4 @@
-"""A short supervised warm-up that teaches the form of an answer and nothing of the pictures: its answers are random.
-
-What is left to learn, GRPO has to learn.
-"""
+"""A short supervised warm-up on random answers, which teaches the format of an answer but nothing about the pictures."""
 
 import contextlib
 import hashlib
@@ -28,12 +25,12 @@ from workers.training.optimizer import OptimizerConfig
 
 ANSWER = "<think>look</think> \\boxed{{{answer}}}"
 FIRST_PROBLEM = 2**32
-"""Numbers of the warm-up's problems; a run's own begin at 0."""
+"""Index of the first problem of the warm-up; those of a run begin at 0."""
 
 
 @dataclass(frozen=True)
 class WarmUpConfig:
-    """How long, on how many rows, and at which rate."""
+    """Steps, rows and learning rate of the warm-up."""
 
     steps: int = 80
     batch_size: int = 32
@@ -43,10 +40,11 @@ class WarmUpConfig:
 
 
 def tiny_checkpoint(seed: int = 0, cache: Path | None = None) -> Path:
-    """A tiny Qwen2.5-VL that answers in the right form, and at random; made once for each seed and then found again.
+    """The path of a tiny Qwen2.5-VL that gives random answers in the right format; created once for each seed.
 
     Args:
-        cache: where such checkpoints are kept; by default ``dataproto`` in the user's cache directory.
+        seed: seed of the initial weights and of the warm-up.
+        cache: directory of these checkpoints; by default ``dataproto`` in the user's cache directory.
     """
     model, settings = TinyConfig(), WarmUpConfig()
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
@@ -57,14 +55,12 @@ def tiny_checkpoint(seed: int = 0, cache: Path | None = None) -> Path:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         make_tiny_model(draft, seed, model)
-        print(
-            f"tiny model: warming up for {settings.steps} steps on random answers (the form, nothing of the pictures)"
-        )
+        print(f"tiny model: warming up for {settings.steps} steps on random answers (their format, not the pictures)")
         loss = warm_up(draft, seed, settings)
-        print(f"tiny model: cross-entropy {loss:.3f} nats a token; kept in {path}")
+        print(f"tiny model: cross-entropy {loss:.3f} nats per token; saved in {path}")
         if path.exists() and not (path / "config.json").is_file():
             shutil.rmtree(path)
-        with contextlib.suppress(OSError):  # another process was faster: its checkpoint is the same
+        with contextlib.suppress(OSError):  # another process was faster; its checkpoint is equal
             draft.rename(path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -72,7 +68,11 @@ def tiny_checkpoint(seed: int = 0, cache: Path | None = None) -> Path:
 
 
 def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> float:
-    """Trains the checkpoint at ``path``, in place, on right forms with wrong answers; returns the last step's loss."""
+    """Trains the checkpoint at ``path`` in place on random answers in the right format.
+
+    Returns:
+        The loss of the last step.
+    """
     config = config or WarmUpConfig()
     random = Random(f"warm-up/{seed}")
     problems = [make_problem(FIRST_PROBLEM + place, config.level, seed) for place in range(config.problems)]
@@ -87,13 +87,13 @@ def warm_up(path: Path, seed: int = 0, config: WarmUpConfig | None = None) -> fl
     for _ in range(config.steps):
         chosen = [random.randrange(len(problems)) for _ in range(config.batch_size)]
         texts = [ANSWER.format(answer=random.choice(answers[problems[place].kind])) for place in chosen]
-        loss = actor.update(supervised_rows(builder, prompts[chosen], texts), cross_entropy)["actor/loss"]
+        loss = actor.update(answered_rows(builder, prompts[chosen], texts), negative_log_probs)["actor/loss"]
     actor.module.model.save_pretrained(path)
     return loss
 
 
-def supervised_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]) -> DataProto:
-    """Prompts with given answers as their responses, each closed by the end-of-turn token."""
+def answered_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]) -> DataProto:
+    """Prompts with the given texts as their responses, each followed by the end-of-turn token."""
     tokenizer = builder.tokenizer
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     completions = [Completion(row, tokens, [0.0] * len(tokens), "stop") for row, tokens in enumerate(ids)]
@@ -101,13 +101,13 @@ def supervised_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]
     return attach_responses(prompts, completions, width, builder.family, tokenizer.pad_token_id)
 
 
-def cross_entropy(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-probs of the given tokens."""
+def negative_log_probs(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    """The negative log-probs of the responses as a loss function."""
     return -outputs.log_probs, {}
 
 
 def fingerprint(model: TinyConfig, settings: WarmUpConfig) -> str:
-    """Tells apart checkpoints made from other sizes, settings, problems or versions."""
+    """A digest of everything that determines a checkpoint: sizes, settings, problems and versions."""
     examples = [make_problem(FIRST_PROBLEM + place, settings.level) for place in range(8)]
     parts = (astuple(model), astuple(settings), ANSWER, torch.__version__, transformers.__version__)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)

@@ -196,5 +196,5 @@ def test_questions_end_before_the_last_answer():
     asked = Questions([row])[0]
     assert asked["prompt"] == [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
     assert asked["reward_model"]["ground_truth"] == "Yes."
-    with pytest.raises(InvalidRow, match="does not end with an answer"):
+    with pytest.raises(InvalidRow, match="must end with an answer"):
         Questions([{"prompt": [ASKED]}])[0]

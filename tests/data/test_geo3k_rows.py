@@ -108,7 +108,7 @@ def test_a_folder_has_splits_and_shards(tmp_path):
     assert [row["reward_model"]["ground_truth"] for row in both] == list("5634")
     with pytest.raises(IndexError):
         train[5]
-    with pytest.raises(InvalidConfig, match=r"no file of split 'validation'; it has test\.parquet"):
+    with pytest.raises(InvalidConfig, match=r"no file of the split 'validation'; it has test\.parquet"):
         load_rows(tmp_path, split="validation")
 
 
@@ -127,12 +127,12 @@ def test_the_instruction_can_be_ones_own(tmp_path):
 
 
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"gone\.parquet: there is no such file"):
+    with pytest.raises(InvalidConfig, match=r"gone\.parquet: no such file or folder"):
         load_rows(tmp_path / "gone.parquet")
-    with pytest.raises(InvalidConfig, match="there is no such file"):
+    with pytest.raises(InvalidConfig, match="no such file or folder"):
         load_rows("gone.parquet")
     (tmp_path / "a.csv").write_text("problem,answer\n")
-    with pytest.raises(InvalidConfig, match=r"end in \.parquet"):
+    with pytest.raises(InvalidConfig, match=r"must end in \.parquet"):
         load_rows(tmp_path / "a.csv")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidConfig, match="no parquet or JSON file"):

@@ -57,7 +57,7 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     data = folder_data(tmp_path, 10, 0, Templates())
     assert (len(data.train), len(data.held_out), data.classes) == (5, 2, ("Blue", "red ball"))
     write_folder(tmp_path / "test", {"green": 1})
-    with pytest.raises(InvalidConfig, match=r"does not train: .'green'"):
+    with pytest.raises(InvalidConfig, match=r"not in the training data: .'green'"):
         folder_data(tmp_path, 10, 0, Templates())
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from recipes.synthetic import LEVELS, figure, level4, parts
-from recipes.synthetic.drafts import Draft
 from recipes.synthetic.figure import (
     AngleLabel,
     AngleMark,
@@ -24,9 +23,10 @@ from recipes.synthetic.figure import (
     Region,
     SideLabel,
     WedgeLabel,
-    draw,
+    draw_figure,
     random_style,
 )
+from recipes.synthetic.parts import Draft
 
 TEMPLATES = [
     pytest.param(level, template, id=f"{level}-{template.__name__}")
@@ -92,6 +92,7 @@ ASKED: dict[str, Callable[[Draft, float], float]] = {
     "circle_diameter": lambda draft, unit: unit * 2 * only(draft, Circle).radius,
     "circle_radius": lambda draft, unit: unit * only(draft, Circle).radius,
     "circle_area": lambda draft, unit: unit**2 * math.pi * only(draft, Circle).radius ** 2,
+    "named_circle_area": lambda draft, unit: unit**2 * math.pi * only(draft, Circle).radius ** 2,
     "circumference": lambda draft, unit: unit * 2 * math.pi * only(draft, Circle).radius,
     "named_angle": lambda draft, unit: named_opening(draft),
 }
@@ -159,7 +160,7 @@ def lost_ink(draft: Draft, level: int, style: figure.Style) -> float:
     style = replace(style, ink=(0, 0, 0), accent=(255, 255, 255), tint=(255, 255, 255))
     under = sorted(draft.figure, key=lambda shape: not isinstance(shape, Texts))
     over, full = (
-        np.asarray(draw(shapes, look.size, style, draft.unit).convert("L"), dtype=float)
+        np.asarray(draw_figure(shapes, look.size, style, draft.unit).convert("L"), dtype=float)
         for shapes in (draft.figure, under)
     )
     return float((over - full).clip(0).sum()) / 255
@@ -190,7 +191,7 @@ def shared_ink(draft: Draft, level: int, style: figure.Style, monkeypatch: pytes
             replace(shape, text=" ") if place in texts and place not in shown else shape
             for place, shape in enumerate(draft.figure)
         ]
-        return float((255.0 - np.asarray(draw(shapes, look.size, style, draft.unit).convert("L"))).sum()) / 255
+        return float((255.0 - np.asarray(draw_figure(shapes, look.size, style, draft.unit).convert("L"))).sum()) / 255
 
     shapes = [figure.turned(shape, cmath.rect(1, style.turn)) for shape in draft.figure]
     margin = figure._margin(shapes, look.size, style)
@@ -233,6 +234,6 @@ def test_expressions_have_the_value_that_was_asked_for() -> None:
 def test_side_labels_stay_inside_the_picture() -> None:
     shapes = [Line(0, 4j), Line(4j, 1 + 0j), Line(1 + 0j, 0), SideLabel("(12x+345)", 4j, 0)]
     style = random_style(Random(0), turn=0, pen=1, font=12)
-    picture = np.asarray(draw(shapes, 140, style))
+    picture = np.asarray(draw_figure(shapes, 140, style))
     assert (picture[:, 0] == 255).all()
     assert lost_ink(Draft("", "", shapes), 3, style) < 1

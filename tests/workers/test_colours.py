@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from recipes.tiny import make_tiny_model
-from recipes.tiny.warm_up import cross_entropy, supervised_rows
+from recipes.tiny.warm_up import answered_rows, negative_log_probs
 from rollout.prompts import PromptBuilder
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.optimizer import OptimizerConfig
@@ -43,14 +43,14 @@ def test_the_right_word_comes_first(tmp_path):
     actor = ActorWorker(ActorConfig(str(tmp_path / "model"), optimizer=schedule), CPU)
     for _ in range(steps):
         chosen = [random.choice(words) for _ in range(24)]
-        actor.update(supervised_rows(builder, prompts(builder, chosen, random), chosen), cross_entropy)
+        actor.update(answered_rows(builder, prompts(builder, chosen, random), chosen), negative_log_probs)
 
     held_out = prompts(builder, words, Random(1))
-    rows = supervised_rows(builder, held_out.repeat(len(words)), [word for _ in words for word in words])
+    rows = answered_rows(builder, held_out.repeat(len(words)), [word for _ in words for word in words])
     scores = actor.log_probs(rows)["old_log_probs"].sum(1).view(len(words), len(words))  # (picture, word)
     assert [words[best] for best in scores.argmax(1).tolist()] == words
     # The picture decides, and nothing else: rows of one picture are those of the other once the pictures are swapped.
     media = held_out["multi_modal_inputs"]
     media[0], media[1] = media[1], media[0]
-    swapped = actor.log_probs(supervised_rows(builder, held_out[:2].repeat(2), words[:2] * 2))["old_log_probs"].sum(1)
+    swapped = actor.log_probs(answered_rows(builder, held_out[:2].repeat(2), words[:2] * 2))["old_log_probs"].sum(1)
     torch.testing.assert_close(swapped.view(2, 2), scores[[1, 0], :2], atol=1e-4, rtol=0)

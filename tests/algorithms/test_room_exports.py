@@ -1,0 +1,38 @@
+"""The public names of the packages of recipes that others build on."""
+
+import importlib
+
+import pytest
+
+NAMES = {
+    "recipes.algorithms": [
+        *("ADVANTAGES", "AlgorithmConfig", "Differences", "KLController", "LOSSES", "Settings", "add_loss_columns"),
+        *("clip_cov_loss", "clipped_policy_loss", "clipped_weight_loss", "correction_metrics", "datum_loss"),
+        *("difference_metrics", "differences", "gae", "gated_policy_loss", "greedy_baseline_advantage"),
+        *("group_advantage", "highest_covariance", "importance_weights", "informative_rows", "k1_kl", "k2_kl", "k3_kl"),
+        *("kept_tokens", "kl_cov_loss", "leave_one_out_advantage", "length_weighted_advantage", "outcome_advantage"),
+        *("overlong_penalty", "penalised_rewards", "policy_loss", "random_high_covariance", "reinforce_plus_plus"),
+        *("reinforce_plus_plus_baseline", "sequence_policy_loss", "unbiased_k3_kl", "value_loss", "whiten"),
+    ],
+    "recipes.data": [
+        *("DrawnSums", "DrawnTalks", "EvaluationLoader", "Geo3KDataset", "INSTRUCTION", "LabelledData", "LabelledRows"),
+        *("Mixture", "ProblemRows", "PromptLoader", "StreamRows", "TableRows", "Templates", "drawn_data"),
+        *("drop_overlong", "folder_data", "load_rows", "open_stream", "open_tables", "read_row", "table_data"),
+    ],
+    "recipes.rewards": [
+        *("AnswerChecker", "RewardFunction", "RewardRow", "as_reward_function", "compute_score", "format_score"),
+        *("from_trl", "from_verl", "geo3k_reward", "load_reward", "remote_reward"),
+    ],
+    "recipes.synthetic": [
+        *("CLASSES", "ClassPicture", "LEVELS", "Problem", "Split", "draw_class", "make_problem", "sample_texts"),
+        "split_of",
+    ],
+    "recipes.tiny": ["TinyConfig", "WarmUpConfig", "make_tiny_model", "tiny_checkpoint", "warm_up"],
+}
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_the_package_exports_exactly_this(package: str) -> None:
+    module = importlib.import_module(package)
+    assert sorted(module.__all__) == sorted(NAMES[package])
+    assert all(hasattr(module, name) for name in module.__all__)
