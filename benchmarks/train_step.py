@@ -51,8 +51,8 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import AXES, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.accounting import peak_flops, required_work, whole_work
-from workers.training.device_transfer import to_device
-from workers.training.forward_pass import micro_batches, prepare_rows
+from workers.training.forward_pass import prepare_rows, to_device
+from workers.training.micro_batches import micro_batches
 from workers.training.mini_batches import share_out
 
 
@@ -106,7 +106,9 @@ class Bench:
         with mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model):
             worker = ActorWorker(options, self.device, self.ranks)
         if not a.optimizer:
-            worker.optimizer.adamw.step = lambda *_: None  # its state does not fit; gradients are clipped and cleared
+            worker.model.optimizer.adamw.step = lambda *_: (
+                None
+            )  # its state does not fit; gradients are clipped and cleared
         return worker
 
     def update(self, worker: ActorWorker, name: str, samples: int) -> None:
@@ -153,7 +155,7 @@ class Bench:
             packs.append(replace(rows, **to_device(vars(rows), self.device)))
 
         def step() -> None:
-            with worker.compute():
+            with worker.model.precision.compute():
                 for rows in packs:
                     hidden = family.decode(
                         model,
@@ -185,7 +187,7 @@ class Bench:
         module = worker.module
 
         def step() -> None:
-            with worker.compute():
+            with worker.model.precision.compute():
                 module.features(module.model, media).float().square().mean().backward()
 
         flops = 3 * int(module.family.vision_flops(self.config, grids).sum())
@@ -203,7 +205,7 @@ class Bench:
             step()
             self.synchronize()
             seconds = time.perf_counter() - start
-            worker.optimizer.adamw.zero_grad(set_to_none=True)
+            worker.model.optimizer.adamw.zero_grad(set_to_none=True)
             self.say(f"{name} {number}: {seconds:.3f} s")
             done = replace(work, vision=work.vision + vision)
             found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(done, seconds)})
@@ -387,7 +389,7 @@ def main() -> None:
             name = f"ours, {arguments.samples} samples of each prompt"
             with bench.attempt(name):
                 bench.update(worker, name, arguments.samples)
-        worker.optimizer.adamw.state.clear()
+        worker.model.optimizer.adamw.state.clear()
         if "text" in parts and bench.world == 1:
             with bench.attempt("text, bare loop"):
                 bench.text(worker)

@@ -67,9 +67,9 @@ def union_meta_info(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[s
 def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The ``meta_info`` of a batch that is joined from parts.
 
-    ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Keys with ``timing`` in them differ between workers and
-    keep the largest value of each number, since a step waits for its slowest part. ``max_tokens`` (see `dataproto.packing`) becomes
-    the largest of all parts. Any other key must agree.
+    ``metrics`` (a dict or a list of dicts a part) become one dict of lists. Keys with ``timing`` in them differ between workers
+    and keep the largest value of each number, since a step waits for its slowest part. ``max_tokens`` (see `dataproto.packing`)
+    becomes the largest of all parts. Any other key must agree.
 
     Raises:
         ColumnConflict: a key has two values.

@@ -14,7 +14,6 @@ from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.parallel.tensor import sum_partial_gradients
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
 from workers.training.forward_pass import forward_rows
@@ -81,13 +80,14 @@ def run_pass(
         model.get_submodule(module.family.vision_tower).requires_grad_(False)
     if prepare is not None:
         prepare(module)
-    parallelize(module, ranks, ModelConfig(**options))
+    transforms = parallelize(module, ranks, ModelConfig(**options))
     generator = torch.Generator().manual_seed(5)
     weights = torch.randn(2, *data["response_mask"].shape, generator=generator) * data["response_mask"]
     mine = np.arange(ranks.rank("dp"), len(data), ranks.size("dp"))
     outputs = forward_rows(module, data[mine], CPU, entropy=True, tower=ranks.size("dp") > 1)
     (outputs.log_probs * weights[0, mine] + 0.1 * outputs.entropy * weights[1, mine]).sum().backward()
-    sum_partial_gradients(module, ranks)
+    for transform in transforms:
+        transform.sum_gradients(module)
     gradients = {n: full_tensor(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
     every = [np.arange(rank, len(data), ranks.size("dp")) for rank in range(ranks.size("dp"))]
     order = torch.from_numpy(np.concatenate(every)).argsort()

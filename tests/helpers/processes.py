@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-PRELOADED = (
-    "workers.roles.actor",
-    "workers.parallel.fsdp",
-    "workers.parallel.ulysses",
-    "workers.parallel.vision_split",
-)
+PRELOADED = ("workers.roles.actor",)
 """Imported once, in the process that the ranks are forked from."""
 
 

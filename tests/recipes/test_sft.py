@@ -20,7 +20,7 @@ from rollout.prompts import SupervisedBuilder
 from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reward import RewardRow
-from workers.training.forward_pass import micro_batches
+from workers.training.micro_batches import micro_batches
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 

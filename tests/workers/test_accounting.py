@@ -166,7 +166,7 @@ def updated(path, layout):
     """What this rank tells of an update that took a second, or two on rank 1."""
     ranks = init_ranks(layout, CPU)
     actor = ActorWorker(ActorConfig(path, token_budget=40), CPU, ranks)
-    actor.accounting.peak = 1e12
+    actor.model.accounting.peak = 1e12
     seconds = iter([0.0] + [1.0 + distributed.get_rank()] * 1000)
     accounting.time = SimpleNamespace(perf_counter=lambda: next(seconds))
     try:

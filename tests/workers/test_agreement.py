@@ -25,7 +25,7 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
-from workers.roles.model_reward import ModelReward, ModelRewardWorker
+from workers.roles.reward import ModelReward, ModelRewardWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 from workers.training.mini_batches import MINIBATCH
 

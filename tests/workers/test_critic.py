@@ -97,7 +97,7 @@ def test_values_and_gradients_are_those_of_the_padded_model(family, checkpoints)
     mask = data["response_mask"]
     ((expected - data["returns"]).square() / 2 * mask).sum().div(mask.sum()).backward()
     gradients = {}
-    worker.optimizer.adamw.step = lambda: gradients.update(
+    worker.model.optimizer.adamw.step = lambda: gradients.update(
         {name: p.grad.clone() for name, p in worker.module.named_parameters() if p.grad is not None}
     )
     metrics = worker.update(
@@ -194,7 +194,7 @@ def folder() -> Path:
 
 def result_of(worker, data, minibatch=None):
     """Values, metrics of an update, and the value head afterwards."""
-    values = torch.cat(worker.ranks.all_gather(worker.values(data)["values"], "dp"))
+    values = torch.cat(worker.model.ranks.all_gather(worker.values(data)["values"], "dp"))
     metrics = learned(worker.update(data, vf_loss, minibatch=minibatch))
     return values, metrics, full_tensor(worker.module.value_head.weight).clone()
 

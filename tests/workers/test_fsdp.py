@@ -25,7 +25,8 @@ from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training.accounting import required_work
-from workers.training.forward_pass import forward_rows, inert_rows, micro_batches
+from workers.training.forward_pass import forward_rows
+from workers.training.micro_batches import inert_rows, micro_batches
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
@@ -75,7 +76,7 @@ def gradients_of(worker: ActorWorker, data: DataProto, **options):
             if parameter.grad is not None:
                 found[name] = full_tensor(parameter.grad).clone()
 
-    worker.optimizer.adamw.step = capture
+    worker.model.optimizer.adamw.step = capture
     return worker.update(data, pg_loss, **options), found
 
 
@@ -120,9 +121,9 @@ def updates_equal_one_process(model_type: str, **options) -> None:
         # At 1e-8 an element without gradient moves by the learning rate, to either side.
         with patch("workers.training.optimizer.EPS", 1e-3):
             metrics = worker.update(rows, pg_loss, minibatch=2)
-            assert worker.optimizer.steps == 2
+            assert worker.model.optimizer.steps == 2
             assert metrics["actor/grad_norm"] > CLIPPED.max_grad_norm
-            worker.update(data[[0, 3]] if worker.ranks.mesh is None else data[[3 * ranks.rank("dp")]], pg_loss)
+            worker.update(data[[0, 3]] if worker.model.ranks.mesh is None else data[[3 * ranks.rank("dp")]], pg_loss)
         weights.append({name: weight.clone() for name, weight in worker.named_weights()})
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
@@ -164,7 +165,7 @@ def a_non_finite_gradient_skips_the_step_everywhere(model_type: str) -> None:
     before = {name: weight.clone() for name, weight in worker.named_weights()}
     metrics = worker.update(data[SPLITS["even"][ranks.rank("dp")]], pg_loss)
     assert metrics["actor/skipped_steps"] == 1
-    assert [(skip.step, skip.rows) for skip in worker.skipped] == [(0, ("row-5",))]
+    assert [(skip.step, skip.rows) for skip in worker.model.skipped] == [(0, ("row-5",))]
     assert all(torch.equal(weight, before[name]) for name, weight in worker.named_weights())
     assert worker.update(data[[ranks.rank("dp")]], pg_loss)["actor/skipped_steps"] == 1
 
@@ -254,7 +255,7 @@ def slices_share_a_micro_batch():
     half = -(-required_work(alone.module, rows).tokens // 2)
     assert len(micro_batches(rows, alone.module, half)) > 1
     together = actor("qwen2_5_vl", init_ranks(Layout(sp=2), CPU), token_budget=half)
-    assert len(together.micro_batches(rows)) == 1
+    assert len(together.model.micro_batches(rows)) == 1
 
 
 SCENARIOS = {

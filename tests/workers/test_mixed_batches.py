@@ -28,7 +28,8 @@ from helpers.tiny_models import (
 from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.training.forward_pass import forward_rows, micro_batches
+from workers.training.forward_pass import forward_rows
+from workers.training.micro_batches import micro_batches
 from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
@@ -169,7 +170,7 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_row_named(checkpoint
 
     metrics = actor.update(data, loss_fn)
     assert metrics["actor/skipped_steps"] == 1
-    assert actor.skipped[0].rows == ("row-3",)
+    assert actor.model.skipped[0].rows == ("row-3",)
     assert "step 0 skipped" in caplog.text
     assert "row-3" in caplog.text
     assert all(torch.equal(weight, before[name]) for name, weight in actor.named_weights())

@@ -16,7 +16,7 @@ from workers import ActorConfig, CriticConfig, CriticWorker, launch
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorWorker
-from workers.roles.model_reward import ModelReward, ModelRewardWorker
+from workers.roles.reward import ModelReward, ModelRewardWorker
 
 CPU = torch.device("cpu")
 

@@ -39,7 +39,7 @@ def rows(actor: ActorWorker, *grids: list[tuple[int, int]]) -> DataProto:
     config = tiny_config("qwen2_5_vl")
     prompts = prompt_batch(config, list(grids), texts=[4 + row for row in range(len(grids))])
     data = with_responses(config, prompts, lengths=[2 + row % 3 for row in range(len(grids))], width=4)
-    return share_out(data, actor.ranks.size("dp"))[actor.ranks.rank("dp")]
+    return share_out(data, actor.model.ranks.size("dp"))[actor.model.ranks.rank("dp")]
 
 
 def text(actor: ActorWorker) -> DataProto:
@@ -67,7 +67,7 @@ def saved(actor: ActorWorker, name: str) -> Path:
     """What it wrote, once all ranks have written."""
     target = folder() / name
     actor.save(target)
-    actor.ranks.all_gather(None, *(("pp", "dp", "sp", "tp") if actor.ranks.mesh is not None else ()))
+    actor.model.ranks.all_gather(None, *(("pp", "dp", "sp", "tp") if actor.model.ranks.mesh is not None else ()))
     return target
 
 
@@ -79,7 +79,7 @@ def a_first_image_may_come_after_the_save(make: Make, name: str) -> None:
         first.update(data, loss)
         second.update(data, loss)
     assert_equal(first, second)
-    assert first.optimizer.steps == second.optimizer.steps == 4
+    assert first.model.optimizer.steps == second.model.optimizer.steps == 4
     third = make()
     third.load(saved(second, f"{name}-image"))  # of the tower one moment fewer than of the rest
     for actor in (first, third):
@@ -92,7 +92,7 @@ def saving_before_the_first_step_changes_nothing(make: Make, name: str) -> None:
     loading.load(saved(saving, f"{name}-new"))
     for actor in (quiet, saving, loading):
         actor.update(mixed(actor), loss)
-    assert {float(state["step"]) for state in saving.optimizer.adamw.state.values()} == {1.0}
+    assert {float(state["step"]) for state in saving.model.optimizer.adamw.state.values()} == {1.0}
     assert_equal(saving, quiet)
     assert_equal(loading, quiet)
 
@@ -184,7 +184,7 @@ def goes_on_elsewhere(source: Layout, layout: Layout) -> None:
     alone, spread = make(Layout()), make(layout)
     for actor in (alone, spread):
         actor.load(folder() / f"{source}")
-        steps = {float(state["step"]) for state in actor.optimizer.adamw.state.values()}
+        steps = {float(state["step"]) for state in actor.model.optimizer.adamw.state.values()}
         assert steps == {1.0}
         actor.update(mixed(actor), loss)
     assert_equal(spread, alone, atol=1e-4)

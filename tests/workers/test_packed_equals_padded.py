@@ -11,7 +11,7 @@ from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from workers.model.packed_model import PackedVLM, rows_of
+from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training.forward_pass import forward_rows, infer_token_types, prepare_rows
@@ -105,9 +105,9 @@ def test_the_update_does_not_depend_on_micro_batches(checkpoint, aggregation):
     results = []
     for budget in (10_000, 40, 1):
         actor = ActorWorker(ActorConfig(checkpoint, token_budget=budget), CPU)
-        actor.optimizer.adamw.param_groups[0]["lr"] = 0.0
+        actor.model.optimizer.adamw.param_groups[0]["lr"] = 0.0
         gradients = {}
-        actor.optimizer.adamw.step = lambda a=actor, g=gradients: g.update(
+        actor.model.optimizer.adamw.step = lambda a=actor, g=gradients: g.update(
             {name: p.grad.clone() for name, p in a.module.model.named_parameters() if p.grad is not None}
         )
         metrics = actor.update(data, pg_loss, aggregation=aggregation)
@@ -134,7 +134,7 @@ def test_minibatches_make_one_step_each(checkpoint):
     data = training_batch(tiny_model("qwen2_5_vl"))
     actor = ActorWorker(ActorConfig(checkpoint), CPU)
     actor.update(data, pg_loss, minibatch=3, epochs=2)
-    assert actor.optimizer.steps == 4
+    assert actor.model.optimizer.steps == 4
 
 
 def test_a_different_image_gives_different_log_probs(checkpoint):
@@ -162,7 +162,7 @@ def test_a_batch_without_response_tokens_makes_no_step(checkpoint):
     actor = ActorWorker(ActorConfig(checkpoint), CPU)
     with pytest.raises(InvalidColumn, match="none of the 7 rows"):
         actor.update(data, pg_loss)
-    assert actor.optimizer.steps == 0
+    assert actor.model.optimizer.steps == 0
 
 
 def test_a_missing_column_is_named(checkpoint):
@@ -191,11 +191,11 @@ def test_gradients_of_rows_wanted_twice_are_added_up_in_one_order():
     index = torch.randint(0, 7, (20_000,), generator=generator)
     states = torch.randn(7, 64, generator=generator, requires_grad=True)
     gradient = torch.randn(len(index), 64, generator=generator)
-    torch.testing.assert_close(rows_of(states, index), states[index], rtol=0, atol=0)
+    torch.testing.assert_close(select_rows(states, index), states[index], rtol=0, atol=0)
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        rows_of(states, index).backward(gradient)
+        select_rows(states, index).backward(gradient)
     finally:
         torch.set_num_threads(threads)
     expected = torch.zeros_like(states)

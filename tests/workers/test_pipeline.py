@@ -116,7 +116,7 @@ def gathers_of_an_update(path, data, schedule):
         actor.update(share, pg_loss, entropy=True)
     groups = [part._get_fsdp_state()._fsdp_param_group for part in sharded_parts(actor.module)]
     groups = [group for group in groups if group is not None]  # of parts that have weights on this rank
-    return len(gathers), len(groups), len(actor.micro_batches(share)), sum(group.is_unsharded for group in groups)
+    return len(gathers), len(groups), len(actor.model.micro_batches(share)), sum(group.is_unsharded for group in groups)
 
 
 def what_a_rank_holds(config):

@@ -20,9 +20,11 @@ from workers import launch
 from workers.cluster.local_group import LocalGroup
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
-from workers.roles.actor import ActorConfig, ActorWorker, Updated, join_updates
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import join_updates
 from workers.roles.step_by_step import PassOutput, join_passes
 from workers.training.optimizer import AdamParams
+from workers.training.training_model import Updated
 
 CPU = torch.device("cpu")
 STEP = AdamParams(learning_rate=1e-2, eps=1e-3, grad_clip_norm=0.1)
@@ -165,10 +167,12 @@ def test_passes_equal_an_update_and_leave_the_weights_alone():
     tokens = int(data["response_mask"].sum())
     found = [parameter.grad / tokens for parameter in worker.module.parameters() if parameter.grad is not None]
     expected = []
-    other.optimizer.adamw.step = lambda: expected.extend(
+    other.model.optimizer.adamw.step = lambda: expected.extend(
         p.grad.clone() for p in other.module.parameters() if p.grad is not None
     )
-    other.optimizer.step = lambda params=None, step=other.optimizer.step: step(AdamParams(grad_clip_norm=0.0))
+    other.model.optimizer.step = lambda params=None, step=other.model.optimizer.step: step(
+        AdamParams(grad_clip_norm=0.0)
+    )
     other.update(data, loss_fn, aggregation="token-mean")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
@@ -234,7 +238,7 @@ def test_all_targets_are_scored_on_request_and_the_loss_sees_nothing_of_it():
     def gradients(per_token):
         passed = worker.forward_backward(data, mean_of_row, per_token)
         taken = torch.cat([p.grad.flatten() for p in worker.module.parameters() if p.grad is not None])
-        worker.optimizer.adamw.zero_grad()
+        worker.model.optimizer.adamw.zero_grad()
         return passed, taken
 
     (plain, expected), (shown, found) = gradients(False), gradients(True)

@@ -13,9 +13,9 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
+from workers.training.checkpoint import Saving, load_training_state
 from workers.training.checkpoint_files import _Contents, read_into, write
 from workers.training.optimizer import Optimizer, OptimizerConfig
-from workers.training.training_state import Saving, load_training_state
 
 SCHEDULED = OptimizerConfig(lr=1e-2, schedule="linear", total_steps=9, warmup_steps=2)
 

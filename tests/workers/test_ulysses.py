@@ -22,9 +22,14 @@ from workers.model.attention import FLASH_KERNELS, packed_attention, use_packed_
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.autograd_collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
-from workers.parallel.heads import check_heads, key_value_repeats, key_value_share
 from workers.parallel.tokens import SplitTokens
-from workers.parallel.ulysses import apply, ulysses_attention
+from workers.parallel.ulysses import (
+    UlyssesParallel,
+    check_heads,
+    key_value_repeats,
+    key_value_share,
+    ulysses_attention,
+)
 from workers.parallel.vision_split import SplitFeatures
 from workers.ranks.layout import Layout
 
@@ -124,7 +129,7 @@ def keeps_the_chosen_kernel(flash):
     model = tiny_model("qwen2_5_vl")
     module = PackedVLM(model, family_of(model.config), temperature=1.0)
     use_packed_attention(model)
-    apply(module, joined(TWO), ModelConfig(flash_attention=flash))
+    UlyssesParallel(joined(TWO), ModelConfig(flash_attention=flash)).apply(module)
     registered = AttentionInterface()[model.model.language_model.config._attn_implementation]
     assert (registered.func, registered.keywords) == (ulysses_attention, {"flash": FLASH_KERNELS[flash]})
     assert model.model.visual.config._attn_implementation == "packed_flash_torch"
@@ -182,7 +187,7 @@ def test_a_rank_has_the_tokens_of_its_slice_and_the_media_of_its_part():
     assert [mine.input_ids.tolist() for mine, _ in found] == [[[1, 2, 3, 4]]] * 2 + [[[5, 6, 7, 0]]] * 2
     assert [part.positions.tolist() for _, part in found] == [[1], [0], [1], []]
     assert [part.features.tolist() for _, part in found] == [[0], [1], [0], []]
-    assert [SplitTokens(None, Peers("", 4, 0)).num_states(tokens) for tokens in (7, 8, 9)] == [2, 2, 3]
+    assert [SplitTokens(None, Peers("", 4, 0)).held(tokens) for tokens in (7, 8, 9)] == [2, 2, 3]
 
 
 @given(st.integers(1, 8), st.integers(1, 8))

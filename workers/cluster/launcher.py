@@ -8,9 +8,8 @@ from workers.cluster.role_groups import LaunchPlan, Roles
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
-from workers.roles.model_reward import ModelReward
 from workers.roles.model_worker import PolicyConfig
-from workers.roles.reward import RewardFunction
+from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
 
 BACKENDS = {

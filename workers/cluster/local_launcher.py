@@ -5,9 +5,8 @@ from workers.cluster.local_group import LocalGroup
 from workers.cluster.role_groups import LaunchPlan, Roles
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_reward import ModelReward, ModelRewardWorker
 from workers.roles.model_worker import ReferenceWorker
-from workers.roles.reward import RewardFunction, RewardWorker
+from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
 

@@ -21,9 +21,8 @@ from workers.cluster.role_groups import LaunchPlan, Roles
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_reward import ModelReward, ModelRewardWorker
 from workers.roles.model_worker import ReferenceWorker
-from workers.roles.reward import RewardFunction, RewardWorker
+from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
 

@@ -12,9 +12,8 @@ from workers.ranks.failures import raise_first
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
-from workers.roles.model_reward import ModelReward
 from workers.roles.model_worker import PolicyConfig
-from workers.roles.reward import RewardFunction
+from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
 
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from dataproto.errors import UnsupportedAttention
 from workers.model import flash_attention4 as flash4
+from workers.model.patches import route_attention
 
 
 def packed_attention(
@@ -273,6 +274,4 @@ def set_attention(model: nn.Module, name: str, function: Callable[..., Any]) -> 
     """
     AttentionInterface.register(name, function)
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation_internal = name
+        route_attention(module, name)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
+from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
 
 BASE = ".base_layer"  # what peft puts between an adapted layer's name and its own parameters
 ADAPTER = "default"
@@ -45,9 +46,8 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
         torch.manual_seed(0)
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
         for name in expert_layers(model, family):
-            parent, _, child = name.rpartition(".")
             adapted = AdaptedExperts(model.get_submodule(name), config.lora_rank, config.lora_alpha)
-            setattr(model.get_submodule(parent), child, adapted)
+            replace_submodule(model, name, adapted)
 
 
 def adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterator[str]:
@@ -86,7 +86,7 @@ class AdaptedExperts(nn.Module):
             self.register_parameter(name, weight)
             self.register_parameter(f"lora_A_{name}", nn.Parameter(down))
             self.register_parameter(f"lora_B_{name}", nn.Parameter(weight.new_zeros(count, out, rank)))
-            setattr(experts, name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+            hollow_parameter(experts, name)
         self.compute = (experts,)  # in a tuple, so that its empty parameters are not this module's
 
     @property
@@ -96,7 +96,7 @@ class AdaptedExperts(nn.Module):
 
     @num_experts.setter
     def num_experts(self, count: int) -> None:
-        self.compute[0].num_experts = count  # type: ignore[assignment]
+        set_expert_count(self.compute[0], count)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the experts make of the same arguments with the sums."""

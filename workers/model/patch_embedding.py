@@ -7,12 +7,14 @@ product the same numbers come several times as fast, forward and backward.
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from workers.model.patches import replace_forward
+
 
 def use_linear_patch_embedding(model: nn.Module) -> None:
     """Lets convolutions that may meet one patch at a time be computed as products, in place; weights stay where they are."""
     for module in model.modules():
         if isinstance(module, nn.Conv3d) and module.stride == module.kernel_size and module.groups == 1:
-            module.forward = PatchProduct(module)  # type: ignore[method-assign]  # of this instance
+            replace_forward(module, PatchProduct(module))
 
 
 class PatchProduct:

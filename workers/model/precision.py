@@ -1,9 +1,13 @@
-"""Products in bfloat16 over weights in float32, on one device; over several, FSDP does the same as it gathers weights.
+"""How a model with float32 parameters computes in bfloat16. Which way it takes depends on who holds the weights:
 
-While a block runs, each float32 parameter is replaced in its modules by a bfloat16 copy, so everything the layers do is in
-half precision and each weight is cast once a block. Gradients of the copies are added to those of the parameters in float32
-as the backward pass makes them. Outside the block the model is as ever: optimizer, checkpoints and hand-over of weights see
-float32 parameters.
+- FSDP shards them (dp x sp above 1): FSDP casts each layer's weights as it gathers them (`mixed_precision`).
+- They are split over tp alone: autocast casts a weight at each use; states between layers stay in float32.
+- One process holds them (pp splits layers, not weights): `HalfWeights` puts a bfloat16 copy in the place of each parameter.
+
+All three leave float32 parameters, gradients and moments to the optimizer, checkpoints and the weights that are handed to an
+engine. FSDP on a mesh of one could do the work of `HalfWeights`, but it would need a process group in a world of one, and it
+casts and frees weights for each layer and micro-batch, where `HalfWeights` casts each weight once for all micro-batches of a
+call.
 """
 
 import contextlib
@@ -12,10 +16,51 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from workers.model.engine_config import EngineConfig, compute_dtype
+from workers.model.patches import call_after_gradient, place_parameter
+from workers.ranks.mesh import Ranks
+
+
+class Precision:
+    """The dtype that one model computes in, in its layout."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, options: EngineConfig, device_type: str) -> None:
+        self.dtype = compute_dtype(options.dtype, device_type)
+        self.device_type = device_type
+        half, sharded = self.dtype == torch.bfloat16, ranks.size("dp", "sp") > 1
+        self.autocasts = half and not sharded and ranks.size("tp") > 1
+        self.half_weights = HalfWeights(model) if half and not sharded and not self.autocasts else None
+
+    def compute(self) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward passes in here compute in `dtype`."""
+        if self.autocasts:
+            return torch.autocast(self.device_type, dtype=self.dtype)
+        return contextlib.nullcontext() if self.half_weights is None else self.half_weights.replaced()
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """The dtype of states between layers; under autocast their sums stay in float32."""
+        return torch.float32 if self.autocasts else self.dtype
+
+
+def mixed_precision(dtype: str, device_type: str) -> MixedPrecisionPolicy:
+    """How FSDP casts weights of a model with `EngineConfig.dtype`; gradients are summed in float32.
+
+    Inputs are not cast: rotary angles of vision towers have to stay in float32.
+    """
+    half = compute_dtype(dtype, device_type) == torch.bfloat16
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
 
 
 class HalfWeights:
-    """bfloat16 copies of a module's float32 parameters.
+    """bfloat16 copies of a module's float32 parameters, which take their places while a block runs.
+
+    Each parameter is cast once a block. As the backward pass makes gradients of the copies, they are added to those of the
+    parameters in float32. Outside of the block the module is unchanged.
 
     >>> layer = nn.Linear(2, 1)
     >>> with HalfWeights(layer).replaced():
@@ -30,7 +75,7 @@ class HalfWeights:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """Copies take the parameters' places, also those of parameters that came or were frozen since the last time."""
+        """Copies take the places of all float32 parameters that the module has by now."""
         places = [
             (owner, name, weight)
             for owner in self.module.modules()
@@ -43,11 +88,11 @@ class HalfWeights:
             torch._foreach_copy_(list(self.copies.values()), list(weights))
         try:
             for owner, name, weight in places:
-                owner._parameters[name] = self.copies[weight]
+                place_parameter(owner, name, self.copies[weight])
             yield
         finally:
             for owner, name, weight in places:
-                owner._parameters[name] = weight
+                place_parameter(owner, name, weight)
 
     def _copy_of(self, weight: nn.Parameter) -> nn.Parameter:
         copy = self.copies.get(weight)
@@ -55,7 +100,7 @@ class HalfWeights:
             return copy
         copy = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
         if weight.requires_grad:
-            copy.register_post_accumulate_grad_hook(partial(add_gradient, weight))
+            call_after_gradient(copy, partial(add_gradient, weight))
         return copy
 
 

@@ -1,35 +1,43 @@
-"""From a model on one device to one spread over many: an ordered list of transforms, each in a module of its own.
-
-A transform is ``apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None`` and works in place.
-"""
-
-from collections.abc import Callable
-from importlib import import_module
+"""From a model on one device to one spread over many: an ordered list of transforms, one class in a file each."""
 
 from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.parallel.activation_checkpointing import ActivationCheckpointing
+from workers.parallel.compiling import CompiledLayers
+from workers.parallel.expert import ExpertParallel
+from workers.parallel.fsdp import FullySharded
+from workers.parallel.pipeline import PipelineParallel
+from workers.parallel.tensor import TensorParallel
+from workers.parallel.tokens import TokenSplit
+from workers.parallel.transform import Transform
+from workers.parallel.ulysses import UlyssesParallel
+from workers.parallel.vision_split import VisionSplit
 from workers.ranks.mesh import Ranks
 
-# Import path of each transform and when it is due, in the order in which they are applied: each one wraps what those before left.
-TRANSFORMS: tuple[tuple[str, Callable[[Ranks, ModelConfig], bool]], ...] = (
-    ("workers.parallel.pipeline", lambda ranks, options: ranks.size("pp") > 1),
-    ("workers.parallel.tensor", lambda ranks, options: ranks.size("tp") > 1),
-    ("workers.parallel.expert", lambda ranks, options: ranks.size("ep") > 1),
-    ("workers.parallel.ulysses", lambda ranks, options: ranks.size("sp") > 1),
-    ("workers.parallel.tokens", lambda ranks, options: ranks.size("sp", "tp") > 1),
-    ("workers.parallel.vision_split", lambda ranks, options: ranks.size("sp", "tp") > 1),
-    ("workers.parallel.activation_checkpointing", lambda ranks, options: options.activation_checkpointing != "none"),
-    ("workers.parallel.compiling", lambda ranks, options: options.compile),
-    ("workers.parallel.fsdp", lambda ranks, options: ranks.size("dp", "sp") > 1),
+__all__ = ["TRANSFORMS", "Transform", "parallelize"]
+
+TRANSFORMS: tuple[type[Transform], ...] = (
+    PipelineParallel,
+    TensorParallel,
+    ExpertParallel,
+    UlyssesParallel,
+    TokenSplit,
+    VisionSplit,
+    ActivationCheckpointing,
+    CompiledLayers,
+    FullySharded,
 )
+"""All transforms in the order in which they are applied: each one wraps the result of those before it."""
 
 
-def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Applies the transforms that are due, in place. A world of one with plain options is left as it is.
+def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> list[Transform]:
+    """Applies the transforms that are due to ``module``, in place, and returns them in that order.
+
+    A world of one with plain options needs none, and the module stays unchanged.
 
     Raises:
-        InvalidConfig: an option that has nothing to work on in this layout, or what a transform refuses.
+        InvalidConfig: an option has no effect in this layout, or a transform refuses the model.
     """
     if options.offload and ranks.size("dp", "sp") == 1:
         raise InvalidConfig(
@@ -40,6 +48,7 @@ def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
             f"pipeline_schedule={options.pipeline_schedule!r} and pipeline_layers={options.pipeline_layers} are for layouts with "
             f"pp > 1, not for {ranks.layout}"
         )
-    for path, is_due in TRANSFORMS:
-        if is_due(ranks, options):
-            import_module(path).apply(module, ranks, options)
+    transforms = [kind(ranks, options) for kind in TRANSFORMS if kind.is_due(ranks, options)]
+    for transform in transforms:
+        transform.apply(module)
+    return transforms

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import (
 
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.parallel.layers import repeated_layers
+from workers.model.patches import replace_forward
+from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
 
 # Operators whose results are kept by ``selective``, by name, since not every build of torch has each.
@@ -41,16 +42,17 @@ COSTLY = (
 )
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Makes every repeated layer forget what it can compute again; does nothing for ``none``.
+class ActivationCheckpointing(Transform):
+    """Repeated layers that keep little for the backward pass and compute the rest again."""
 
-    Only ``forward`` of each layer instance is replaced, so names of parameters and hooks stay as they are.
-    """
-    if options.activation_checkpointing == "none":
-        return
-    for layer in repeated_layers(module):
-        # instance attribute: FSDP's hooks stay outside, torch.compile sees the checkpoint inside
-        layer.forward = Checkpointed(layer.forward, options.activation_checkpointing == "selective")
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return options.activation_checkpointing != "none"
+
+    def apply(self, module: PackedVLM) -> None:
+        """Replaces ``forward`` of each layer instance: hooks of FSDP stay outside, torch.compile sees the checkpoint inside."""
+        for layer in repeated_layers(module):
+            replace_forward(layer, Checkpointed(layer.forward, self.options.activation_checkpointing == "selective"))
 
 
 class Checkpointed:

@@ -15,7 +15,8 @@ from torch import Tensor
 from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.parallel.layers import repeated_layers
+from workers.model.patches import allow_recompilations, replace_forward
+from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
 
 # Variants of a layer that may be compiled: with gradients and without, prompts shared or not, full and windowed attention.
@@ -25,25 +26,30 @@ VARIANTS = 32
 OPTIONS: dict[str, Any] = {"force_shape_pad": True}
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Compiles ``forward`` of every repeated layer, in place; the work is done when a layer is first run.
+class CompiledLayers(Transform):
+    """Repeated layers and scores of tokens that run through ``torch.compile``."""
 
-    Raises:
-        InvalidConfig: the model is on a CPU and there is no C++ compiler.
-    """
-    if not options.compile:
-        return
-    check_compiler(next(module.parameters()).device)
-    for layer in repeated_layers(module):
-        layer.forward = Compiled(layer.forward)
-    module.score = partial(module.score, compiled=True)
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return options.compile
+
+    def apply(self, module: PackedVLM) -> None:
+        """Replaces ``forward`` of each layer instance; a layer is compiled when it first runs.
+
+        Raises:
+            InvalidConfig: the model is on a CPU and there is no C++ compiler.
+        """
+        check_compiler(next(module.parameters()).device)
+        for layer in repeated_layers(module):
+            replace_forward(layer, Compiled(layer.forward))
+        module.score = partial(module.score, compiled=True)
 
 
 class Compiled:
     """A layer's forward function, compiled for any number of tokens and segments."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+        allow_recompilations(VARIANTS)
         self.forward = torch.compile(forward, options=OPTIONS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

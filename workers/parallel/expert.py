@@ -20,28 +20,35 @@ from dataproto.errors import InvalidConfig
 from workers.model.lora import expert_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
 from workers.parallel.autograd_collectives import Peers, all_to_all, exchange_tokens
+from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Deals out the experts of ``module`` over ep, in place.
+class ExpertParallel(Transform):
+    """The experts of every sparse layer, split over ep."""
 
-    Raises:
-        InvalidConfig: the model has no experts, or their number does not divide.
-    """
-    if ranks.expert_mesh is None:
-        return
-    model, degree = module.model, ranks.size("ep")
-    names = expert_layers(model, module.family)
-    experts = getattr(model.config.text_config, "num_experts", 0)
-    if not names:
-        raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to deal out; use ep=1")
-    if experts % degree:
-        raise InvalidConfig(f"layout.ep={degree} must divide the {experts} experts of this model")
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, SplitExperts(model.get_submodule(name), ranks.expert_mesh["ep"]))
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return ranks.expert_mesh is not None
+
+    def apply(self, module: PackedVLM) -> None:
+        """Puts this rank's experts in the place of all.
+
+        Raises:
+            InvalidConfig: the model has no experts, or ep does not divide their number.
+        """
+        model, degree = module.model, self.ranks.size("ep")
+        mesh: DeviceMesh = self.ranks.expert_mesh["ep"]  # type: ignore[index]
+        names = expert_layers(model, module.family)
+        experts = getattr(model.config.text_config, "num_experts", 0)
+        if not names:
+            raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to split; use ep=1")
+        if experts % degree:
+            raise InvalidConfig(f"layout.ep={degree} must divide the {experts} experts of this model")
+        for name in names:
+            replace_submodule(model, name, SplitExperts(model.get_submodule(name), mesh))
 
 
 def split_experts(module: nn.Module) -> Iterator["SplitExperts"]:
@@ -64,9 +71,9 @@ class SplitExperts(nn.Module):
                 part = part.to(mesh.device_type)
             split = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             self.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
-            setattr(experts, name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+            hollow_parameter(experts, name)
         self.here = self.experts // self.peers.size
-        experts.num_experts = self.here  # type: ignore[assignment]
+        set_expert_count(experts, self.here)
         self.compute = (experts,)  # in a tuple, so that its empty parameters are not this module's
 
     @torch.compiler.disable  # sizes of what is exchanged are known on the host alone

@@ -9,58 +9,82 @@ group is gathered by its own forward, so text-only batches never touch it.
 Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the one loss of the mini-batch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from workers.model.model_config import ModelConfig, compute_dtype
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.precision import mixed_precision
 from workers.parallel.expert import split_experts
+from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Shards ``module`` in place; its parameters become DTensors in float32, on the mesh's device.
+class FullySharded(Transform):
+    """Weights, gradients and optimizer state, sharded over dp x sp."""
 
-    Computes in bfloat16 where ``options.dtype`` says so; sums of gradients are float32 either way.
-    """
-    mesh = ranks.submesh("dp", "sp")
-    if mesh is None:
-        return
-    half = compute_dtype(options.dtype, mesh.device_type) == torch.bfloat16
-    shard = partial(
-        fully_shard,
-        mesh=mesh,
-        # Inputs are cast by nobody: rotary angles of the vision tower are float32 on purpose.
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.offload else OffloadPolicy(),
-    )
-    family, model = module.family, module.model
-    blocks = [
-        block
-        for path in (family.vision_blocks, family.decoder_layers)
-        for block in model.get_submodule(path).children()
-    ]
-    for experts in split_experts(module):  # over the ranks that hold the same ones, be it one alone
-        holders: DeviceMesh = ranks.expert_mesh["edp"]  # type: ignore[index]
-        shard(
-            experts,
-            mesh=holders,
-            reshard_after_forward=options.reshard_after_forward,
-            shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return ranks.size("dp", "sp") > 1
+
+    def apply(self, module: PackedVLM) -> None:
+        """Turns parameters into DTensors in float32, on the mesh's device.
+
+        Computes in bfloat16 where ``options.dtype`` says so (`workers.model.precision`); gradients are summed in float32 either
+        way.
+        """
+        ranks, options = self.ranks, self.options
+        mesh: DeviceMesh = ranks.submesh("dp", "sp")  # type: ignore[assignment]
+        on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=mixed_precision(options.dtype, mesh.device_type),
+            offload_policy=on_host if options.offload else OffloadPolicy(),
         )
-    for block in (*blocks, model.get_submodule(family.vision_tower)):
-        shard(block, reshard_after_forward=options.reshard_after_forward)
-    shard(module, reshard_after_forward=False)
-    for part in sharded_parts(module):
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+        for experts in split_experts(module):  # over the ranks that hold the same experts, which may be one rank
+            holders: DeviceMesh = ranks.expert_mesh["edp"]  # type: ignore[index]
+            shard(
+                experts,
+                mesh=holders,
+                reshard_after_forward=options.reshard_after_forward,
+                shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
+            )
+        for block in (*repeated_layers(module), module.model.get_submodule(module.family.vision_tower)):
+            shard(block, reshard_after_forward=options.reshard_after_forward)
+        shard(module, reshard_after_forward=False)
+        for part in sharded_parts(module):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def reshard(self, module: PackedVLM) -> None:
+        """Frees the gathered weights that a forward pass without a backward pass leaves."""
+        for part in sharded_parts(module):
+            part.reshard()
+
+    @contextmanager
+    def keep_gathered(self, module: PackedVLM) -> Iterator[None]:
+        """With ``reshard_after_forward=False`` weights stay gathered from one micro-batch to the next in here."""
+        if self.options.reshard_after_forward:
+            yield
+            return
+        self._reshard_after_backward(module, False)
+        try:
+            yield
+        finally:
+            self._reshard_after_backward(module, True)
+            self.reshard(module)
+
+    @staticmethod
+    def _reshard_after_backward(module: PackedVLM, reshard: bool) -> None:
+        for part in sharded_parts(module):
+            part.set_reshard_after_backward(reshard, recurse=False)
 
 
 def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
@@ -69,18 +93,6 @@ def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
     """
     sizes = (here, *weight.shape[1:])
     return Shard(next((dim for dim, size in enumerate(sizes) if size % holders == 0), 1))
-
-
-def reshard(module: nn.Module) -> None:
-    """Frees the gathered weights that a forward pass without a backward pass left behind."""
-    for part in sharded_parts(module):
-        part.reshard()
-
-
-def keep_gathered(module: nn.Module, keep: bool) -> None:
-    """Whether the backward passes from here on leave the weights that they used gathered, for the next micro-batch."""
-    for part in sharded_parts(module):
-        part.set_reshard_after_backward(not keep, recurse=False)
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

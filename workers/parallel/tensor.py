@@ -11,7 +11,7 @@ ranks stay whole and compute the heads that a rank's queries use. Fused experts,
 whole, and so do norms and the vision tower, whose images are split instead (`workers.parallel.vision_split`).
 
 Every weight of the model that is whole sees a part of the work, of tokens, heads or images, and gets a part of its gradient on
-each rank: `sum_partial_gradients` adds the parts, once for each optimizer step.
+each rank: `TensorParallel.sum_gradients` adds the parts, once for each optimizer step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,10 @@ from torch.nn.functional import embedding, linear
 from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.patches import call_before_forward, replace_submodule
 from workers.parallel.autograd_collectives import Peers, gather_split, sum_and_split
-from workers.parallel.heads import check_heads, key_value_share
+from workers.parallel.transform import Transform
+from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs
 from workers.ranks.mesh import Ranks
 
@@ -37,43 +39,52 @@ BUCKET_ELEMENTS = 2**26
 """Gradients summed at a time."""
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Splits the language model of ``module`` over tp, in place; what is split lies on the mesh's device afterwards.
+class TensorParallel(Transform):
+    """The language model, split over tp."""
 
-    Raises:
-        InvalidConfig: sizes of the model do not divide by the layout, or the model has adapters.
-    """
-    mesh, group = ranks.submesh("tp"), ranks.group("tp")
-    if mesh is None or group is None:
-        return
-    if options.lora_rank:
-        raise InvalidConfig(
-            f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
-        )
-    model, family, peers = module.model, module.family, Peers.of(group)
-    check_heads(model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
-    split = _Split(mesh, peers, model.config.text_config)
-    names = [name for name, _ in model.named_modules()]
-    parents: dict[int, nn.Module] = {}  # of layers split by column, which need all tokens
-    for pattern, style in ((family.embedding, "vocabulary"), *family.tensor_plan):
-        for name in (name for name in names if fnmatchcase(name, pattern)):
-            parent, _, child = name.rpartition(".")
-            holder = model.get_submodule(parent)
-            setattr(holder, child, split.layer(name, getattr(holder, child), style, holder))
-            if style.endswith("colwise") and name != family.head:
-                parents[id(holder)] = holder
-    for parent in parents.values():
-        parent.register_forward_pre_hook(partial(_gather_input, peers=peers), with_kwargs=True)
-    module.score = partial(split_token_log_probs, peers=peers)
-    if ranks.size("dp", "sp") == 1:  # otherwise FSDP moves what is left
-        module.to(mesh.device_type)
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return ranks.size("tp") > 1
 
+    def apply(self, module: PackedVLM) -> None:
+        """Puts split layers in the places of whole ones, on the mesh's device.
 
-def sum_partial_gradients(module: PackedVLM, ranks: Ranks) -> None:
-    """Makes every gradient whole over tp; due on every rank after the last backward pass before a step. Nothing without tp."""
-    group = ranks.group("tp")
-    if ranks.mesh is not None and group is not None:
-        sum_gradients(partial_parameters(module), group, ranks.mesh.device_type)
+        Raises:
+            InvalidConfig: sizes of the model do not divide by the layout, or the model has adapters.
+        """
+        ranks, mesh = self.ranks, self.mesh
+        if self.options.lora_rank:
+            raise InvalidConfig(
+                f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
+            )
+        model, family, peers = module.model, module.family, Peers.of(mesh.get_group())
+        check_heads(model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
+        split = _Split(mesh, peers, model.config.text_config)
+        names = [name for name, _ in model.named_modules()]
+        parents: dict[int, nn.Module] = {}  # of layers split by column, which need all tokens
+        for pattern, style in ((family.embedding, "vocabulary"), *family.tensor_plan):
+            for name in (name for name in names if fnmatchcase(name, pattern)):
+                parent = model.get_submodule(name.rpartition(".")[0])
+                replace_submodule(model, name, split.layer(name, model.get_submodule(name), style, parent))
+                if style.endswith("colwise") and name != family.head:
+                    parents[id(parent)] = parent
+        for parent in parents.values():
+            call_before_forward(parent, partial(_gather_input, peers=peers))
+        module.score = partial(split_token_log_probs, peers=peers)
+        if ranks.size("dp", "sp") == 1:  # otherwise FSDP moves the rest
+            module.to(mesh.device_type)
+
+    def sum_gradients(self, module: PackedVLM) -> None:
+        """Adds up the gradients of parameters that every rank of tp holds whole."""
+        sum_gradients(partial_parameters(module), self.mesh.get_group(), self.mesh.device_type)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of tp."""
+        mesh = self.ranks.submesh("tp")
+        if mesh is None:
+            raise InvalidConfig(f"{self.ranks.layout} has no tensor parallelism")
+        return mesh
 
 
 def partial_parameters(module: PackedVLM) -> list[nn.Parameter]:

@@ -19,13 +19,21 @@ from dataproto.vlm import MediaSpans
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM, TokenShare, select_rows
 from workers.parallel.autograd_collectives import Peers, gather_shared, sum_and_split
+from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Splits the tokens of ``module`` over sp x tp, in place."""
-    sp, tp = (None if group is None else Peers.of(group) for group in (ranks.group("sp"), ranks.group("tp")))
-    module.tokens = SplitTokens(sp, tp)
+class TokenSplit(Transform):
+    """The tokens of a packed sequence, split over sp x tp."""
+
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return ranks.size("sp", "tp") > 1
+
+    def apply(self, module: PackedVLM) -> None:
+        """Gives ``module`` a `SplitTokens`."""
+        groups = self.ranks.group("sp"), self.ranks.group("tp")
+        module.tokens = SplitTokens(*(None if group is None else Peers.of(group) for group in groups))
 
 
 @dataclass(frozen=True)

@@ -7,32 +7,38 @@ shared prompts and kernels are those of one process.
 """
 
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dataproto.errors import InvalidConfig
 from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.autograd_collectives import Peers, exchange
-from workers.parallel.heads import check_heads, key_value_repeats
+from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Splits the heads in attention of ``module`` over sp, in place.
+class UlyssesParallel(Transform):
+    """The heads of attention, split over sp."""
 
-    Raises:
-        InvalidConfig: sp x tp does not divide the query heads.
-    """
-    group = ranks.group("sp")
-    if group is None:
-        return
-    check_heads(module.model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
-    name = f"ulysses_packed_flash_{options.flash_attention}"
-    decoder = module.model.get_submodule(module.family.language_model)
-    set_attention(decoder, name, partial(ulysses_attention, flash=FLASH_KERNELS[options.flash_attention]))
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return ranks.size("sp") > 1
+
+    def apply(self, module: PackedVLM) -> None:
+        """Makes the language model attend through `ulysses_attention`.
+
+        Raises:
+            InvalidConfig: sp x tp does not divide the query heads.
+        """
+        heads, flash = module.model.config.text_config.num_attention_heads, self.options.flash_attention
+        check_heads(heads, self.ranks.size("sp"), self.ranks.size("tp"))
+        decoder = module.model.get_submodule(module.family.language_model)
+        set_attention(decoder, f"ulysses_packed_flash_{flash}", partial(ulysses_attention, flash=FLASH_KERNELS[flash]))
 
 
 def ulysses_attention(
@@ -70,3 +76,35 @@ def ulysses_attention(
     query, key, value = whole.split(shares, dim=1)
     out, _ = packed_attention(module, query, key, value, attention_mask, **kwargs)  # (1, T, h_q, D)
     return exchange(out[0].unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)[None], None
+
+
+def check_heads(heads: int, sp: int, tp: int) -> None:
+    """Raises `InvalidConfig` unless every rank of sp x tp gets as many of the query heads."""
+    if heads % (sp * tp):
+        fitting = [degree for degree in range(1, heads + 1) if heads % degree == 0]
+        raise InvalidConfig(
+            f"layout.sp={sp} x layout.tp={tp} = {sp * tp} must divide the {heads} query heads of this model: use one of {fitting}"
+        )
+
+
+def key_value_repeats(heads: int, key_value_heads: int, ranks: int) -> int:
+    """How often each key-value head must stand in a row, so that equal parts of the row serve equal parts of the query heads.
+
+    1 where the key-value heads divide over the ranks by themselves.
+
+    >>> key_value_repeats(28, 4, 2), key_value_repeats(16, 2, 8), key_value_repeats(28, 4, 7)
+    (1, 4, 7)
+    """
+    group = heads // key_value_heads
+    return group // gcd(group, heads // ranks)
+
+
+def key_value_share(heads: int, key_value_heads: int, ranks: int, rank: int) -> list[int]:
+    """The key-value heads that one rank's query heads use, each as often as `key_value_repeats` makes it stand there.
+
+    >>> [key_value_share(16, 2, 4, rank) for rank in range(4)], key_value_share(6, 3, 2, 1)
+    ([[0], [0], [1], [1]], [1, 2, 2])
+    """
+    repeats = key_value_repeats(heads, key_value_heads, ranks)
+    share = key_value_heads * repeats // ranks
+    return [place // repeats for place in range(rank * share, (rank + 1) * share)]

@@ -2,7 +2,7 @@
 
 Each rank encodes its part of the micro-batch's distinct images and videos, about the same cost each, and all get all features.
 The tower's weights see a part of the images on each rank, so their gradients are sums over sp x tp: FSDP takes that over dp x
-sp, `workers.parallel.tensor.sum_partial_gradients` over tp.
+sp, `workers.parallel.tensor.TensorParallel.sum_gradients` over tp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,22 @@ from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel.autograd_collectives import Peers, gather_split
+from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
 
 
-def apply(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> None:
-    """Splits the images of ``module`` over sp x tp, in place."""
-    group = ranks.group("sp", "tp")
-    if group is not None:
-        module.features = SplitFeatures(module.family, Peers.of(group))
+class VisionSplit(Transform):
+    """Images and videos, split over sp x tp."""
+
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        return ranks.size("sp", "tp") > 1
+
+    def apply(self, module: PackedVLM) -> None:
+        """Gives ``module`` a `SplitFeatures`."""
+        group = self.ranks.group("sp", "tp")
+        if group is not None:
+            module.features = SplitFeatures(module.family, Peers.of(group))
 
 
 @dataclass(frozen=True)

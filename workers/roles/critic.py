@@ -12,13 +12,10 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.precision import HalfWeights
+from workers.model.patches import remove_submodule
 from workers.ranks.dispatch_modes import dispatch
-from workers.ranks.mesh import Ranks
-from workers.roles.actor import TrainedWorker
-from workers.roles.model_worker import ModelWorker
+from workers.roles.model_worker import ModelWorker, TrainedWorker
 from workers.training.optimizer import OptimizerConfig
-from workers.training.training_state import load_weights
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,7 @@ class PackedCritic(PackedVLM):
         """Takes the language-model head out of ``model``; tied embeddings stay where they are looked up."""
         super().__init__(model, family, temperature=1.0)
         head = family.lm_head(model)
-        holder, _, name = family.head.rpartition(".")
-        delattr(model.get_submodule(holder), name)
+        remove_submodule(model, family.head)
         self.value_head = nn.Linear(head.weight.shape[1], 1, bias=False, device=head.weight.device)
         nn.init.zeros_(self.value_head.weight)
 
@@ -74,11 +70,8 @@ class ValueWorker(ModelWorker):
     in the column of the token's own log-prob, reward and advantage, as in verl.
     """
 
-    def __init__(self, config: CriticConfig, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
-        super().__init__(config, device, ranks)
-        self.half_weights = HalfWeights(self.module.model)  # the value head stays in float32
-
     def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedCritic:
+        """The packed model around a loaded one."""
         critic = PackedCritic(model, family)
         critic.value_head.requires_grad_(self.trains)
         return critic
@@ -91,13 +84,11 @@ class ValueWorker(ModelWorker):
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
             RankFailure: another rank's rows were refused.
         """
-        return self.scores(data, into)
+        return self.model.score(data, into)
 
 
 class FrozenCriticWorker(ValueWorker):
     """A critic that is not trained any more: its weights, without gradients and optimizer."""
-
-    trains = False
 
     def load(self, directory: Path) -> None:
         """Reads the weights that `CriticWorker.save` wrote, in this layout or another. Every rank calls it.
@@ -106,7 +97,7 @@ class FrozenCriticWorker(ValueWorker):
             CheckpointError: the checkpoint is missing, damaged, or of another model.
             RankFailure: another rank cannot read it.
         """
-        load_weights(directory, self.module, self.ranks)
+        self.model.load(directory)
 
 
 class CriticWorker(TrainedWorker, ValueWorker):
@@ -119,5 +110,5 @@ class CriticWorker(TrainedWorker, ValueWorker):
 
     @dispatch("all")
     def save(self, directory: Path, behind: bool = False) -> None:
-        """Writes what training goes on from, the value head with the rest; ``behind`` as the actor's."""
-        self.saving.save_training(directory, self.module, self.optimizer, behind)
+        """Writes the training state, with the value head; ``behind`` as the actor's."""
+        self.model.save(directory, behind, export=False)

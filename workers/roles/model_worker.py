@@ -1,27 +1,133 @@
-"""What actor and reference share: a packed model that scores responses."""
+"""Workers that hold a model: what scores rows, what learns from them, and the policy's own."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, NonFiniteLogits
+from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from workers.model.model_config import ModelConfig, compute_dtype
-from workers.model.named_weights import all_named_weights
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.precision import HalfWeights
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import MicroBatch, check_rows, forward_rows, micro_batches
-from workers.training.loading import load_packed
+from workers.training.forward_pass import LossFn
+from workers.training.mini_batches import split_update
+from workers.training.training_model import TrainingModel, Updated
+
+
+class ModelWorker:
+    """Holds one `TrainingModel`; every rank calls every method."""
+
+    role = "model"  # the model's name in metrics
+    trains = False
+
+    def __init__(self, config: Any, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
+        """``ranks`` comes from `join`; without it the process is alone."""
+        self.config = config
+        optimizer = config.optimizer if self.trains else None
+        self.model = TrainingModel(config, self.wrap, device, ranks, optimizer, self.role)
+
+    @property
+    def module(self) -> PackedVLM:
+        """The packed model, or this rank's part of it."""
+        return self.model.module
+
+    def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedVLM:
+        """The packed model around a loaded one."""
+        raise NotImplementedError
+
+
+def join_updates(results: Sequence[Updated]) -> Updated:
+    """Scores in the order of the caller's rows; every rank has the same metrics."""
+    scores = torch.cat([result.scores for result in results])
+    order = np.concatenate([result.rows for result in results if result.rows is not None])
+    return Updated(results[0].metrics, torch.empty_like(scores).index_copy_(0, torch.from_numpy(order), scores))
+
+
+class TrainedWorker(ModelWorker):
+    """Updates a model by a loss function that the recipe hands in."""
+
+    trains = True
+
+    @dispatch(split=split_update)
+    def update(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        minibatch: int | None = None,
+        epochs: int = 1,
+        aggregation: str = "token-mean",
+        entropy: bool = False,
+    ) -> dict[str, float]:
+        """One optimizer step for each mini-batch of ``minibatch`` prompts (all rows if ``None``), ``epochs`` times.
+
+        The loss does not depend on how rows are split into micro-batches or over ranks: its denominators are those of the
+        whole mini-batch. With several data-parallel ranks ``data`` is this rank's share, whose column `MINIBATCH` says which
+        rows belong together (see `workers.training.mini_batches.share_out`); without that column all rows are one mini-batch.
+
+        Args:
+            loss_fn: see `LossFn`; its metrics are averaged with the loss's own weights. Of metrics whose names end in ``_max``,
+                which are not negative, the largest value counts.
+            aggregation: how per-token losses become one number, see `workers.training.aggregation`; the constant of
+                ``seq-mean-token-sum-norm`` is the ``max_tokens`` in ``meta_info`` that the rows were generated with, else R.
+            entropy: compute ``outputs.entropy`` for the loss function.
+
+        Returns:
+            The metrics of all ranks together, averaged over the optimizer steps.
+
+        Raises:
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`; also a mini-batch without any response token. Nothing
+                has been learned then.
+            InvalidConfig: impossible arguments.
+            RankFailure: another rank's rows were refused.
+        """
+        return self.model.update(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
+
+    @dispatch(split=split_update, join=join_updates)
+    def update_and_score(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        minibatch: int | None = None,
+        epochs: int = 1,
+        aggregation: str = "token-mean",
+        entropy: bool = False,
+    ) -> Updated:
+        """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
+        return self.model.update(data, loss_fn, minibatch, epochs, aggregation, entropy)
+
+    @dispatch("all")
+    def save(self, directory: Path, behind: bool = False) -> None:
+        """Writes the weights as a Hugging Face checkpoint, adapters merged, and the training state beside it.
+
+        Training may continue from any point at which it is called; gradients are not written. With ``behind`` it returns
+        as soon as the state is copied, and `finish_save` waits for the rest.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        self.model.save(directory, behind)
+
+    @dispatch("all")
+    def finish_save(self) -> None:
+        """Waits until everything that is saved in the background is on disk; raises the error of a save that failed."""
+        self.model.finish_save()
+
+    @dispatch("all")
+    def load(self, directory: Path) -> None:
+        """Reads what `save` wrote, to the last bit, and clears the gradients.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, or of another model.
+        """
+        self.model.load(directory)
 
 
 @dataclass(frozen=True)
@@ -42,165 +148,11 @@ class PolicyConfig(ModelConfig):
         return PolicyConfig(**kept | {"lora_rank": 0, "lora_vision": False, "activation_checkpointing": "none"})
 
 
-class ModelWorker:
-    """Holds a packed model, or this rank's part of it, and runs it over rows.
-
-    Ranks along dp have rows of their own; those along sp and tp share rows, and all of them call every method.
-    """
-
-    trains = True
-
-    def __init__(self, config: Any, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
-        """``ranks`` comes from `init_ranks`; without it the process is alone."""
-        self.config = config
-        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.ranks = ranks or Ranks()
-        self.module = load_packed(config, self.device, self.ranks, self.trains, self.wrap)
-        self.half_weights = HalfWeights(self.module)
+class PolicyWorker(ModelWorker):
+    """Scores responses under a policy."""
 
     def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedVLM:
         """The packed model around a loaded one."""
-        raise NotImplementedError
-
-    def scores(self, data: DataProto, into: str, entropy: bool = False) -> DataProto:
-        """What the model says of response tokens as column ``into`` ``(B, R)`` float32, and ``entropys`` if asked for.
-
-        Raises:
-            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
-            NonFiniteLogits: what the model says is NaN or infinite; names the row and the token.
-            RankFailure: another rank raised one of these.
-        """
-        with self.ranks.fail_together():
-            check_rows(data, self.module)
-        shape = tuple(data["response_mask"].shape)
-        columns = {name: torch.zeros(shape) for name in (into, "entropys")[: 1 + entropy]}
-        self.module.eval()
-
-        def keep(part: MicroBatch, outputs: Any) -> Tensor:
-            if not part.inert:
-                columns[into][part.index] = outputs.scores.cpu()
-                if entropy:
-                    columns["entropys"][part.index] = outputs.entropy.cpu()
-            return outputs.scores.new_zeros(())
-
-        with torch.no_grad(), self.compute():
-            self.passes(data, keep, entropy)
-        if self.sharded:
-            import_module("workers.parallel.fsdp").reshard(self.module)
-        columns = self.ranks.broadcast_from_last(columns, "pp")
-        with self.ranks.fail_together():
-            check_finite(columns[into], data, into)
-        return DataProto.from_dict(columns)
-
-    def passes(
-        self,
-        data: DataProto,
-        conclude: Callable[[MicroBatch, Any], Tensor],
-        entropy: bool = False,
-        backward: bool = False,
-        phase: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        """Passes over the rows, micro-batch by micro-batch.
-
-        Args:
-            conclude: from a micro-batch and its outputs to the number that the backward pass begins at; called on the ranks of
-                the last pipeline stage.
-            backward: also backward.
-            phase: times the parts, see `Accounting.phase`.
-        """
-        parts = self.micro_batches(data)
-        with self.gathered():
-            if self.ranks.size("pp") > 1:
-                with phase("pipeline"):
-                    import_module("workers.training.schedules").run_pipeline(
-                        self.module,
-                        parts,
-                        self.ranks,
-                        self.device,
-                        conclude,
-                        schedule=self.config.pipeline_schedule,
-                        dtype=self.stream_dtype,
-                        entropy=entropy,
-                        backward=backward,
-                    )
-                return
-            for part in parts:
-                outputs = forward_rows(self.module, part.rows, self.device, entropy, part.tower, phase)
-                with phase("forward"):
-                    total = conclude(part, outputs)
-                if backward:
-                    with phase("backward"):
-                        total.backward()
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Sharded weights stay gathered from micro-batch to micro-batch in here if the configuration says so."""
-        if not self.sharded or self.config.reshard_after_forward:
-            yield
-            return
-        fsdp = import_module("workers.parallel.fsdp")
-        fsdp.keep_gathered(self.module, True)
-        try:
-            yield
-        finally:
-            fsdp.keep_gathered(self.module, False)
-            fsdp.reshard(self.module)
-
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        """Of the states that go from layer to layer: under autocast (see `compute`) sums stay in float32."""
-        autocast = not self.sharded and self.ranks.size("tp") > 1
-        return torch.float32 if autocast else compute_dtype(self.config.dtype, self.device.type)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether weights are gathered layer by layer, by FSDP."""
-        return self.ranks.size("dp", "sp") > 1
-
-    def micro_batches(self, data: DataProto) -> list[MicroBatch]:
-        """Parts of which each rank has at most ``token_budget`` tokens: those along sp share the tokens of one."""
-        return micro_batches(data, self.module, self.config.token_budget * self.ranks.size("sp"), self.ranks)
-
-    @contextlib.contextmanager
-    def compute(self) -> Iterator[None]:
-        """Forward and backward passes in here are in bfloat16 where the configuration says so.
-
-        Sharded weights are cast as they are gathered; those split over tp alone by autocast, the others by `HalfWeights`.
-        """
-        if compute_dtype(self.config.dtype, self.device.type) == torch.float32 or self.sharded:
-            yield
-        elif self.ranks.size("tp") > 1:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                yield
-        else:
-            with self.half_weights.replaced():
-                yield
-
-
-def check_finite(scores: Tensor, data: DataProto, name: str) -> None:
-    """Raises `NonFiniteLogits` where ``scores (B, R)`` of response tokens are NaN or infinite.
-
-    >>> data = DataProto.from_dict({"response_mask": torch.tensor([[1, 0], [1, 1]])}, {"uid": ["a", "b"]})
-    >>> check_finite(torch.tensor([[-0.5, 0.0], [-0.1, float("nan")]]), data, "old_log_probs")
-    Traceback (most recent call last):
-    ...
-    dataproto.errors.NonFiniteLogits: row 1 (uid b): old_log_probs of response token 1 is nan: the model's weights, or the row's \
-pixels, hold NaN or infinity
-    """
-    wrong = (~scores.isfinite() & (data["response_mask"] != 0)).nonzero()
-    if len(wrong):
-        row, place = wrong[0].tolist()
-        uid = f" (uid {data['uid'][row]})" if "uid" in data else ""
-        raise NonFiniteLogits(
-            f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
-            "pixels, hold NaN or infinity"
-        )
-
-
-class PolicyWorker(ModelWorker):
-    """Holds a policy and scores responses under it."""
-
-    def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedVLM:
         return PackedVLM(model, family, self.config.temperature)
 
     @dispatch("dp")
@@ -208,22 +160,19 @@ class PolicyWorker(ModelWorker):
         """Log-probs of the responses as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
 
         Raises:
-            MissingColumn, InvalidColumn, MediaMismatch, NonFiniteLogits, RankFailure: see `scores`.
+            MissingColumn, InvalidColumn, MediaMismatch, NonFiniteLogits, RankFailure: see `TrainingModel.score`.
         """
-        return self.scores(data, into, entropy)
+        return self.model.score(data, into, entropy)
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part.
-
-        ``dtype`` is what tensors that have to be gathered come in, if not their own.
-        """
-        return all_named_weights(self.module.model, self.ranks, dtype)
+        """(Hugging Face parameter name, full tensor) pairs; see `TrainingModel.named_weights`."""
+        return self.model.named_weights(dtype)
 
 
 class ReferenceWorker(PolicyWorker):
-    """The frozen policy that a KL term holds on to."""
+    """The frozen policy that a KL term is measured against."""
 
-    trains = False
+    role = "reference"
 
     @dispatch("dp")
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:

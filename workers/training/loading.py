@@ -15,13 +15,15 @@ from workers.model.attention import use_packed_attention
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.parallel import parallelize
+from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
 
 Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
 
 
-def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, wrap: Wrap) -> PackedVLM:
+def load_packed(
+    config: Any, device: torch.device, ranks: Ranks, trains: bool, wrap: Wrap
+) -> tuple[PackedVLM, list[Transform]]:
     """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
 
     Where FSDP spreads it, the first rank (of each pipeline stage) reads the checkpoint into its host memory and the others
@@ -46,10 +48,10 @@ def load_packed(config: Any, device: torch.device, ranks: Ranks, trains: bool, w
     module = wrap(model, family)
     use_packed_attention(model, config.flash_attention)  # instead of the usual kernel
     weights = module.state_dict() if one_reads and reader else {}
-    parallelize(module, ranks, config)
+    transforms = parallelize(module, ranks, config)
     if one_reads:
         receive(module, weights, device, ranks)
-    return module
+    return module, transforms
 
 
 def hollow_model(model_path: str) -> PreTrainedModel:

@@ -1,13 +1,101 @@
-"""Which rows are computed together: full micro-batches of about equal work."""
+"""Micro-batches: the rows that one forward pass computes together, full ones of about equal work.
+
+Ranks that share a model run in step: FSDP gathers weights layer by layer, so all of them run the same number of micro-batches,
+and in each of them the vision tower if one rank has media there.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dataproto import DataProto
 from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
+from workers.model.packed_model import PackedVLM
+from workers.ranks.mesh import Ranks
+from workers.training.forward_pass import has_media, media_of, sharing
+
+NOTHING = slice(0, 0)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward pass, and what other ranks need of it."""
+
+    index: slice | Tensor  # which rows of the batch; none of them is an inert micro-batch's
+    rows: DataProto  # at least one, of which an inert micro-batch wants no log-prob
+    tower: bool  # some rank has media in its micro-batch of this number, so that all must run the vision tower
+
+    @property
+    def inert(self) -> bool:
+        """Whether it is there only because other ranks have rows left."""
+        return isinstance(self.index, slice) and self.index.start == self.index.stop
+
+
+def micro_batches(
+    data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks | None = None
+) -> list[MicroBatch]:
+    """Parts of at most ``token_budget`` packed tokens, a shared prompt counted once, as many on every rank.
+
+    Rows without response tokens (`pad_inert`) are in none of them: nothing is wanted of those. Every rank calls it; a rank
+    with fewer rows spreads them over as many parts and, if that is not enough, gets inert ones.
+    """
+    ranks = ranks or Ranks()
+    wanted = data["response_mask"].bool().any(1)
+    places = None if bool(wanted.all()) else wanted.nonzero().squeeze(1)
+    chosen = data if places is None else data[places]
+    plan = _plan(chosen, module, token_budget, ranks)
+    if ranks.size("dp") > 1:
+        plan = _by_media(chosen, plan)
+    parts = [as_index(rows) for rows in plan]
+    rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
+    indices = [part if places is None or part == NOTHING else places[part] for part in parts]
+    tower = ranks.any_of([has_media(part) for part in rows], "dp")
+    return [MicroBatch(*each) for each in zip(indices, rows, tower, strict=True)]
+
+
+def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[np.ndarray]:
+    attended, width = data["attention_mask"], data["response_mask"].shape[1]
+    saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
+    whole = attended.sum(1)
+    stages = ranks.size("pp")  # a pipeline takes as many micro-batches as it has, or a multiple
+    if ranks.size("dp") == stages == 1 and int((whole - saved).sum()) <= token_budget:
+        return [np.arange(len(data))] if len(data) else []
+    costs = module.family.row_costs(module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1))
+    return plan_rows(
+        whole - saved,
+        saved,
+        *costs,
+        token_budget,
+        agree=lambda count: -(-max(ranks.all_gather(count, "dp")) // stages) * stages,
+    )
+
+
+def _by_media(data: DataProto, plan: list[np.ndarray]) -> list[np.ndarray]:
+    """The micro-batches with the most media first: ranks wait for each other in tower and decoder alike, each of which should
+    be about as much work on all of them.
+    """
+    shared = sharing(data).tolist()
+    sizes = [0 if behind else sum(map(len, row.values())) for behind, row in zip(shared, media_of(data), strict=True)]
+    return sorted(plan, key=lambda rows: -sum(sizes[row] for row in rows))
+
+
+def inert_rows(module: PackedVLM) -> DataProto:
+    """One row of two text tokens, of which no log-prob is wanted."""
+    ids, mask = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
+    types = ids.to(torch.int8)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "mm_token_type_ids": types,
+            "position_ids": module.family.position_ids(types, mask, None, None, None, module.model.config),
+            "response_mask": ids[:, :1],
+        }
+    )
 
 
 def plan_rows(

@@ -3,10 +3,15 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.columns import require
+from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.planning import balance, cut_minibatches, places_in_groups
 from workers.ranks.dispatch_modes import Arguments
+from workers.ranks.mesh import Ranks
 
 TOLERANCE = 1.1
 """How much more than the average the busiest rank may have to do before the samples of a prompt are parted."""
@@ -95,3 +100,38 @@ def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: i
         if busiest <= TOLERANCE * costs.sum() / parts or size == 1:
             return best
         pieces *= 2
+
+
+def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
+    """Row indices of this rank's part of each mini-batch; ``None`` stands for all rows."""
+    if MINIBATCH in data:
+        numbers = np.asarray(data[MINIBATCH])
+        return [np.flatnonzero(numbers == number) for number in range(int(numbers.max(initial=-1)) + 1)]
+    if prompts is None:
+        return [None]
+    if ranks.size("dp") > 1:
+        raise InvalidConfig(
+            f"minibatch={prompts} counts prompts of all ranks: cut the batch by workers.training.mini_batches.share_out before "
+            "it is spread"
+        )
+    require(data, "uid")
+    return list(cut_minibatches(data["uid"], prompts))
+
+
+def with_response_tokens(parts: Sequence[np.ndarray | None], mask: Tensor, ranks: Ranks) -> list[np.ndarray | None]:
+    """The mini-batches, as many on every rank: of the last ones a rank may have no rows.
+
+    Raises:
+        InvalidColumn: a mini-batch has no response token on any rank; names it.
+    """
+    masks = (mask if part is None else mask[torch.from_numpy(part)] for part in parts)
+    mine = [(len(each), int((each != 0).sum())) for each in masks]
+    everybody = ranks.all_gather(mine, "dp")
+    count = max(map(len, everybody))
+    for number in range(count):
+        held = [found[number] for found in everybody if number < len(found)]
+        if not any(tokens for _, tokens in held):
+            rows = sum(rows for rows, _ in held)
+            raise InvalidColumn(f"none of the {rows} rows of mini-batch {number} has a response token to learn from")
+    missing = count - len(parts)
+    return [*parts, *[np.zeros(0, dtype=np.int64)] * missing]

@@ -1,0 +1,105 @@
+"""Every change that this package makes to modules of transformers and torch, and why no official way does the same.
+
+All such changes go through the functions of this file; nothing else in `workers` assigns to such a module, replaces one of its
+methods or registers a hook on it. Classes stay as they are: only instances are changed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+REASONS = {
+    "workers.model.attention": (
+        "The attention function is chosen by name in each part's config. transformers checks names that contain 'flash' for an "
+        "installed package, and only under such names does a vision tower make one variable-length call a layer."
+    ),
+    "workers.model.lora": (
+        "Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses one matrix for "
+        "all experts, which cannot be split by expert."
+    ),
+    "workers.model.patch_embedding": (
+        "Vision towers embed patches by a convolution; no option of theirs computes it as a matrix product."
+    ),
+    "workers.model.precision": (
+        "Layers read their weights as attributes. Autocast casts a weight at each use, and sums in float32 between layers; "
+        "copies in bfloat16 have to take the parameters' places."
+    ),
+    "workers.parallel.activation_checkpointing": (
+        "transformers checkpoints layers in training mode alone and without a selection of operators, and outside of the hooks "
+        "of FSDP2."
+    ),
+    "workers.parallel.compiling": (
+        "`nn.Module.compile` compiles hooks too, those of FSDP2 among them, and marks no dynamic sizes. "
+        "torch's limit of recompilations is too low for the variants of a layer."
+    ),
+    "workers.parallel.expert": (
+        "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."
+    ),
+    "workers.parallel.pipeline": (
+        "Models of transformers have no stages: a rank keeps some layers under their names, and only the last stage runs the "
+        "final norm."
+    ),
+    "workers.parallel.tensor": (
+        "transformers' tensor parallelism replicates the tokens and the vision tower; split layers take the place of whole ones, "
+        "and gather the tokens before."
+    ),
+    "workers.roles.critic": "No class of transformers has a vision tower and a value head, so the head for logits is removed.",
+}
+"""Each module that changes others through this file, and why. A test compares the keys with what the modules import."""
+
+
+def route_attention(part: nn.Module, name: str) -> None:
+    """Makes ``part``, if it has a config that names an attention function, use the one that is registered as ``name``."""
+    config = getattr(part, "config", None)
+    if config is not None and hasattr(config, "_attn_implementation"):
+        config._attn_implementation_internal = name
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Makes this instance compute with ``forward``; its parameters, their names and its hooks stay."""
+    module.forward = forward
+
+
+def replace_submodule(model: nn.Module, path: str, part: nn.Module) -> None:
+    """Puts ``part`` at ``path``, which may hold a module already; the path up to its last name has to exist."""
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, part)
+
+
+def remove_submodule(model: nn.Module, path: str) -> None:
+    """Takes the module at ``path`` out of the model."""
+    parent, _, name = path.rpartition(".")
+    delattr(model.get_submodule(parent), name)
+
+
+def hollow_parameter(module: nn.Module, name: str) -> None:
+    """Leaves a parameter of ``module`` without storage; `torch.func.functional_call` then gives it a value in each call."""
+    shape = torch.empty_like(module.get_parameter(name), device="meta")
+    setattr(module, name, nn.Parameter(shape, requires_grad=False))
+
+
+def set_expert_count(experts: nn.Module, count: int) -> None:
+    """Tells fused experts how many of them compute here."""
+    experts.num_experts = count  # type: ignore[assignment]
+
+
+def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """Lets ``owner`` find ``weight`` under ``name``, without the checks of a registration."""
+    owner._parameters[name] = weight
+
+
+def call_after_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Calls ``hook`` with ``weight`` each time that a backward pass has added to its gradient."""
+    weight.register_post_accumulate_grad_hook(hook)
+
+
+def call_before_forward(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Lets ``hook(module, args, kwargs)`` change the arguments of each call."""
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def allow_recompilations(count: int) -> None:
+    """Lets torch compile one function at least ``count`` times, for all modules of the process."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)

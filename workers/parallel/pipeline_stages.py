@@ -1,0 +1,214 @@
+"""The stages of a pipeline, and how they run over micro-batches by the schedules of ``torch.distributed.pipelining``.
+
+The library's schedules split tensors into equal parts, one for each micro-batch. Here they split the numbers 0, 1, ... of the
+micro-batches; a stage looks up the inputs of a number in a `Feed`: packed rows and, on the first stage, media. All
+micro-batches are filled up to one length, since the library fixes the shapes that stages send to each other.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from dataproto.errors import InvalidConfig
+from dataproto.packing import PackedRows
+from dataproto.vlm import MediaSpans
+from dataproto.vlm.media import dense_levels
+from workers.model.packed_model import PackedVLM
+
+
+def stage_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> list[range]:
+    """The decoder layers of each stage: as many as ``given`` says, or about equally many, those without tower first.
+
+    >>> stage_layers(7, 3), stage_layers(4, 2, given=[1, 3])
+    ([range(0, 2), range(2, 5), range(5, 7)], [range(0, 1), range(1, 4)])
+    """
+    if stages > layers:
+        raise InvalidConfig(
+            f"layout.pp makes {stages} stages, but the model has {layers} decoder layers: use fewer stages"
+        )
+    least, more = divmod(layers, stages)
+    counts = [least + (0 < stage <= more) for stage in range(stages)] if given is None else list(given)
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        raise InvalidConfig(
+            f"pipeline_layers={tuple(counts)}: must name at least one layer for each of {stages} stages, {layers} in all"
+        )
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+class StageLayers(nn.ModuleList):
+    """A rank's decoder layers under the names that they have in the whole model; a pass sees those of one stage."""
+
+    def __init__(self, whole: nn.Module, kept: Sequence[int]) -> None:
+        super().__init__()
+        for number in kept:
+            self.add_module(str(number), whole.get_submodule(str(number)))
+        self.running = range(0)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([self.get_submodule(str(number)) for number in self.running])
+
+    def __getitem__(self, places: Any) -> Any:
+        return list(self)[places]
+
+
+@dataclass(frozen=True)
+class StagedForward:
+    """`PackedVLM.forward` of one of the rank's stages."""
+
+    module: PackedVLM
+    bounds: tuple[range, ...]  # the layers of every stage
+    numbers: range  # of this rank's stages
+    layers: StageLayers
+
+    def __call__(
+        self,
+        rows: PackedRows,
+        media: Mapping[str, Tensor],
+        spans: MediaSpans,
+        entropy: bool = False,
+        states: Tensor | None = None,
+        stage: int = 0,
+        deep: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """What stage ``stage`` makes of its input.
+
+        Args:
+            states: ``(levels, S, H)`` from the stage before, of `levels` levels; ``None`` for the first stage.
+            deep: levels of deep features that the decoder adds, 0 if no micro-batch has media.
+            dtype: of what goes on to the next stage.
+
+        Returns:
+            ``(levels, S, H)`` for the next stage, or what `PackedVLM.forward` returns.
+        """
+        module, family = self.module, self.module.family
+        mine, places = module.tokens.rows(rows, spans)
+        begin, end = self.bounds[stage].start, self.bounds[stage].stop
+        further = self.levels(stage + 1, deep) - 1
+        if states is None:
+            features = module.features(module.model, media) if media else None
+            hidden, extras = family.merge(module.model, mine.input_ids, features, places)
+            if features is None:
+                beyond = hidden.new_zeros(further, *hidden.shape[1:])
+            else:
+                beyond = dense_levels(features[:, 1 + deep - further :], hidden.shape[1], places)
+        else:
+            hidden, levels = states[:1], states[1:]
+            extras = family.dense_extras(levels) if len(levels) else {}
+            beyond = levels[end - begin :]
+        self.layers.running = self.bounds[stage]
+        hidden = module.decode(hidden, extras, mine)
+        if stage == len(self.bounds) - 1:
+            return module.finish(hidden, mine, entropy)
+        return torch.cat([hidden.to(dtype), beyond.to(dtype)])
+
+    def levels(self, stage: int, deep: int) -> int:
+        """Of what goes into a stage: the states, and the deep features of layers from there on."""
+        return 1 + (max(0, deep - self.bounds[stage].start) if stage < len(self.bounds) else 0)
+
+
+class Feed(Protocol):
+    """The micro-batches of one call, by number."""
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches there are."""
+
+    @property
+    def length(self) -> int:
+        """Packed tokens of the longest micro-batch."""
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any micro-batch runs the vision tower."""
+
+    def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
+        """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
+
+    def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
+        """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """How a pipeline runs over micro-batches."""
+
+    schedule: str  # "1f1b", "interleaved" or "gpipe"
+    dtype: torch.dtype  # of the states between stages
+    entropy: bool = False
+    backward: bool = False
+
+
+def run_stages(
+    staged: StagedForward, feed: Feed, group: ProcessGroup, device: torch.device, options: PassOptions
+) -> None:
+    """Passes over all micro-batches, on every rank of the pipeline; ranks of the last stage call `Feed.conclude`."""
+    from torch.distributed.pipelining import PipelineStage  # 0.2 s that only pipelines pay
+
+    if not feed.count:
+        return
+    module, dtype, backward = staged.module, options.dtype, options.backward
+    deep = module.family.deep_layers(module.model.config) if feed.has_media else 0
+    # The tokens that a rank of sp x tp holds, and the width of their states.
+    shape = (module.tokens.num_states(feed.length), module.model.config.text_config.hidden_size)
+    stages: list[Any] = []
+    for number in staged.numbers:
+        into, out = (
+            torch.empty(staged.levels(at, deep), *shape, dtype=dtype, device="meta", requires_grad=backward)
+            for at in (number, number + 1)
+        )
+        last = number == len(staged.bounds) - 1
+        stages.append(
+            PipelineStage(
+                _Stage(feed, staged, number, {"entropy": options.entropy, "deep": deep, "dtype": dtype}),
+                number,
+                len(staged.bounds),
+                device,
+                input_args=() if number == 0 else (into,),
+                output_args=(torch.empty(1, device="meta", requires_grad=backward) if last else out,),
+                group=group,
+            )
+        )
+    numbers = torch.arange(feed.count)
+    schedule = _schedule(stages, feed.count, options)
+    try:
+        schedule.step(number=numbers, **({"target": numbers} if backward else {}))
+    except RuntimeError as error:  # the library wraps the error of a stage
+        raise error.__cause__ or error from None
+
+
+def _schedule(stages: list[Any], count: int, options: PassOptions) -> Any:
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+    settings: dict[str, Any] = {"loss_fn": _loss if options.backward else None, "scale_grads": False}
+    if options.schedule == "interleaved":
+        return ScheduleInterleaved1F1B(stages, count, **settings)
+    kind = Schedule1F1B if options.schedule == "1f1b" and options.backward else ScheduleGPipe
+    return kind(stages[0], count, **settings)
+
+
+def _loss(output: Tensor, number: Tensor) -> Tensor:
+    """The last stage's output is the loss already."""
+    return output.sum()
+
+
+class _Stage(nn.Module):
+    """One stage as the library calls it. The model is not its submodule, so that FSDP's own hooks do their work."""
+
+    def __init__(self, feed: Feed, staged: StagedForward, number: int, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.feed, self.staged, self.number, self.options = feed, staged, number, dict(options)
+        self.last = number == len(staged.bounds) - 1
+
+    def forward(self, *states: Tensor, number: Tensor) -> Tensor:
+        module: Any = self.staged.module
+        inputs = self.feed.inputs(int(number), media=self.number == 0)
+        out = module(*inputs, **self.options, states=states[0] if states else None, stage=self.number)
+        if not self.last:
+            return out
+        return torch.stack([self.feed.conclude(int(number), inputs[0], *out)]).float()

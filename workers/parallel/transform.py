@@ -1,0 +1,63 @@
+"""What every transform of a packed model is, and what it may do after it has been applied."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from workers.model.model_config import ModelConfig
+from workers.model.packed_model import PackedVLM
+from workers.ranks.mesh import Ranks
+
+
+class Transform:
+    """One change of a packed model: a degree of parallelism, or how its layers are computed.
+
+    A subclass implements `is_due` and `apply`. The other methods are called on every transform of a model, on every rank, at
+    the moment that their names say; here they do nothing.
+    """
+
+    def __init__(self, ranks: Ranks, options: ModelConfig) -> None:
+        self.ranks, self.options = ranks, options
+
+    @classmethod
+    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
+        """Whether this layout and these options ask for the transform."""
+        raise NotImplementedError
+
+    def apply(self, module: PackedVLM) -> None:
+        """Changes ``module`` in place.
+
+        Raises:
+            InvalidConfig: the model does not fit the layout or the options.
+        """
+        raise NotImplementedError
+
+    def sum_gradients(self, module: PackedVLM) -> None:
+        """Adds up gradients of which several ranks hold parts; called once before each optimizer step."""
+
+    def keep_gathered(self, module: PackedVLM) -> AbstractContextManager[None]:
+        """Encloses all micro-batches of one call, between which gathered weights may be kept."""
+        return nullcontext()
+
+    def reshard(self, module: PackedVLM) -> None:
+        """Frees gathered weights; called after passes without backward passes, and after errors."""
+
+    def norm_group(self) -> ProcessGroup | None:
+        """Ranks that hold other parameters of the same model, over which the norm of the gradients is summed."""
+        return None
+
+    def repeated_parameters(self, module: PackedVLM) -> Sequence[nn.Parameter]:
+        """Parameters of this rank that another rank of `norm_group` counts in that norm."""
+        return ()
+
+
+def repeated_layers(module: PackedVLM) -> list[nn.Module]:
+    """Vision blocks and decoder layers, in the order in which they run."""
+    family, model = module.family, module.model
+    return [
+        layer
+        for path in (family.vision_blocks, family.decoder_layers)
+        for layer in model.get_submodule(path).children()
+    ]

@@ -1,0 +1,108 @@
+"""Loss, metrics and scores of one call, added up over micro-batches, pipeline stages and ranks."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dataproto._ops.transfer import move
+from workers.ranks.mesh import Ranks
+from workers.training.forward_pass import index_on
+
+LARGEST = "_max"
+"""The end of the names of metrics whose largest value counts, over tokens, ranks and steps; they are not negative."""
+
+
+class LossSums:
+    """Weighted sums over tokens of this rank's rows.
+
+    >>> sums = LossSums("loss", torch.tensor([[0.5, 0.5]]), torch.device("cpu"))
+    >>> values = torch.tensor([[1.0, 3.0]])
+    >>> sums.add(slice(0, 1), values, values, {"kl": 2 * values, "kl_max": values})
+    tensor(2.)
+    >>> {name: float(total) for name, total in sums.totals.items()}
+    {'loss': 2.0, 'kl': 4.0, 'kl_max': 3.0}
+    """
+
+    def __init__(self, loss_name: str, weights: Tensor, device: torch.device, keep_scores: bool = False) -> None:
+        """``weights (B, R)`` lie on the host; ``keep_scores`` also keeps the outputs' scores of all rows."""
+        self.loss_name, self.weights, self.device = loss_name, weights, device
+        self.totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=device))
+        self.finite = torch.ones(len(weights), dtype=torch.bool, device=device)  # rows whose loss and scores are finite
+        self.scores = torch.zeros(weights.shape, device=device) if keep_scores else None  # (B, R)
+
+    def add(self, index: slice | Tensor, scores: Tensor, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
+        """Adds the rows at ``index``, with values ``(n, R)``; returns their weighted loss (), with gradient."""
+        weights, rows = move(self.weights[index], self.device), index_on(index, self.device)
+        total = weighted_sum(loss, weights)
+        self.totals[self.loss_name] += total.detach()
+        for name, values in metrics.items():
+            if name.endswith(LARGEST):
+                self.totals[name] = self.totals[name].maximum(largest(values.detach(), weights))
+            else:
+                self.totals[name] += weighted_sum(values.detach(), weights)
+        self.finite[rows] = all_finite(loss, scores, weights)
+        if self.scores is not None:
+            self.scores[rows] = scores.detach()
+        return total
+
+    def take_from_last_stage(self, ranks: Ranks) -> None:
+        """Gives all ranks of a pipeline what its last stage has added up."""
+        if ranks.size("pp") == 1:
+            return
+        totals = {name: value.cpu() for name, value in self.totals.items()}
+        scores = None if self.scores is None else self.scores.cpu()
+        self.totals, finite, scores = ranks.broadcast_from_last((totals, self.finite.cpu(), scores), "pp")
+        self.finite = finite.to(self.device)
+        self.scores = None if scores is None else scores.to(self.device)
+
+    def sums(self, ranks: Ranks) -> dict[str, float]:
+        """The sums over the rows of all ranks; of metrics named by `LARGEST`, the largest."""
+        return joined_sums([sums for _, sums in self._gathered(ranks)])
+
+    def means(self, ranks: Ranks) -> dict[str, float]:
+        """The loss of all ranks, and metrics divided by the weights of all ranks."""
+        every_rank = self._gathered(ranks)
+        weight = max(sum(weight for weight, _ in every_rank), 1e-12)
+        parts = [
+            {
+                name: value if name == self.loss_name or name.endswith(LARGEST) else value / weight
+                for name, value in sums.items()
+            }
+            for _, sums in every_rank
+        ]
+        return joined_sums(parts)
+
+    def _gathered(self, ranks: Ranks) -> list[tuple[float, dict[str, float]]]:
+        """Of each data-parallel rank: its weight and its sums."""
+        sums = {name: float(value) for name, value in self.totals.items()}
+        return ranks.all_gather((float(self.weights.sum()), sums), "dp")
+
+
+def joined_sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums of several ranks as one; of metrics named by `LARGEST`, which are not negative, the largest.
+
+    >>> joined_sums([{"kl": 1.0, "kl_max": 3.0}, {"kl": 2.0, "kl_max": 1.0}])
+    {'kl': 3.0, 'kl_max': 3.0}
+    """
+    joined: dict[str, float] = defaultdict(float)
+    for part in parts:
+        for name, value in part.items():
+            joined[name] = max(joined[name], value) if name.endswith(LARGEST) else joined[name] + value
+    return dict(joined)
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Sum of values times weights over tokens of weight above 0; what stands elsewhere, NaN even, does not matter."""
+    return (torch.where(weights > 0, values, 0.0) * weights).sum()
+
+
+def largest(values: Tensor, weights: Tensor) -> Tensor:
+    """The largest value, at least 0, among tokens of weight above 0."""
+    return torch.where(weights > 0, values, 0.0).amax().clamp_min(0.0)
+
+
+def all_finite(loss: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
+    """``(B,)`` bool: rows whose loss and scores are finite wherever the weight is above 0."""
+    return ((loss.isfinite() & scores.isfinite()) | (weights <= 0)).all(1)

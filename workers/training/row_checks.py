@@ -1,0 +1,143 @@
+"""Checks of a batch before the first forward pass: rows that the model cannot have produced, or would stop at, are refused."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto import DataProto
+from dataproto.columns import require
+from dataproto.errors import InvalidColumn, MediaMismatch
+from workers.model.packed_model import PackedVLM
+from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
+
+
+def check_rows(data: DataProto, module: PackedVLM) -> None:
+    """Refuses batches that the policy cannot have produced, and all that a forward pass would stop at: ranks agree on what this
+    raises, before the first collective, and on nothing that a row's content raises later.
+
+    Raises:
+        MissingColumn: a column that training reads is absent.
+        InvalidColumn: columns whose shapes do not belong together; a token that is none of the model's; a response token that
+            the policy can never sample, that is not attended to, or that has no token before it; names row and position.
+        MediaMismatch: a row's placeholder tokens and media disagree, as when a row was cut through an image, or its media is
+            incomplete or of another shape than the model's; names the row.
+    """
+    require(data, *TRAINING_COLUMNS)
+    check_shapes(data, module)
+    check_attended(data)
+    check_vocabulary(data, module.model.config.get_text_config().vocab_size)
+    check_responses(data, module.banned_ids)
+    check_media(data, module)
+
+
+def check_shapes(data: DataProto, module: PackedVLM) -> None:
+    rows, length = data["input_ids"].shape
+    tokens, responses = (rows, length), (rows, min(data["response_mask"].shape[-1], length))
+    positions = [(rows, 4, length), tokens] if module.family.mrope else [tokens]
+    expected = {
+        "attention_mask": [tokens],
+        "position_ids": positions,
+        "response_mask": [responses],
+        "targets": [responses],
+        "mm_token_type_ids": [tokens],
+    }
+    for name, shapes in expected.items():
+        if name in data and tuple(data[name].shape) not in shapes:
+            fitting = " or ".join(map(str, shapes))
+            raise InvalidColumn(
+                f"column {name!r}: expected {fitting} beside 'input_ids' {tokens}, found {tuple(data[name].shape)}"
+            )
+
+
+def check_attended(data: DataProto) -> None:
+    """A log-prob is given the tokens before, so a response token stands behind one, and is attended to itself."""
+    attended, wanted = data["attention_mask"].bool(), data["response_mask"].bool()
+    behind = attended & (attended.cumsum(1) > 1)
+    cells = (wanted & ~behind[:, attended.shape[1] - wanted.shape[1] :]).nonzero()
+    if len(cells):
+        row, column = cells[0].tolist()
+        raise InvalidColumn(
+            f"row {row}, response position {column}: response_mask is 1 on a token that is not attended to or has no token "
+            "before it; set response_mask to 0 there"
+        )
+
+
+def check_vocabulary(data: DataProto, vocabulary: int) -> None:
+    """A split vocabulary would take a token that nobody knows for one without an embedding, in silence."""
+    seen = {"input_ids": "attention_mask", "targets": "response_mask"}
+    for name, mask in seen.items():
+        if name not in data:
+            continue
+        tokens = data[name]
+        cells = (((tokens < 0) | (tokens >= vocabulary)) & data[mask].bool()).nonzero()
+        if len(cells):
+            row, column = cells[0].tolist()
+            raise InvalidColumn(
+                f"{name!r}, row {row}, position {column}: token {int(tokens[row, column])} is none of the model's {vocabulary}; "
+                f"set {mask!r} to 0 where a token does not count"
+            )
+
+
+def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:
+    width = data["response_mask"].shape[1]
+    responses = data["targets"] if "targets" in data else data["input_ids"][:, data["input_ids"].shape[1] - width :]
+    banned = torch.isin(responses, torch.tensor(banned_ids, dtype=responses.dtype, device=responses.device))
+    cells = (banned & data["response_mask"].bool()).nonzero()
+    if len(cells):
+        row, column = cells[0].tolist()
+        raise InvalidColumn(
+            f"row {row}, response position {column}: token {int(responses[row, column])} is banned from sampling, so it has "
+            "no log-prob under the policy; set response_mask to 0 there"
+        )
+
+
+def check_media(data: DataProto, module: PackedVLM) -> None:
+    types = token_types(module, data) * data["attention_mask"]
+    features: dict[tuple[int, ...], tuple[int, int]] = {}  # of media that many rows share, computed once
+    expected = []
+    for number, row in enumerate(media_of(data)):
+        if not isinstance(row, Mapping):
+            raise InvalidColumn(f"'multi_modal_inputs', row {number}: expected a dict, found a {type(row).__name__}")
+        key = tuple(map(id, row.values()))
+        if key not in features:
+            features[key] = row_features(number, row, module)
+        expected.append(features[key])
+    found = torch.stack([(types == kind).sum(1) for kind in (1, 2)], dim=1)
+    wrong = (found != torch.tensor(expected, dtype=torch.int64).view(-1, 2)).nonzero()
+    if len(wrong):
+        row_number, kind = wrong[0].tolist()
+        raise MediaMismatch(
+            f"row {row_number}: {int(found[row_number, kind])} {('image', 'video')[kind]} placeholder tokens, but its media "
+            f"makes {expected[row_number][kind]} features; a prompt that was cut through its media cannot be used: leave "
+            "overlong prompts out, as PromptBuilder does"
+        )
+
+
+def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tuple[int, int]:
+    """Features of a row's images and of its videos, whose tensors are all there and of the shape that the tower takes."""
+    if not row:
+        return 0, 0
+    pictures, config = module.family.media_layout, module.model.config
+    tail = next(x.shape[1:] for x in pictures.smallest(config).values() if x.is_floating_point())
+    for kind in ("image", "video"):
+        names = pictures.names(kind)
+        given = [name for name in names if row.get(name) is not None]
+        if not given:
+            continue
+        if missing := [name for name in names if name not in given]:
+            raise MediaMismatch(f"row {number}: {', '.join(given)} without {', '.join(missing)}")
+        for name in names:
+            if not isinstance(row[name], Tensor):
+                raise MediaMismatch(f"row {number}: {name!r} is a {type(row[name]).__name__}, not a tensor")
+        pixels = row[names[0]]
+        if not pixels.is_floating_point() or pixels.shape[1:] != tail:
+            raise MediaMismatch(
+                f"row {number}: {names[0]!r} is {pixels.dtype} {tuple(pixels.shape)}, but the model takes floating-point "
+                f"numbers of shape (N, {', '.join(map(str, tail))})"
+            )
+    try:
+        return module.family.feature_counts(row, config)
+    except MediaMismatch as error:
+        raise MediaMismatch(f"row {number}: {error}") from error

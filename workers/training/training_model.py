@@ -1,0 +1,427 @@
+"""One model in its layout: built, run over rows, updated, saved and loaded. The roles hold one each."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig, NonFiniteLogits
+from dataproto.packing import MAX_TOKENS, PackedRows, fill_up, unpack_cells
+from dataproto.vlm import MediaSpans
+from workers.model.named_weights import all_named_weights
+from workers.model.packed_model import PackedVLM
+from workers.model.precision import Precision
+from workers.parallel.pipeline import PipelineParallel
+from workers.parallel.pipeline_stages import PassOptions
+from workers.ranks.mesh import Ranks
+from workers.training.accounting import Accounting, required_work, whole_work
+from workers.training.aggregation import check_mode, denominator, token_weights
+from workers.training.checkpoint import Saving, load_training_state, load_weights
+from workers.training.forward_pass import LossFn, forward_rows, pack, place_media, rows_to_device, sharing, to_forward
+from workers.training.loading import Wrap, load_packed
+from workers.training.loss_sums import LARGEST, LossSums
+from workers.training.micro_batches import MicroBatch, micro_batches
+from workers.training.mini_batches import ROW, minibatches, with_response_tokens
+from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
+from workers.training.row_checks import check_rows
+
+log = logging.getLogger(__name__)
+
+Conclude = Callable[[MicroBatch, Any], Tensor]
+"""From a micro-batch and its outputs to the number () that the backward pass starts from."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The result of an update.
+
+    ``metrics`` are those of all ranks together, averaged over the optimizer steps. ``scores (B, R)`` float32 are a policy's
+    log-probs, or a critic's values, of each row before the first step on its mini-batch, 0 where ``response_mask`` is 0.
+    """
+
+    metrics: dict[str, float]
+    scores: Tensor
+    rows: np.ndarray | None = None  # the rows of the caller's batch that they belong to, where ranks have parts of it
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """An optimizer step that was not made because its gradient was not finite."""
+
+    step: int  # of the schedule, from 0
+    grad_norm: float
+    rows: tuple[str, ...]  # uids of rows, on any rank, whose loss or scores were not finite
+
+    def __str__(self) -> str:
+        cause = (
+            f"rows with these uids: {', '.join(self.rows)}" if self.rows else "no single row: all losses were finite"
+        )
+        return f"optimizer step {self.step} skipped, gradient norm {self.grad_norm}; {cause}"
+
+
+class TrainingModel:
+    """A packed model, or this rank's part of it, with its transforms, precision, optimizer and checkpoints.
+
+    Ranks along dp have rows of their own; ranks along pp, sp and tp get the same rows. Every rank calls every method.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        wrap: Wrap,
+        device: torch.device | None = None,
+        ranks: Ranks | None = None,
+        optimizer: OptimizerConfig | None = None,
+        role: str = "model",
+    ) -> None:
+        """Loads the model and spreads it over ``ranks``.
+
+        Args:
+            config: an `ModelConfig` with a ``model_path``.
+            wrap: the packed model around a loaded one.
+            device: the first CUDA device, or the CPU, if ``None``.
+            ranks: from `workers.ranks.mesh.join`; ``None``: the process is alone.
+            optimizer: ``None``: the model is frozen.
+            role: the model's name in metrics.
+        """
+        self.config, self.role = config, role
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.ranks = ranks or Ranks()
+        self.module, self.transforms = load_packed(config, self.device, self.ranks, optimizer is not None, wrap)
+        self.pipeline = next((each for each in self.transforms if isinstance(each, PipelineParallel)), None)
+        self.precision = Precision(self.module.model, self.ranks, config, self.device.type)
+        self.accounting = Accounting(self.device, self.ranks)
+        self.saving = Saving()
+        self.skipped: list[SkippedStep] = []
+        self._optimizer = None if optimizer is None else self._new_optimizer(optimizer)
+
+    def _new_optimizer(self, config: OptimizerConfig) -> Optimizer:
+        groups = (transform.norm_group() for transform in self.transforms)
+        group = next((group for group in groups if group is not None), None)
+        repeated = [weight for each in self.transforms for weight in each.repeated_parameters(self.module)]
+        return Optimizer(self.module.parameters(), config, group, repeated)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Raises `InvalidConfig` if the model is frozen."""
+        if self._optimizer is None:
+            raise InvalidConfig(f"the {self.role} is frozen: it has no optimizer")
+        return self._optimizer
+
+    # Passes
+
+    def score(self, data: DataProto, into: str, entropy: bool = False) -> DataProto:
+        """Scores of response tokens as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
+
+        Raises:
+            MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
+            NonFiniteLogits: a score is NaN or infinite; names the row and the token.
+            RankFailure: another rank raised one of these.
+        """
+        with self.ranks.fail_together():
+            check_rows(data, self.module)
+        shape = tuple(data["response_mask"].shape)
+        columns = {name: torch.zeros(shape) for name in (into, "entropys")[: 1 + entropy]}
+        self.module.eval()
+
+        def keep(part: MicroBatch, outputs: Any) -> Tensor:
+            if not part.inert:
+                columns[into][part.index] = outputs.scores.cpu()
+                if entropy:
+                    columns["entropys"][part.index] = outputs.entropy.cpu()
+            return outputs.scores.new_zeros(())
+
+        with torch.no_grad(), self.precision.compute(), self._keep_gathered():
+            parts = self.micro_batches(data)
+            if self.pipeline is not None:
+                self._run_pipeline(self.pipeline, parts, keep, entropy)
+            else:
+                for part in parts:
+                    keep(part, self._outputs(part, entropy))
+        self._reshard()
+        columns = self.ranks.broadcast_from_last(columns, "pp")
+        with self.ranks.fail_together():
+            check_finite(columns[into], data, into)
+        return DataProto.from_dict(columns)
+
+    def run(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        sums: LossSums,
+        entropy: bool = False,
+        backward: bool = True,
+    ) -> LossSums:
+        """Forward passes over the rows and, with ``backward``, backward passes that add to the gradients.
+
+        An error clears the gradients, which a later step would take for its own.
+
+        Args:
+            sums: takes the loss, metrics and scores of this rank's rows; its weights ``(B, R)`` are those of the tokens.
+        """
+        self.module.train(backward)
+
+        def conclude(part: MicroBatch, outputs: Any) -> Tensor:  # in a pipeline
+            if part.inert:
+                return zero_loss(outputs)
+            loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
+            return sums.add(part.index, outputs.scores, loss, metrics)
+
+        with (
+            torch.set_grad_enabled(backward),
+            self.precision.compute(),
+            self._clear_gradients_on_error(backward),
+            self._keep_gathered(),
+        ):
+            parts = self.micro_batches(data)
+            if self.pipeline is not None:
+                self._run_pipeline(self.pipeline, parts, conclude, entropy, backward)
+                parts = []
+            for part in parts:  # as `conclude`, with one frame less between a caller and the loss function
+                outputs = self._outputs(part, entropy)
+                with self.accounting.phase("forward"):
+                    if part.inert:
+                        total = zero_loss(outputs)
+                    else:
+                        loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
+                        total = sums.add(part.index, outputs.scores, loss, metrics)
+                if backward:
+                    with self.accounting.phase("backward"):
+                        total.backward()
+        if not backward:
+            self._reshard()
+        sums.take_from_last_stage(self.ranks)
+        return sums
+
+    def micro_batches(self, data: DataProto) -> list[MicroBatch]:
+        """Parts of which each rank has at most ``token_budget`` tokens: ranks along sp share the tokens of one part."""
+        return micro_batches(data, self.module, self.config.token_budget * self.ranks.size("sp"), self.ranks)
+
+    def _outputs(self, part: MicroBatch, entropy: bool) -> Any:
+        return forward_rows(self.module, part.rows, self.device, entropy, part.tower, self.accounting.phase)
+
+    def _run_pipeline(
+        self,
+        pipeline: PipelineParallel,
+        parts: Sequence[MicroBatch],
+        conclude: Conclude,
+        entropy: bool,
+        backward: bool = False,
+    ) -> None:
+        options = PassOptions(self.config.pipeline_schedule, self.precision.stream_dtype, entropy, backward)
+        with self.accounting.phase("pipeline"):
+            pipeline.run(MicroBatchFeed(self.module, parts, self.device, conclude), self.device, options)
+
+    @contextmanager
+    def _keep_gathered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for transform in self.transforms:
+                stack.enter_context(transform.keep_gathered(self.module))
+            yield
+
+    def _reshard(self) -> None:
+        for transform in self.transforms:
+            transform.reshard(self.module)
+
+    @contextmanager
+    def _clear_gradients_on_error(self, backward: bool) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if backward:
+                self.optimizer.adamw.zero_grad(set_to_none=True)
+            self._reshard()
+            raise
+
+    # Updates
+
+    def update(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        minibatch: int | None = None,
+        epochs: int = 1,
+        aggregation: str = "token-mean",
+        entropy: bool = False,
+    ) -> Updated:
+        """One optimizer step for each mini-batch, ``epochs`` times; see `workers.roles.model_worker.TrainedWorker.update`."""
+        with self.ranks.fail_together():
+            check_update(epochs, aggregation, entropy, self.module)
+            check_rows(data, self.module)
+            parts = minibatches(data, minibatch, self.ranks)
+        with self.ranks.fail_together():
+            parts = with_response_tokens(parts, data["response_mask"], self.ranks)
+        steps, first = [], []
+        with self.accounting.recording():
+            for epoch in range(epochs):
+                for part in parts:
+                    rows = data if part is None else data[part]
+                    sums = LossSums(
+                        f"{self.role}/loss", self._token_weights(rows, aggregation), self.device, epoch == 0
+                    )
+                    self.accounting.add(whole_work(self.ranks.all_gather(required_work(self.module, rows), "pp")))
+                    self.run(rows, loss_fn, sums, entropy)
+                    steps.append(self._step_metrics(rows, sums))
+                    if sums.scores is not None:
+                        first.append((part, sums.scores))
+            measured = self.accounting.metrics(self.role)
+        found = torch.zeros(data["response_mask"].shape)
+        for part, scores in first:
+            found[slice(None) if part is None else torch.from_numpy(part)] = scores.cpu()
+        rows_of_caller = np.asarray(data[ROW]) if ROW in data else None
+        return Updated(averages(steps) | (measured if steps else {}), found, rows_of_caller)
+
+    def step(self, params: AdamParams | None = None) -> dict[str, float]:
+        """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
+        for transform in self.transforms:
+            transform.sum_gradients(self.module)
+        with self.accounting.phase("optimizer"):
+            return self.optimizer.step(params)
+
+    def _step_metrics(self, data: DataProto, sums: LossSums) -> dict[str, float]:
+        """Makes a step, and returns the metrics of all ranks together."""
+        stepped = self.step()
+        metrics = sums.means(self.ranks)
+        if not math.isfinite(stepped["grad_norm"]):
+            self._report_skip(data, stepped["grad_norm"], sums.finite)
+        return metrics | {f"{self.role}/{name}": value for name, value in stepped.items()}
+
+    def _token_weights(self, data: DataProto, aggregation: str) -> Tensor:
+        """``(B, R)``, with the denominators of all ranks' rows, and the length that a response could have had."""
+        mask = data["response_mask"]
+        longest = int(data.meta_info.get(MAX_TOKENS, mask.shape[1]))
+        every_rank = self.ranks.all_gather((int(denominator(mask, aggregation)), longest), "dp")
+        total, longest = sum(count for count, _ in every_rank), max(longest for _, longest in every_rank)
+        return token_weights(mask, aggregation, total, max_length=max(longest, 1))
+
+    def _report_skip(self, data: DataProto, grad_norm: float, finite: Tensor) -> None:
+        bad = (~finite).nonzero().squeeze(1).tolist()
+        mine = [str(data["uid"][row]) if "uid" in data else f"row {row}" for row in bad]
+        rows = dict.fromkeys(name for names in self.ranks.all_gather(mine, "dp") for name in names)
+        self.skipped.append(SkippedStep(self.optimizer.steps - 1, grad_norm, tuple(rows)))
+        if self.ranks.is_first:
+            log.warning("%s", self.skipped[-1])
+
+    # Weights and checkpoints
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part.
+
+        ``dtype`` is what tensors that have to be gathered come in, if not their own.
+        """
+        return all_named_weights(self.module.model, self.ranks, dtype)
+
+    def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
+        """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        if export:
+            self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind)
+        else:
+            self.saving.save_training(directory, self.module, self.optimizer, behind)
+
+    def finish_save(self) -> None:
+        """Waits until everything that is saved in the background is on disk; raises the error of a save that failed."""
+        self.saving.finish()
+
+    def load(self, directory: Path) -> None:
+        """Reads what `save` wrote, in this layout or another, and clears the gradients; a frozen model reads weights alone.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged, or of another model.
+            RankFailure: another rank cannot read it.
+        """
+        if self._optimizer is None:
+            load_weights(directory, self.module, self.ranks)
+        else:
+            load_training_state(directory, self.module, self._optimizer, self.ranks)
+
+
+class MicroBatchFeed:
+    """The `Feed` of a pipeline: micro-batches, packed."""
+
+    def __init__(
+        self, module: PackedVLM, parts: Sequence[MicroBatch], device: torch.device, conclude: Conclude
+    ) -> None:
+        self.module, self.parts, self.device, self._conclude = module, parts, device, conclude
+        self.packed = [pack(module, part.rows, sharing(part.rows)) for part in parts]
+        self.count = len(parts)
+        self.length = max((rows.input_ids.shape[-1] for rows in self.packed), default=0)
+        self.has_media = any(part.tower for part in parts)
+
+    def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
+        """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
+        part, packed = self.parts[number], self.packed[number]
+        nothing = torch.zeros(0, dtype=torch.int64)
+        found: tuple[dict[str, Tensor], MediaSpans] = {}, MediaSpans(nothing, nothing)
+        if media:
+            found = place_media(self.module, part.rows, packed, sharing(part.rows), part.tower)
+        return to_forward(fill_up(packed, self.length), *found, self.device)
+
+    def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
+        """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
+        part = self.parts[number]
+        shape = tuple(part.rows["response_mask"].shape)
+        scores = unpack_cells(scores, rows.response_cells, shape)
+        entropies = None if entropies is None else unpack_cells(entropies, rows.response_cells, shape)
+        return self._conclude(part, self.module.outputs(scores, entropies))
+
+
+def zero_loss(outputs: Any) -> Tensor:
+    """The loss () of a micro-batch without tokens: zero, for the backward pass that other ranks need."""
+    total: Tensor = outputs.scores.sum()
+    return total
+
+
+def averages(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: means, and of those named by `LARGEST` the largest.
+
+    >>> averages([{"loss": 1.0, "kl_max": 3.0}, {"loss": 2.0, "kl_max": 1.0}])
+    {'loss': 1.5, 'kl_max': 3.0}
+    """
+    names = steps[0] if steps else ()
+    return {
+        name: max(step[name] for step in steps)
+        if name.endswith(LARGEST)
+        else sum(step[name] for step in steps) / len(steps)
+        for name in names
+    }
+
+
+def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM) -> None:
+    """Raises `InvalidConfig` for an update that this model cannot make, whatever the rows."""
+    if epochs < 1:
+        raise InvalidConfig(f"epochs={epochs}: must be at least 1")
+    check_mode(aggregation)
+    if entropy and not module.makes_logits:
+        raise InvalidConfig("entropy=True: a critic has no entropy")
+
+
+def check_finite(scores: Tensor, data: DataProto, name: str) -> None:
+    """Raises `NonFiniteLogits` where ``scores (B, R)`` of response tokens are NaN or infinite.
+
+    >>> data = DataProto.from_dict({"response_mask": torch.tensor([[1, 0], [1, 1]])}, {"uid": ["a", "b"]})
+    >>> check_finite(torch.tensor([[-0.5, 0.0], [-0.1, float("nan")]]), data, "old_log_probs")
+    Traceback (most recent call last):
+    ...
+    dataproto.errors.NonFiniteLogits: row 1 (uid b): old_log_probs of response token 1 is nan: the model's weights, or the row's \
+pixels, hold NaN or infinity
+    """
+    wrong = (~scores.isfinite() & (data["response_mask"] != 0)).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        uid = f" (uid {data['uid'][row]})" if "uid" in data else ""
+        raise NonFiniteLogits(
+            f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
+            "pixels, hold NaN or infinity"
+        )
