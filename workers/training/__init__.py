@@ -1,1 +1,18 @@
-"""What a training step is made of, and what it leaves on disk."""
+"""Training of a model: passes, updates and checkpoints, in one object that the roles hold."""
+
+from workers.training.aggregation import aggregate
+from workers.training.checkpoint import latest_checkpoint, writing_checkpoint
+from workers.training.forward_pass import LossFn
+from workers.training.optimizer import AdamParams, OptimizerConfig
+from workers.training.training_model import TrainingModel, Updated
+
+__all__ = [
+    "AdamParams",
+    "LossFn",
+    "OptimizerConfig",
+    "TrainingModel",
+    "Updated",
+    "aggregate",
+    "latest_checkpoint",
+    "writing_checkpoint",
+]

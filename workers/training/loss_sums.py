@@ -93,6 +93,21 @@ def joined_sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return dict(joined)
 
 
+def averages(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: means, and of those named by `LARGEST` the largest.
+
+    >>> averages([{"loss": 1.0, "kl_max": 3.0}, {"loss": 2.0, "kl_max": 1.0}])
+    {'loss': 1.5, 'kl_max': 3.0}
+    """
+    names = steps[0] if steps else ()
+    return {
+        name: max(step[name] for step in steps)
+        if name.endswith(LARGEST)
+        else sum(step[name] for step in steps) / len(steps)
+        for name in names
+    }
+
+
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of values times weights over tokens of weight above 0; what stands elsewhere, NaN even, does not matter."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()

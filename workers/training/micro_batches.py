@@ -4,19 +4,22 @@ Ranks that share a model run in step: FSDP gathers weights layer by layer, so al
 and in each of them the vision tower if one rank has media there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.packing import PackedRows, fill_up, unpack_cells
 from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
+from dataproto.vlm import MediaSpans
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import has_media, media_of, sharing
+from workers.training.forward_pass import has_media, media_of, pack, place_media, sharing, to_forward
 
 NOTHING = slice(0, 0)
 
@@ -156,3 +159,37 @@ def as_index(rows: np.ndarray) -> slice | Tensor:
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows)
+
+
+Conclude = Callable[[MicroBatch, Any], Tensor]
+"""From a micro-batch and its outputs to the number () that the backward pass starts from."""
+
+
+class MicroBatchFeed:
+    """The `Feed` of a pipeline: micro-batches, packed."""
+
+    def __init__(
+        self, module: PackedVLM, parts: Sequence[MicroBatch], device: torch.device, conclude: Conclude
+    ) -> None:
+        self.module, self.parts, self.device, self._conclude = module, parts, device, conclude
+        self.packed = [pack(module, part.rows, sharing(part.rows)) for part in parts]
+        self.count = len(parts)
+        self.length = max((rows.input_ids.shape[-1] for rows in self.packed), default=0)
+        self.has_media = any(part.tower for part in parts)
+
+    def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
+        """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
+        part, packed = self.parts[number], self.packed[number]
+        nothing = torch.zeros(0, dtype=torch.int64)
+        found: tuple[dict[str, Tensor], MediaSpans] = {}, MediaSpans(nothing, nothing)
+        if media:
+            found = place_media(self.module, part.rows, packed, sharing(part.rows), part.tower)
+        return to_forward(fill_up(packed, self.length), *found, self.device)
+
+    def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
+        """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
+        part = self.parts[number]
+        shape = tuple(part.rows["response_mask"].shape)
+        scores = unpack_cells(scores, rows.response_cells, shape)
+        entropies = None if entropies is None else unpack_cells(entropies, rows.response_cells, shape)
+        return self._conclude(part, self.module.outputs(scores, entropies))

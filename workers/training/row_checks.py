@@ -1,4 +1,4 @@
-"""Checks of a batch before the first forward pass: rows that the model cannot have produced, or would stop at, are refused."""
+"""Checks of a batch before the first forward pass, which refuse rows that the model cannot have produced, and of its scores."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.columns import require
-from dataproto.errors import InvalidColumn, MediaMismatch
+from dataproto.errors import InvalidColumn, MediaMismatch, NonFiniteLogits
 from workers.model.packed_model import PackedVLM
 from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
 
@@ -141,3 +141,23 @@ def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tupl
         return module.family.feature_counts(row, config)
     except MediaMismatch as error:
         raise MediaMismatch(f"row {number}: {error}") from error
+
+
+def check_finite(scores: Tensor, data: DataProto, name: str) -> None:
+    """Raises `NonFiniteLogits` where ``scores (B, R)`` of response tokens are NaN or infinite.
+
+    >>> data = DataProto.from_dict({"response_mask": torch.tensor([[1, 0], [1, 1]])}, {"uid": ["a", "b"]})
+    >>> check_finite(torch.tensor([[-0.5, 0.0], [-0.1, float("nan")]]), data, "old_log_probs")
+    Traceback (most recent call last):
+    ...
+    dataproto.errors.NonFiniteLogits: row 1 (uid b): old_log_probs of response token 1 is nan: the model's weights, or the row's \
+pixels, hold NaN or infinity
+    """
+    wrong = (~scores.isfinite() & (data["response_mask"] != 0)).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        uid = f" (uid {data['uid'][row]})" if "uid" in data else ""
+        raise NonFiniteLogits(
+            f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
+            "pixels, hold NaN or infinity"
+        )

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, NonFiniteLogits
-from dataproto.packing import MAX_TOKENS, PackedRows, fill_up, unpack_cells
-from dataproto.vlm import MediaSpans
+from dataproto.errors import InvalidConfig
+from dataproto.packing import MAX_TOKENS
 from workers.model.named_weights import all_named_weights
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import Precision
@@ -25,18 +24,15 @@ from workers.ranks.mesh import Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.aggregation import check_mode, denominator, token_weights
 from workers.training.checkpoint import Saving, load_training_state, load_weights
-from workers.training.forward_pass import LossFn, forward_rows, pack, place_media, rows_to_device, sharing, to_forward
+from workers.training.forward_pass import LossFn, forward_rows, rows_to_device
 from workers.training.loading import Wrap, load_packed
-from workers.training.loss_sums import LARGEST, LossSums
-from workers.training.micro_batches import MicroBatch, micro_batches
+from workers.training.loss_sums import LossSums, averages
+from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
 from workers.training.mini_batches import ROW, minibatches, with_response_tokens
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
-from workers.training.row_checks import check_rows
+from workers.training.row_checks import check_finite, check_rows
 
 log = logging.getLogger(__name__)
-
-Conclude = Callable[[MicroBatch, Any], Tensor]
-"""From a micro-batch and its outputs to the number () that the backward pass starts from."""
 
 
 @dataclass(frozen=True)
@@ -347,55 +343,10 @@ class TrainingModel:
             load_training_state(directory, self.module, self._optimizer, self.ranks)
 
 
-class MicroBatchFeed:
-    """The `Feed` of a pipeline: micro-batches, packed."""
-
-    def __init__(
-        self, module: PackedVLM, parts: Sequence[MicroBatch], device: torch.device, conclude: Conclude
-    ) -> None:
-        self.module, self.parts, self.device, self._conclude = module, parts, device, conclude
-        self.packed = [pack(module, part.rows, sharing(part.rows)) for part in parts]
-        self.count = len(parts)
-        self.length = max((rows.input_ids.shape[-1] for rows in self.packed), default=0)
-        self.has_media = any(part.tower for part in parts)
-
-    def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
-        """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
-        part, packed = self.parts[number], self.packed[number]
-        nothing = torch.zeros(0, dtype=torch.int64)
-        found: tuple[dict[str, Tensor], MediaSpans] = {}, MediaSpans(nothing, nothing)
-        if media:
-            found = place_media(self.module, part.rows, packed, sharing(part.rows), part.tower)
-        return to_forward(fill_up(packed, self.length), *found, self.device)
-
-    def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
-        """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
-        part = self.parts[number]
-        shape = tuple(part.rows["response_mask"].shape)
-        scores = unpack_cells(scores, rows.response_cells, shape)
-        entropies = None if entropies is None else unpack_cells(entropies, rows.response_cells, shape)
-        return self._conclude(part, self.module.outputs(scores, entropies))
-
-
 def zero_loss(outputs: Any) -> Tensor:
     """The loss () of a micro-batch without tokens: zero, for the backward pass that other ranks need."""
     total: Tensor = outputs.scores.sum()
     return total
-
-
-def averages(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: means, and of those named by `LARGEST` the largest.
-
-    >>> averages([{"loss": 1.0, "kl_max": 3.0}, {"loss": 2.0, "kl_max": 1.0}])
-    {'loss': 1.5, 'kl_max': 3.0}
-    """
-    names = steps[0] if steps else ()
-    return {
-        name: max(step[name] for step in steps)
-        if name.endswith(LARGEST)
-        else sum(step[name] for step in steps) / len(steps)
-        for name in names
-    }
 
 
 def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM) -> None:
@@ -405,23 +356,3 @@ def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM
     check_mode(aggregation)
     if entropy and not module.makes_logits:
         raise InvalidConfig("entropy=True: a critic has no entropy")
-
-
-def check_finite(scores: Tensor, data: DataProto, name: str) -> None:
-    """Raises `NonFiniteLogits` where ``scores (B, R)`` of response tokens are NaN or infinite.
-
-    >>> data = DataProto.from_dict({"response_mask": torch.tensor([[1, 0], [1, 1]])}, {"uid": ["a", "b"]})
-    >>> check_finite(torch.tensor([[-0.5, 0.0], [-0.1, float("nan")]]), data, "old_log_probs")
-    Traceback (most recent call last):
-    ...
-    dataproto.errors.NonFiniteLogits: row 1 (uid b): old_log_probs of response token 1 is nan: the model's weights, or the row's \
-pixels, hold NaN or infinity
-    """
-    wrong = (~scores.isfinite() & (data["response_mask"] != 0)).nonzero()
-    if len(wrong):
-        row, place = wrong[0].tolist()
-        uid = f" (uid {data['uid'][row]})" if "uid" in data else ""
-        raise NonFiniteLogits(
-            f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
-            "pixels, hold NaN or infinity"
-        )
