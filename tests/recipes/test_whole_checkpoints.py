@@ -12,7 +12,7 @@ from dataproto.errors import CheckpointError
 from recipes.run.loop import Checkpoints, RunConfig
 from workers import Roles
 from workers.training.checkpoint import checkpoint_steps
-from workers.training.checkpoint_files import missing_parts, write
+from workers.training.checkpoint_files import missing_parts, write_state
 
 
 class Worker:
@@ -26,7 +26,7 @@ class Worker:
     def save(self, directory: Path, behind: bool = False) -> None:
         assert directory.is_absolute()
         written = (self.elsewhere / directory.name if self.elsewhere else directory) / "training"
-        write({"weight": torch.ones(4)}, written)
+        write_state({"weight": torch.ones(4)}, written)
         for file in written.glob(self.loses) if self.loses else ():
             file.unlink()
 

@@ -14,7 +14,7 @@ from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint import Saving, load_training_state
-from workers.training.checkpoint_files import _Contents, read_into, write
+from workers.training.checkpoint_files import _Contents, read_state, write_state
 from workers.training.optimizer import Optimizer, OptimizerConfig
 
 SCHEDULED = OptimizerConfig(lr=1e-2, schedule="linear", total_steps=9, warmup_steps=2)
@@ -37,18 +37,18 @@ def zeros() -> dict:
 
 
 def test_tensors_and_plain_values_come_back(tmp_path):
-    write(state(), tmp_path / "c")
+    write_state(state(), tmp_path / "c")
     found = zeros()
-    read_into(found, tmp_path / "c")
+    read_state(found, tmp_path / "c")
     assert torch.equal(found["model"]["w"], state()["model"]["w"])
     assert (found["groups"], found["steps"]) == (state()["groups"], 3)
 
 
 def test_a_hostile_table_of_contents_runs_nothing(tmp_path):
-    write(state(), tmp_path / "c")
+    write_state(state(), tmp_path / "c")
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     with pytest.raises(CheckpointError, match=r"asks for pathlib"):
-        read_into(zeros(), tmp_path / "c")
+        read_state(zeros(), tmp_path / "c")
     assert not (tmp_path / "exploded").exists()
 
 
@@ -71,15 +71,15 @@ def test_members_of_enumerations_are_read_however_they_were_written():
 
 
 def test_a_hostile_value_runs_nothing(tmp_path):
-    write(state() | {"steps": Bomb(tmp_path / "exploded")}, tmp_path / "c")
+    write_state(state() | {"steps": Bomb(tmp_path / "exploded")}, tmp_path / "c")
     with pytest.raises(CheckpointError):
-        read_into(zeros(), tmp_path / "c")
+        read_state(zeros(), tmp_path / "c")
     assert not (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut contents", "cut tensors", "other shape", "other name"])
 def test_what_does_not_fit_is_one_error(tmp_path, damage):
-    write(state(), tmp_path / "c")
+    write_state(state(), tmp_path / "c")
     wanted = zeros()
     if damage == "missing":
         (tmp_path / "c" / ".metadata").unlink()
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_one_error(tmp_path, damage):
     else:
         wanted["model"]["other"] = torch.zeros(2)
     with pytest.raises(CheckpointError, match=r"training state|does not fit"):
-        read_into(wanted, tmp_path / "c")
+        read_state(wanted, tmp_path / "c")
 
 
 @pytest.mark.parametrize("behind", [False, True])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 
 class Peers(NamedTuple):
@@ -64,7 +65,7 @@ def all_reduce(x: Tensor, name: str) -> Tensor:
     return _done(_c10d.all_reduce(x.contiguous(), "sum", name))
 
 
-def all_gather(x: Tensor, peers: Peers) -> Tensor:
+def all_gather_tensor(x: Tensor, peers: Peers) -> Tensor:
     """``(size * n, ...)`` of ``(n, ...)``, without gradient."""
     return _done(_c10d.all_gather_into_tensor(x.contiguous(), peers.size, peers.name))
 
@@ -72,6 +73,11 @@ def all_gather(x: Tensor, peers: Peers) -> Tensor:
 def all_to_all(x: Tensor, peers: Peers) -> Tensor:
     """`exchange` without gradient."""
     return _all_to_all(x, peers.name)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, with gradient; all of a tensor that is not a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _c10d = torch.ops._c10d_functional  # what torch.distributed.tensor stands on; traced by torch.compile
@@ -117,7 +123,7 @@ class _GatherShared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         ctx.peers = peers
-        return all_gather(x, peers)
+        return all_gather_tensor(x, peers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -128,7 +134,7 @@ class _GatherSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         ctx.peers = peers
-        return all_gather(x, peers)
+        return all_gather_tensor(x, peers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -143,4 +149,4 @@ class _SumAndSplit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, ctx.peers), None
+        return all_gather_tensor(gradient, ctx.peers), None

@@ -21,7 +21,7 @@ from workers.model.lora import expert_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
-from workers.parallel.autograd_collectives import Peers, all_to_all, exchange_tokens
+from workers.parallel.autograd_collectives import Peers, all_to_all, exchange_tokens, local_part
 from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
 
@@ -101,13 +101,9 @@ class SplitExperts(nn.Module):
 
     def _compute(self, tokens: Tensor, experts: Tensor) -> Tensor:
         """``(n, H)`` through the expert of each ``(n,)``, counted from this rank's first one."""
-        weights = {name: _local(weight) for name, weight in self.named_parameters()}
+        weights = {name: local_part(weight) for name, weight in self.named_parameters()}
         if not len(tokens):  # others have some: a gradient of zero, and the way back for the exchange of gradients
             return tokens + 0.0 * sum(weight.sum() for weight in weights.values()).to(tokens.dtype)  # type: ignore[union-attr]
         ones = tokens.new_ones(len(tokens), 1)
         made: Tensor = functional_call(self.compute[0], weights, (tokens, experts[:, None], ones))
         return made
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -29,7 +29,7 @@ from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule
-from workers.parallel.autograd_collectives import Peers, gather_split, sum_and_split
+from workers.parallel.autograd_collectives import Peers, gather_split, local_part, sum_and_split
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs
@@ -134,7 +134,7 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return linear(x, local_part(self.weight), None if self.bias is None else local_part(self.bias))
 
 
 class RowLinear(nn.Module):
@@ -147,7 +147,7 @@ class RowLinear(nn.Module):
         self.weight, self.bias, self.peers = weight, bias, peers
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _sum_tokens(linear(x, local(self.weight)), self.peers)
+        out = _sum_tokens(linear(x, local_part(self.weight)), self.peers)
         return out if self.bias is None else out + self.bias
 
 
@@ -178,7 +178,7 @@ class VocabularyEmbedding(nn.Module):
         self.weight, self.padding_idx, self.peers = weight, padding_idx, peers
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = local_part(self.weight)
         first = self.peers.rank * len(weight)
         inside = (ids >= first) & (ids < first + len(weight))
         if self.padding_idx is not None:  # its embedding is not learnt
@@ -187,11 +187,6 @@ class VocabularyEmbedding(nn.Module):
         if self.padding_idx is not None:
             found = torch.where(frozen[..., None], found.detach(), found)
         return _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
-
-
-def local(weight: Tensor) -> Tensor:
-    """The part that this rank holds, with gradient."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _gather_input(

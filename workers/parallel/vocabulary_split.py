@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout.sampling import BANNED_LOGIT, project
 from workers.model.logprobs import accumulate_matmul, chunk_size
-from workers.parallel.autograd_collectives import Peers, all_gather, all_reduce
+from workers.parallel.autograd_collectives import Peers, all_gather_tensor, all_reduce
 
 
 def split_token_log_probs(
@@ -70,7 +70,7 @@ class _SplitLogProbs(torch.autograd.Function):
             mean = (logits.sub(normaliser[:, None]).exp_() * logits).sum(1) if entropy else torch.zeros_like(picked)
             parts.append(torch.stack([normaliser, mean, picked]))
         normalisers, means, picked = (
-            all_gather(torch.cat(parts, 1)[None], peers).transpose(0, 1).unbind(0)
+            all_gather_tensor(torch.cat(parts, 1)[None], peers).transpose(0, 1).unbind(0)
         )  # (size, N) each
         normaliser = normalisers.logsumexp(0)
         log_probs = picked.sum(0) - normaliser

@@ -27,7 +27,7 @@ from workers.model.named_weights import all_named_weights, meta_copy
 from workers.model.packed_model import PackedVLM
 from workers.ranks.failures import raise_first
 from workers.ranks.mesh import Ranks
-from workers.training.checkpoint_files import read_into, stored_names, write, write_behind
+from workers.training.checkpoint_files import read_state, stored_names, write_state, write_state_behind
 from workers.training.optimizer import Moments, Optimizer, new_moments
 
 _STEP = re.compile(r"global_step_(\d+)")
@@ -146,9 +146,9 @@ class Saving:
         """Writes ``training/`` alone."""
         state = _training_state(module, optimizer, optimizer.moments)
         if behind:
-            self._writes.append(write_behind(state, directory / "training"))
+            self._writes.append(write_state_behind(state, directory / "training"))
         else:
-            write(state, directory / "training")
+            write_state(state, directory / "training")
 
     def finish(self) -> None:
         """Waits until all is written; raises what went wrong."""
@@ -177,9 +177,9 @@ def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
         if parameter.requires_grad and f"optimizer.state.{name}" in stored
     }
     state = _training_state(module, optimizer, moments)
-    read_into(state, directory / "training")
+    read_state(state, directory / "training")
     set_model_state_dict(module, state["model"], options=TRAINED_ALONE)
-    optimizer.take_up(moments, state["steps"], state["skipped_steps"])
+    optimizer.restore(moments, state["steps"], state["skipped_steps"])
 
 
 def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -
 TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
-def load_weights(directory: Path, module: PackedVLM, ranks: Ranks) -> None:
+def load_model_weights(directory: Path, module: PackedVLM, ranks: Ranks) -> None:
     """Reads the weights of what `Saving` wrote, and nothing of the optimizer. Every rank calls it.
 
     Weights that were frozen as it was written are not in it: they stay as they are, the model's own checkpoint's.
@@ -214,7 +214,7 @@ def load_weights(directory: Path, module: PackedVLM, ranks: Ranks) -> None:
     with ranks.fail_together():
         _check_fits(training, {name for name in stored if name.startswith("model.")}, known)
     state = {"model": {name: value for name, value in mine.items() if f"model.{name}" in stored}}
-    read_into(state, training)
+    read_state(state, training)
     set_model_state_dict(module, state["model"], options=StateDictOptions(strict=False))
 
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from dataproto.errors import CheckpointError
 
 
-def write(state: dict[str, Any], directory: Path, group: ProcessGroup | None = None) -> None:
+def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | None = None) -> None:
     """Writes ``state``, sharded tensors and plain values, every rank its own part.
 
     Args:
@@ -47,8 +47,8 @@ def write(state: dict[str, Any], directory: Path, group: ProcessGroup | None = N
         raise CheckpointError(f"{directory} could not be written: {'; '.join(causes)}") from error
 
 
-def write_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
-    """As `write`, of ``state`` as it is now, while the caller goes on. Every rank calls it.
+def write_state_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
+    """As `write_state`, of ``state`` as it is now, while the caller goes on. Every rank calls it.
 
     States are written one after the other, in the order of the calls: two at a time would mix up their collectives on the one
     process group where a rank is slower than the others.
@@ -56,10 +56,10 @@ def write_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
     copy = tree_map(
         lambda value: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value, state
     )
-    return _BEHIND.submit(write, copy, directory, _group_behind() if distributed.is_initialized() else None)
+    return _BEHIND.submit(write_state, copy, directory, _group_behind() if distributed.is_initialized() else None)
 
 
-_BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `write_behind`
+_BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `write_state_behind`
 
 
 @cache
@@ -69,7 +69,7 @@ def _group_behind() -> ProcessGroup:
     return group
 
 
-def read_into(state: dict[str, Any], directory: Path) -> None:
+def read_state(state: dict[str, Any], directory: Path) -> None:
     """Fills ``state`` from what any number of ranks has written; its tensors may be sharded in another way.
 
     Raises:

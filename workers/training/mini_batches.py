@@ -102,7 +102,7 @@ def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: i
         pieces *= 2
 
 
-def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
+def cut_minibatches_of_rank(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
     """Row indices of this rank's part of each mini-batch; ``None`` stands for all rows."""
     if MINIBATCH in data:
         numbers = np.asarray(data[MINIBATCH])
@@ -118,7 +118,7 @@ def minibatches(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.n
     return list(cut_minibatches(data["uid"], prompts))
 
 
-def with_response_tokens(parts: Sequence[np.ndarray | None], mask: Tensor, ranks: Ranks) -> list[np.ndarray | None]:
+def pad_minibatches(parts: Sequence[np.ndarray | None], mask: Tensor, ranks: Ranks) -> list[np.ndarray | None]:
     """The mini-batches, as many on every rank: of the last ones a rank may have no rows.
 
     Raises:

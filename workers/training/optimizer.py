@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
+from workers.parallel.autograd_collectives import local_part
 
 EPS = 1e-8  # of a configured AdamW
 
@@ -92,7 +93,7 @@ class Optimizer:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
         learning_rate_factor(config.warmup_steps, config)  # refuses a schedule without its length now, not in mid-run
-        self.groups = alike(self.parameters)  # the fused kernel takes no mixture
+        self.groups = group_by_layout(self.parameters)  # the fused kernel takes no mixture
         self.adamw = torch.optim.AdamW(
             [{"params": group} for group in self.groups],
             lr=config.lr,
@@ -133,7 +134,7 @@ class Optimizer:
         """Adam's state of each parameter that has ever had a gradient; the others have none."""
         return self.adamw.state
 
-    def take_up(self, moments: Moments, steps: int, skipped_steps: int) -> None:
+    def restore(self, moments: Moments, steps: int, skipped_steps: int) -> None:
         """Goes on from another optimizer's state; parameters that are not in ``moments`` have none. Clears the gradients."""
         self.adamw.zero_grad(set_to_none=True)
         self.adamw.state.clear()
@@ -150,7 +151,7 @@ def new_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
     }
 
 
-def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def group_by_layout(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters by how they are laid out over ranks: plain ones, and DTensors of each mesh and placement."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -171,7 +172,7 @@ def clip_by_global_norm(
     and not over those that repeat them. All ranks get the same number. With a norm that is not finite nothing is scaled.
 
     Args:
-        groups: see `alike`; parameters without gradient are passed over.
+        groups: see `group_by_layout`; parameters without gradient are passed over.
         stages: ranks that hold other parameters of the same model.
         repeated: ids of parameters that are scaled here, and counted by another of the stages.
     """
@@ -187,13 +188,13 @@ def clip_by_global_norm(
     norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
     if max_norm < norm < math.inf:
         for group in gradients:
-            torch._foreach_mul_([local(gradient) for gradient in group], max_norm / (norm + 1e-6))
+            torch._foreach_mul_([local_part(gradient) for gradient in group], max_norm / (norm + 1e-6))
     return norm
 
 
 def group_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm () of gradients of one layout, the same on all ranks that share them."""
-    norm = get_total_norm([local(gradient) for gradient in gradients])
+    norm = get_total_norm([local_part(gradient) for gradient in gradients])
     first = gradients[0]
     if not isinstance(first, DTensor):
         return norm
@@ -203,8 +204,3 @@ def group_norm(gradients: Sequence[Tensor]) -> Tensor:
         if not placement.is_replicate():
             distributed.all_reduce(square, group=mesh.get_group(dimension))
     return square.sqrt()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

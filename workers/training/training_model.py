@@ -23,12 +23,12 @@ from workers.parallel.pipeline_stages import PassOptions
 from workers.ranks.mesh import Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.aggregation import check_mode, denominator, token_weights
-from workers.training.checkpoint import Saving, load_training_state, load_weights
+from workers.training.checkpoint import Saving, load_model_weights, load_training_state
 from workers.training.forward_pass import LossFn, forward_rows, rows_to_device
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, averages
 from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
-from workers.training.mini_batches import ROW, minibatches, with_response_tokens
+from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
 from workers.training.row_checks import check_finite, check_rows
 
@@ -252,9 +252,9 @@ class TrainingModel:
         with self.ranks.fail_together():
             check_update(epochs, aggregation, entropy, self.module)
             check_rows(data, self.module)
-            parts = minibatches(data, minibatch, self.ranks)
+            parts = cut_minibatches_of_rank(data, minibatch, self.ranks)
         with self.ranks.fail_together():
-            parts = with_response_tokens(parts, data["response_mask"], self.ranks)
+            parts = pad_minibatches(parts, data["response_mask"], self.ranks)
         steps, first = [], []
         with self.accounting.recording():
             for epoch in range(epochs):
@@ -338,7 +338,7 @@ class TrainingModel:
             RankFailure: another rank cannot read it.
         """
         if self._optimizer is None:
-            load_weights(directory, self.module, self.ranks)
+            load_model_weights(directory, self.module, self.ranks)
         else:
             load_training_state(directory, self.module, self._optimizer, self.ranks)
 
