@@ -289,7 +289,7 @@ def test_repeated_prompts_on_several_ranks_are_samples_of_one(outcomes, checkpoi
 
 def test_stages_that_come_with_different_rows_are_told(outcomes):
     for told in outcomes["mismatch"]:
-        assert "ranks of one dp position come with the same rows" in told
+        assert "ranks of one dp position have to get the same rows" in told
         assert "have 3 and 4" in told
 
 

@@ -1,7 +1,7 @@
-"""Activation checkpointing: what of the repeated layers the backward pass computes again instead of keeping.
+"""Activation checkpointing: the backward pass computes parts of the repeated layers again instead of keeping them.
 
-``full`` keeps a layer's input alone and computes the layer again (a third more work). ``selective`` keeps what matrix products,
-attention and other ranks gave as well, so that only norms, activations and rotary embeddings are computed again; the tokens that
+``full`` keeps only a layer's input and computes the layer again (a third more work). ``selective`` also keeps the results of
+matrix products, attention and other ranks, so that only norms, activations and rotary embeddings are computed again. Tokens that
 a split layer gathers, which would be the whole sequence on every rank, are gathered again (arXiv:2205.05198).
 """
 
@@ -22,7 +22,7 @@ from workers.model.patches import replace_forward
 from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
 
-# Operators whose results are kept by ``selective``, by name, since not every build of torch has each.
+# Operators whose results ``selective`` keeps, by name, since not every build of torch has all of them.
 COSTLY = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -37,7 +37,7 @@ COSTLY = (
     "torch_attn._varlen_attn.default",
     "dataproto.segment_attention.default",
     "dataproto.flash_attention_4.default",
-    "_c10d_functional.all_to_all_single.default",  # what other ranks would have to send again
+    "_c10d_functional.all_to_all_single.default",  # other ranks would have to send these again
     "_c10d_functional.reduce_scatter_tensor.default",
 )
 

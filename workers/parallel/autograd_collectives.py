@@ -1,11 +1,11 @@
 """Collectives with gradients, between ranks that hold the same rows.
 
-The rule that all of them keep: every rank of the group computes the same loss from what they join, and the gradient that
-reaches a weight on one rank is that of the part of the work that this rank did. So a weight's gradient is the sum of its
-gradients over the ranks that shared the work, and no factor of the group's size appears anywhere.
+All of them keep one rule: every rank of the group computes the same loss from the joined values, and the gradient that reaches
+a weight on a rank is that of the rank's own part of the work. So the gradient of a weight is the sum of its gradients over the
+ranks that shared the work, and the size of the group appears nowhere as a factor.
 
-A value is *shared* where every rank holds the same value and computes the same with it: its gradient is whole, and the same,
-on every rank. It is *split* where ranks hold parts of one whole, or do different work with it: gradients are then summed.
+A value is *shared* if every rank holds the same value and computes the same with it: its gradient is complete, and the same, on
+every rank. A value is *split* if ranks hold parts of it, or do different work with it: gradients are then summed.
 """
 
 from typing import Any, NamedTuple, cast
@@ -30,33 +30,29 @@ class Peers(NamedTuple):
 
 
 def exchange(x: Tensor, peers: Peers) -> Tensor:
-    """``(size, ...)``: part i goes to rank i, and what rank i sent stands at i (all-to-all)."""
+    """``(size, ...)``: part i goes to rank i, and part i of the result comes from rank i (all-to-all)."""
     return cast(Tensor, _Exchange.apply(x, peers.name))
 
 
 def exchange_tokens(x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
-    """``(sum(sent), H)``: the first ``sent[0]`` rows go to rank 0 and so on, and what ranks sent stands in their order,
-    ``(sum(received), H)``. Either may be nothing.
+    """``(sum(sent), H)``: the first ``sent[0]`` rows go to rank 0 and so on. Returns the rows from all ranks in their order,
+    ``(sum(received), H)``. Both may be empty.
     """
     return cast(Tensor, _ExchangeTokens.apply(x, sent, received, peers.name))
 
 
 def gather_shared(x: Tensor, peers: Peers) -> Tensor:
-    """``(n, ...)`` of every rank joined ``(size * n, ...)``; what is computed from it is shared, so its gradient is too, and
-    each rank keeps that of its own part.
-    """
+    """``(n, ...)`` of every rank joined ``(size * n, ...)``, for shared work: each rank's gradient is that of its own part."""
     return cast(Tensor, _GatherShared.apply(x, peers))
 
 
 def gather_split(x: Tensor, peers: Peers) -> Tensor:
-    """``(n, ...)`` of every rank joined ``(size * n, ...)``; each rank does other work with it, so the gradients of a part
-    are summed at its owner.
-    """
+    """``(n, ...)`` of every rank joined ``(size * n, ...)``, for split work: the gradients of a part are summed at its owner."""
     return cast(Tensor, _GatherSplit.apply(x, peers))
 
 
 def sum_and_split(x: Tensor, peers: Peers) -> Tensor:
-    """``(size * n, ...)`` summed over ranks, of which each gets its part ``(n, ...)`` (reduce-scatter)."""
+    """Sum over ranks of ``(size * n, ...)``, of which each rank gets its part ``(n, ...)`` (reduce-scatter)."""
     return cast(Tensor, _SumAndSplit.apply(x, peers))
 
 
@@ -80,7 +76,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-_c10d = torch.ops._c10d_functional  # what torch.distributed.tensor stands on; traced by torch.compile
+_c10d = torch.ops._c10d_functional  # the base of torch.distributed.tensor; torch.compile traces it
 
 
 def _done(started: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""``torch.compile`` for the repeated layers and for what is done to logits.
+"""``torch.compile`` for the repeated layers and for the scores of tokens.
 
-Layers are compiled one by one: the same code for all of a kind, built once. Sizes that change from batch to batch (tokens,
-segments, keys) are dynamic from the start, so a new length compiles nothing. What surrounds the layers stays eager.
+Layers are compiled one by one; all layers of a kind share the compiled code. Sizes that change from batch to batch (tokens,
+segments, keys) are dynamic from the start, so a new length compiles nothing. Code around the layers stays eager.
 """
 
 from collections.abc import Callable
@@ -61,13 +61,13 @@ class Compiled:
 
 
 def mark_sizes(tensor: Tensor) -> None:
-    """Tells the compiler which sizes change: all but those of features, the last dimension of floating-point tensors."""
+    """Marks the sizes that change: all but the size of features, the last dimension of floating-point tensors."""
     last = tensor.ndim - tensor.is_floating_point()
     torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in range(last) if tensor.shape[dim] > 1])
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises `InvalidConfig` unless there is what ``torch.compile`` needs on the device."""
+    """Raises `InvalidConfig` unless ``torch.compile`` can build code for the device."""
     if device.type != "cpu":
         return
     import torch._inductor.config as inductor

@@ -1,11 +1,11 @@
-"""Expert parallelism: the experts of each sparse layer dealt out over ep ranks, and tokens sent to where their experts are.
+"""Expert parallelism: the experts of each sparse layer are split over ep ranks, and tokens are sent to their experts.
 
 ep divides dp x sp, whose ranks hold different tokens. A rank holds ``experts / ep`` whole experts of each layer, as DTensors, so
-that FSDP2, the norm of gradients, checkpoints and weight export treat them as any other. It sends each of its tokens to the
-ranks of the experts that the router, which is whole everywhere, has chosen for it, computes what it is sent, and sends that
-back (all-to-all, as in arXiv:2006.16668). So the gradient of an expert is whole within an ep group; FSDP shards the experts over
-the dp x sp / ep ranks that hold the same ones, and sums over those alone. Ranks of tp hold the same experts, and send them
-different tokens.
+that FSDP2, the norm of gradients, checkpoints and weight export treat them as any other weights. Every rank has the whole
+router. It sends each of its tokens to the ranks of the experts that the router has chosen, computes the tokens that it receives,
+and sends the results back (all-to-all, as in arXiv:2006.16668). So the gradient of an expert is complete within an ep group; FSDP
+shards the experts over the dp x sp / ep ranks that hold the same ones, and sums over those alone. Ranks of tp hold the same
+experts, and send them different tokens.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class ExpertParallel(Transform):
 
 
 def split_experts(module: nn.Module) -> Iterator["SplitExperts"]:
-    """The layers' experts, where they are dealt out."""
+    """The modules of split experts."""
     return (part for part in module.modules() if isinstance(part, SplitExperts))
 
 
@@ -60,7 +60,7 @@ class SplitExperts(nn.Module):
     """This rank's experts in the place of all: parameters of the same names, split along the first dimension over ``mesh``."""
 
     def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
-        """``experts`` holds weights ``(experts, ...)`` alone, of adapters too; it computes with parts of them from now on."""
+        """``experts`` has no parameters but weights ``(experts, ...)``, of adapters too; it now computes with parts of them."""
         super().__init__()
         self.scaling = getattr(experts, "scaling", None)  # of adapters
         self.peers = Peers.of(mesh.get_group())
@@ -78,7 +78,7 @@ class SplitExperts(nn.Module):
 
     @torch.compiler.disable  # sizes of what is exchanged are known on the host alone
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """What the chosen experts make of this rank's tokens, weighted and added up.
+        """The outputs of the chosen experts for this rank's tokens, weighted and summed.
 
         Args:
             hidden_states: ``(N, H)``.

@@ -1,12 +1,12 @@
-"""Weights, gradients and optimizer state spread over the ranks of dp x sp by FSDP2 (``torch.distributed.fsdp``).
+"""FSDP2 (``torch.distributed.fsdp``): weights, gradients and optimizer state are sharded over the ranks of dp x sp.
 
 Groups that are gathered together: each decoder layer, each vision block, the rest of the vision tower (patch embedding and
-mergers), and with the root what is left: embedding, final norm and head. The root stays gathered from the beginning of the
-forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a bare weight, and tied weights stand in
-one group. Experts that are dealt out (`workers.parallel.expert`) are groups of their own, over fewer ranks. The tower's own
-group is gathered by its own forward, so text-only batches never touch it.
+mergers), and with the root the remaining weights: embedding, final norm and head. The root stays gathered from the beginning of
+the forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a plain weight, and tied weights are in one
+group. Split experts (`workers.parallel.expert`) form separate groups, over fewer ranks. The tower's group is gathered by the
+tower's forward, so text-only batches never touch it.
 
-Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the one loss of the mini-batch.
+Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the loss of the mini-batch.
 """
 
 from collections.abc import Iterator
@@ -88,8 +88,10 @@ class FullySharded(Transform):
 
 
 def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
-    """The first dimension of dealt-out experts' ``weight``, of which ``here`` stand on this rank, that holders can share evenly:
-    shards of parts have to be of one size.
+    """The first dimension of split experts' ``weight`` that ``holders`` ranks can share evenly, with ``here`` experts on this
+    rank.
+
+    Shards of parts have to be of one size.
     """
     sizes = (here, *weight.shape[1:])
     return Shard(next((dim for dim, size in enumerate(sizes) if size % holders == 0), 1))

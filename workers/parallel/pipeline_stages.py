@@ -21,7 +21,7 @@ from workers.model.packed_model import PackedVLM
 
 
 def stage_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> list[range]:
-    """The decoder layers of each stage: as many as ``given`` says, or about equally many, those without tower first.
+    """The decoder layers of each stage: ``given`` numbers of them, or about equal numbers, fewer on the stage of the tower.
 
     >>> stage_layers(7, 3), stage_layers(4, 2, given=[1, 3])
     ([range(0, 2), range(2, 5), range(5, 7)], [range(0, 1), range(1, 4)])
@@ -41,7 +41,7 @@ def stage_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
 
 
 class StageLayers(nn.ModuleList):
-    """A rank's decoder layers under the names that they have in the whole model; a pass sees those of one stage."""
+    """A rank's decoder layers under the names that they have in the whole model; iteration yields those of the running stage."""
 
     def __init__(self, whole: nn.Module, kept: Sequence[int]) -> None:
         super().__init__()
@@ -76,12 +76,12 @@ class StagedForward:
         deep: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> Any:
-        """What stage ``stage`` makes of its input.
+        """The output of stage ``stage``.
 
         Args:
             states: ``(levels, S, H)`` from the stage before, of `levels` levels; ``None`` for the first stage.
             deep: levels of deep features that the decoder adds, 0 if no micro-batch has media.
-            dtype: of what goes on to the next stage.
+            dtype: of the states for the next stage.
 
         Returns:
             ``(levels, S, H)`` for the next stage, or what `PackedVLM.forward` returns.
@@ -108,7 +108,7 @@ class StagedForward:
         return torch.cat([hidden.to(dtype), beyond.to(dtype)])
 
     def levels(self, stage: int, deep: int) -> int:
-        """Of what goes into a stage: the states, and the deep features of layers from there on."""
+        """The first size of a stage's input: the states, and the deep features of layers from there on."""
         return 1 + (max(0, deep - self.bounds[stage].start) if stage < len(self.bounds) else 0)
 
 

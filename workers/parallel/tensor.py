@@ -1,16 +1,17 @@
 """Tensor parallelism (arXiv:1909.08053) by the family's plan, over the ranks of a tp group, which get the same rows; between
-split layers each of them has a part of the tokens alone (arXiv:2205.05198, "sequence parallelism").
+split layers each rank has only a part of the tokens (arXiv:2205.05198, "sequence parallelism").
 
-An attention or MLP begins by gathering the tokens of all ranks, of which it computes its part of the heads or features; what the
-ranks found is summed, and each keeps the sum of its own tokens. So residual stream, norms, deep vision features, routers and
-whole experts are computed, and kept for the backward pass, for each token once in a tp group (`workers.parallel.tokens`).
+An attention or MLP first gathers the tokens of all ranks and computes this rank's part of the heads or features for them. The
+results of the ranks are summed, and each rank keeps the sums of its own tokens. So residual stream, norms, deep vision features,
+routers and whole experts are computed, and kept for the backward pass, once for each token in a tp group
+(`workers.parallel.tokens`).
 
-Split weights are DTensors over tp, so that FSDP2, checkpoints and weight export treat them as any other; the layers compute
-with the part that they hold. Embedding and head are split over the vocabulary. Key-value projections with fewer heads than
-ranks stay whole and compute the heads that a rank's queries use. Fused experts, which the plan names as parameters, stay
-whole, and so do norms and the vision tower, whose images are split instead (`workers.parallel.vision_split`).
+Split weights are DTensors over tp, so that FSDP2, checkpoints and weight export treat them as any other weights; a layer computes
+with the part that it holds. Embedding and head are split over the vocabulary. Key-value projections with fewer heads than ranks
+stay whole and compute the heads that a rank's queries use. Fused experts, which the plan names as parameters, stay whole, as do
+norms and the vision tower, whose images are split instead (`workers.parallel.vision_split`).
 
-Every weight of the model that is whole sees a part of the work, of tokens, heads or images, and gets a part of its gradient on
+Each weight that stays whole takes part in a share of the work, of tokens, heads or images, and gets a part of its gradient on
 each rank: `TensorParallel.sum_gradients` adds the parts, once for each optimizer step.
 """
 
@@ -88,8 +89,9 @@ class TensorParallel(Transform):
 
 
 def partial_parameters(module: PackedVLM) -> list[nn.Parameter]:
-    """Parameters that every rank of a tp group holds whole, with a part of their gradient: all that are not split over tp. What
-    a critic adds to the model works behind it, on all states.
+    """Parameters that every rank of a tp group holds whole, with a part of their gradient: all that are not split over tp.
+
+    A critic's head is none of them: it reads the states of all tokens.
     """
     return [parameter for parameter in module.model.parameters() if "tp" not in _axes(parameter)]
 
@@ -169,8 +171,9 @@ class HeadsLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """A part of the vocabulary: ``weight (V, H)`` split along ``V``; who does not know a token adds zero. From all ids ``(1, S)``
-    to the embeddings of this rank's part of them, ``(1, S / tp, H)``.
+    """A part of the vocabulary: ``weight (V, H)`` split along ``V``; ranks add zero for tokens of other parts.
+
+    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``.
     """
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None, peers: Peers) -> None:
@@ -229,7 +232,7 @@ class _Split:
         ] = {}  # the whole one is kept, so that its id stays its own
 
     def layer(self, name: str, layer: Any, style: str, parent: Any) -> nn.Module:
-        """What takes the place of ``layer``, a child of ``parent``."""
+        """The split layer that replaces ``layer``, a child of ``parent``."""
         if style == "vocabulary":
             return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, self.peers)
         if style == "rowwise":

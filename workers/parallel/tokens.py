@@ -1,10 +1,10 @@
-"""Which tokens a rank of sp x tp computes, of the rows that all of them are given.
+"""The tokens that each rank of sp x tp computes, out of rows that are the same on all of them.
 
-The sequence is cut into equal slices over sp, and a slice into equal parts over tp; an inert tail makes it long enough. A rank
-embeds its slice and computes attention's projections and the MLPs of all of it; what stands between those (the residual stream,
-norms, deep vision features, routers and whole experts) it computes for its part alone. Behind the decoder the parts are joined.
-Along sp the states that predict response tokens are then dealt out evenly before the head, whose work would otherwise fall to
-whoever holds the responses; every rank returns the log-probs of all.
+The sequence is cut into equal slices over sp, and a slice into equal parts over tp; inert tokens at the end make it long enough.
+A rank embeds its slice, and computes the projections of attention and the MLPs for all of it. Between those, it computes the
+residual stream, norms, deep vision features, routers and whole experts for its part alone. After the decoder the parts are
+joined. Along sp, states that predict response tokens are then shared evenly before the head, whose work would otherwise fall to
+the ranks that hold the responses. Every rank returns the log-probs of all response tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -44,8 +44,9 @@ class SplitTokens(TokenShare):
     tp: Peers | None
 
     def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
-        """The rows with this rank's slice of ``input_ids`` and ``position_ids``, and the media in its part of that, told from
-        ``spans`` on the host.
+        """The rows with this rank's slice of ``input_ids`` and ``position_ids``, and the media in its part of the slice.
+
+        ``spans`` are read on the host.
         """
         part = self.num_states(rows.input_ids.shape[-1])
         length = part * self._size(self.tp)

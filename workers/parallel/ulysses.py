@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (arXiv:2309.14509) for packed rows: every rank computes a slice of the tokens, and in attention
 all tokens for a part of the heads.
 
-All ranks of the group get the same rows. Each embeds and decodes its slice (`workers.parallel.tokens`), at the slice's own
-m-RoPE positions. Around attention an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back, so segments,
-shared prompts and kernels are those of one process.
+All ranks of the group get the same rows. Each embeds and decodes its slice (`workers.parallel.tokens`), at the slice's m-RoPE
+positions. Around attention an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back, so segments, shared
+prompts and kernels are the same as in one process. Heads are shared by sp x tp, so tensor parallelism uses these functions too.
 """
 
 from functools import partial
@@ -79,7 +79,7 @@ def ulysses_attention(
 
 
 def check_heads(heads: int, sp: int, tp: int) -> None:
-    """Raises `InvalidConfig` unless every rank of sp x tp gets as many of the query heads."""
+    """Raises `InvalidConfig` unless sp x tp divides the query heads."""
     if heads % (sp * tp):
         fitting = [degree for degree in range(1, heads + 1) if heads % degree == 0]
         raise InvalidConfig(
@@ -88,9 +88,9 @@ def check_heads(heads: int, sp: int, tp: int) -> None:
 
 
 def key_value_repeats(heads: int, key_value_heads: int, ranks: int) -> int:
-    """How often each key-value head must stand in a row, so that equal parts of the row serve equal parts of the query heads.
+    """How often to repeat each key-value head, so that equal parts of them serve equal parts of the query heads.
 
-    1 where the key-value heads divide over the ranks by themselves.
+    1 if ``ranks`` divides the key-value heads.
 
     >>> key_value_repeats(28, 4, 2), key_value_repeats(16, 2, 8), key_value_repeats(28, 4, 7)
     (1, 4, 7)
@@ -100,7 +100,7 @@ def key_value_repeats(heads: int, key_value_heads: int, ranks: int) -> int:
 
 
 def key_value_share(heads: int, key_value_heads: int, ranks: int, rank: int) -> list[int]:
-    """The key-value heads that one rank's query heads use, each as often as `key_value_repeats` makes it stand there.
+    """The key-value heads that one rank's query heads use, repeated as `key_value_repeats` says.
 
     >>> [key_value_share(16, 2, 4, rank) for rank in range(4)], key_value_share(6, 3, 2, 1)
     ([[0], [0], [1], [1]], [1, 2, 2])

@@ -1,7 +1,7 @@
 """The vision tower's work, split by whole images over the ranks that share their rows (sp x tp).
 
-Each rank encodes its part of the micro-batch's distinct images and videos, about the same cost each, and all get all features.
-The tower's weights see a part of the images on each rank, so their gradients are sums over sp x tp: FSDP takes that over dp x
+Each rank encodes its part of the micro-batch's distinct images and videos, of about equal cost, and all ranks get all features.
+The tower's weights see a part of the images on each rank, so their gradients are sums over sp x tp: FSDP sums over dp x
 sp, `workers.parallel.tensor.TensorParallel.sum_gradients` over tp.
 """
 
@@ -39,8 +39,10 @@ class VisionSplit(Transform):
 
 @dataclass(frozen=True)
 class SplitFeatures:
-    """`VLMFamily.features`, computed by several ranks that are given the same media. A rank for which there is none encodes
-    the smallest image and throws it away: its weights get a gradient of zero, and sharded ones are gathered everywhere.
+    """`VLMFamily.features`, computed by several ranks that are given the same media.
+
+    A rank without a part encodes the smallest image and drops its features, so that sharded weights are gathered on all ranks;
+    its gradient is zero.
     """
 
     family: VLMFamily
@@ -80,7 +82,7 @@ class SplitFeatures:
 
 
 def _places(shares: Sequence[Tensor], counts: Tensor, longest: int) -> Tensor:
-    """Where each feature ``(F,)`` of media with ``counts (N,)`` stands when shares are joined, each filled up to ``longest``.
+    """Index of each feature ``(F,)`` of media with ``counts (N,)`` in the joined shares, each filled up to ``longest``.
 
     >>> _places([torch.tensor([1]), torch.tensor([0, 2])], torch.tensor([1, 3, 1]), longest=3).tolist()
     [3, 0, 1, 2, 4]
@@ -93,5 +95,5 @@ def _places(shares: Sequence[Tensor], counts: Tensor, longest: int) -> Tensor:
 
 
 def _device_of(media: Mapping[str, Tensor], dtype: torch.dtype) -> torch.device:
-    """Where pixels, or grids, lie."""
+    """The device of pixels, or of grids."""
     return next(x.device for x in media.values() if x.is_floating_point() == dtype.is_floating_point)

@@ -1,7 +1,7 @@
 """Log-probs and entropy where each rank of a tp group holds a part of the vocabulary: `workers.model.logprobs`, for split logits.
 
-A rank's logits never leave it. Of each token it sends three numbers: the logarithm of its part of the normaliser, the mean of
-its logits under its part of the distribution, and the target's logit if that is its own.
+A rank's logits never leave it. For each token it sends three numbers: the logarithm of its part of the normaliser, the mean of
+its logits under its part of the distribution, and the target's logit if the target is in its part.
 """
 
 from collections.abc import Sequence
@@ -118,6 +118,6 @@ def _policy_logits(states: Tensor, weight: Tensor, temperature: float, banned: T
 
 
 def _inside(targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Which targets ``(n,)`` are this rank's, and where, 0 for the others."""
+    """Mask of the targets ``(n,)`` in this rank's part, and their indices there, 0 for the others."""
     inside = (targets >= 0) & (targets < vocabulary)
     return inside, torch.where(inside, targets, 0)

@@ -1,4 +1,4 @@
-"""The critic: what the rest of a response is worth, token by token."""
+"""The critic, which values the rest of a response at each token."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from workers.training.optimizer import OptimizerConfig
 
 @dataclass(frozen=True)
 class CriticConfig(ModelConfig):
-    """A critic: the checkpoint it starts from, the policy's own as a rule, and how it is updated."""
+    """A critic: the checkpoint it starts from, usually the policy's, and how it is updated."""
 
     model_path: str
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
@@ -28,7 +28,7 @@ class CriticConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Values:
-    """What a critic's loss function sees of a forward pass."""
+    """The outputs of a critic's forward pass that its loss function gets."""
 
     values: Tensor  # (B, R) float32, 0 where response_mask is 0
     entropy_or_none: Tensor | None = None
@@ -41,14 +41,14 @@ class Values:
 class PackedCritic(PackedVLM):
     """The packed model with a value in place of logits: the product of a state and one vector, in float32.
 
-    The vector is zero at first, so that every value is: the first advantages are the rewards to come.
+    The vector starts at zero, and so does every value: the first advantages are the rewards to come.
     """
 
     outputs = Values
     makes_logits = False
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily) -> None:
-        """Takes the language-model head out of ``model``; tied embeddings stay where they are looked up."""
+        """Removes the language-model head from ``model``; tied embeddings stay."""
         super().__init__(model, family, temperature=1.0)
         head = family.lm_head(model)
         remove_submodule(model, family.head)
@@ -56,7 +56,7 @@ class PackedCritic(PackedVLM):
         nn.init.zeros_(self.value_head.weight)
 
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, None]:
-        """Values ``(n,)`` of the states ``(n, H)``, whatever token comes next."""
+        """Values ``(n,)`` of the states ``(n, H)``; the next tokens do not matter."""
         if entropy:
             raise InvalidConfig("a critic has no entropy")
         with torch.autocast(states.device.type, enabled=False):
@@ -66,8 +66,8 @@ class PackedCritic(PackedVLM):
 class ValueWorker(ModelWorker):
     """Values of responses.
 
-    The value at response token t is that of the state before it is sampled: of the hidden state that predicts it. So it stands
-    in the column of the token's own log-prob, reward and advantage, as in verl.
+    The value at response token t is that of the state before it is sampled: of the hidden state that predicts it. So it is at the
+    same position as the token's log-prob, reward and advantage, as in verl.
     """
 
     def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedCritic:

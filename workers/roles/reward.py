@@ -20,9 +20,9 @@ from workers.roles.critic import CriticConfig, FrozenCriticWorker
 
 @dataclass(frozen=True)
 class RewardRow:
-    """What a reward function may look at."""
+    """What a reward function gets of a row."""
 
-    solution_str: str  # the response, special tokens left out
+    solution_str: str  # the response, without special tokens
     ground_truth: Any
     data_source: str = ""
     extra_info: Mapping[str, Any] | None = None
@@ -37,7 +37,7 @@ class RewardWorker:
     """Decodes responses and scores them with a function."""
 
     def __init__(self, score_rows: RewardFunction, model_path: str, ranks: Ranks | None = None) -> None:
-        """``model_path`` is where the tokenizer of the responses lives; ``ranks`` score together, as those of a model do."""
+        """``model_path`` is the directory of the responses' tokenizer; ``ranks`` score together, as those of a model do."""
         self.score_rows = score_rows
         self.ranks = ranks or Ranks()
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -46,11 +46,11 @@ class RewardWorker:
     def score(self, data: DataProto) -> DataProto:
         """``token_level_rewards`` ``(B, R)`` with each score on the last response token, and a column for each number.
 
-        Columns ``(B,)``: ``score``, whatever other numbers the function returned (``acc``, ``format``), and ``response_text``.
+        Columns ``(B,)``: ``score``, other numbers that the function returned (``acc``, ``format``), and ``response_text``.
 
         Raises:
-            MissingColumn: a column that is read is absent.
-            RewardError: the function returned something else than one finite score a row; names the row.
+            MissingColumn: a required column is absent.
+            RewardError: the function did not return one finite score for each row; names the row.
         """
         with self.ranks.fail_together():
             require(data, "responses", "response_mask")
@@ -87,12 +87,12 @@ class ModelReward:
 
 
 class ModelRewardWorker(RewardWorker):
-    """Scores each response with the value before its last token, which by then is the end token."""
+    """Scores each response with the value at its last token, usually the end token."""
 
     def __init__(
         self, config: ModelReward, model_path: str, device: torch.device | None = None, ranks: Ranks | None = None
     ) -> None:
-        """``model_path`` is where the tokenizer of the responses lives."""
+        """``model_path`` is the directory of the responses' tokenizer."""
         super().__init__(lambda rows: [], model_path, ranks)
         self.critic = FrozenCriticWorker(config.critic, device, ranks)
         if config.directory is not None:
@@ -108,7 +108,7 @@ class ModelRewardWorker(RewardWorker):
 
 
 def place_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """``(B,)`` to ``(B, R)``: each score on its row's last response token; nowhere for a row without one.
+    """``(B,)`` to ``(B, R)``: each score on its row's last response token; a row without one gets no score.
 
     >>> place_on_last_token(torch.tensor([1.0, 2.0]), torch.tensor([[1, 1, 0], [0, 0, 0]])).tolist()
     [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]

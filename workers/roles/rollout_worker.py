@@ -28,7 +28,7 @@ class RolloutConfig:
 
 
 def split_prompts(call: Arguments, parts: int) -> list[Arguments]:
-    """As `split_rows`; rows of one uid are numbered before they are parted."""
+    """As `split_rows`; rows of one uid are numbered before they are split."""
     args = tuple(number_occurrences(value) if isinstance(value, DataProto) else value for value in call.args)
     kwargs = {
         name: number_occurrences(value) if isinstance(value, DataProto) else value
@@ -47,10 +47,11 @@ class RolloutWorker:
         ranks: Ranks | None = None,
         shares_device: bool = True,
     ) -> None:
-        """``weights`` gives the actor's (name, tensor) pairs; it is asked, with the engine's dtype, whenever they have changed.
+        """``weights`` returns the actor's (name, tensor) pairs; it is called, with the engine's dtype, after each change of them.
 
-        ``ranks`` is this process's place in the training layout, by which rows come and go; the engine's option
-        ``tensor_parallel`` is independent of it. ``shares_device``: whether others need the engine's memory between rollouts.
+        ``ranks`` is this process's place in the training layout, which splits and joins the rows; the engine's option
+        ``tensor_parallel`` is independent of it. ``shares_device``: whether other roles need the engine's memory between
+        rollouts.
         """
         self.ranks = ranks = ranks or Ranks()
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
@@ -74,7 +75,7 @@ class RolloutWorker:
         """
         self._calls += 1
         with self.sharding as sharding:
-            with self.ranks.fail_together():  # a row refused by one engine would leave the others waiting
+            with self.ranks.fail_together():  # else other engines would wait for one that refuses a row
                 shared = sharding.preprocess_data(self._numbered(prompts))
                 completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
@@ -84,7 +85,7 @@ class RolloutWorker:
                 return own
 
     def _numbered(self, prompts: DataProto) -> DataProto:
-        """With the column `OCCURRENCE`, over all data-parallel ranks where each brings rows of its own."""
+        """The prompts with the column `OCCURRENCE`, counted over all data-parallel ranks."""
         if OCCURRENCE in prompts:
             return prompts
         everybody = self.ranks.all_gather(prompt_names(prompts), "dp")
@@ -92,22 +93,22 @@ class RolloutWorker:
 
     @dispatch("rank_zero")
     def weights_dtype(self) -> torch.dtype:
-        """What the engine keeps its weights in."""
+        """The dtype of the engine's weights."""
         return self.engine.dtype
 
     @dispatch("all")
     def mark_stale(self) -> None:
-        """The actor has changed: its weights are streamed before the next generation."""
+        """Marks the engine's weights as stale: the actor's are streamed before the next generation."""
         self.sharding.mark_stale()
 
     @dispatch("all")
     def refresh(self) -> None:
-        """Streams the actor's weights now if they are stale; where they come from elsewhere, the actor sends meanwhile."""
+        """Streams the actor's weights now if they are stale; an actor in other processes has to send them meanwhile."""
         with self.sharding:
             pass
 
     @dispatch("all")
     def differing_weights(self) -> list[str]:
-        """Names of the engine's weights that are not the actor's; a check, for it reads all of both."""
+        """Names of the engine's weights that differ from the actor's; slow, since it reads all weights of both."""
         with self.sharding:
             return self.engine.differing_weights(self.sharding.weights())

@@ -1,8 +1,9 @@
-"""Between the training layout and the rollout layout.
+"""The change between the training layout and the rollout layout.
 
-Training splits a batch over dp; all pp x sp x tp ranks of one dp position come with the same rows. A rollout engine runs on as
-many neighbouring ranks as its own tensor-parallel size, and all of them must see the same rows. So ranks exchange rows within
-blocks: the smallest sets of ranks that hold both wholly. They need not be neighbours, as two stages of a pipeline are not.
+Training splits a batch over dp; all pp x sp x tp ranks of one dp position have the same rows. A rollout engine runs on
+``tensor_parallel`` consecutive ranks, and all of them must see the same rows. So ranks exchange rows within blocks: the smallest
+sets of ranks that contain every dp position and every engine either completely or not at all. The ranks of a block need not be
+consecutive: two stages of a pipeline are not.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,18 +27,18 @@ from workers.training.checkpoint import random_states, seed_everything, set_rand
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The ranks that exchange rows with this one, and this one: a block, in order of rank.
+    """A block: this rank and the ranks that exchange rows with it, in order of rank.
 
     >>> alone = Neighbours()
     >>> alone.rank, alone.engine
     (0, 0)
     """
 
-    group: ProcessGroup | None = None  # None: this rank keeps to itself
-    holders: tuple[int, ...] = (0,)  # of each rank, its dp position: those that share it come with the same rows
+    group: ProcessGroup | None = None  # None: this rank exchanges no rows
+    holders: tuple[int, ...] = (0,)  # the dp position of each rank: ranks of one position have the same rows
     engines: tuple[int, ...] = (
         0,
-    )  # of each rank, the number of its engine among all: those that share it run it together
+    )  # the number of each rank's engine among all engines: ranks of one number run it together
 
     @property
     def rank(self) -> int:
@@ -46,7 +47,7 @@ class Neighbours:
 
     @property
     def engine(self) -> int:
-        """Number of the engine that this rank runs."""
+        """The number of this rank's engine."""
         return self.engines[self.rank]
 
 
@@ -62,7 +63,7 @@ def neighbours(ranks: Ranks, tensor_parallel: int) -> Neighbours:
             f"rollout tensor_parallel={tensor_parallel} does not fit {layout}: it must divide pp x dp x sp x tp = {world}"
         )
     holders = [layout.coordinates(rank)["dp"] for rank in range(world)]
-    engines = [rank // tensor_parallel for rank in range(world)]  # vLLM's external launcher takes neighbours
+    engines = [rank // tensor_parallel for rank in range(world)]  # vLLM's external launcher takes consecutive ranks
     blocks = joined_blocks(holders, engines)
     if len(blocks) == world:
         rank = 0 if ranks.mesh is None else distributed.get_rank()
@@ -73,10 +74,10 @@ def neighbours(ranks: Ranks, tensor_parallel: int) -> Neighbours:
 
 
 def joined_blocks(*partitions: Sequence[int]) -> list[list[int]]:
-    """The smallest blocks of ranks that hold the groups of every partition wholly, in order of their first ranks.
+    """The smallest blocks of ranks that split no group of any partition, in order of their first ranks.
 
-    A partition has one label for each rank; ranks of one label are a group. Two stages of two dp positions, first with engines of
-    one rank, then of two:
+    A partition has one label for each rank; ranks of one label are a group. For two stages of two dp positions, first with
+    engines of one rank, then of two:
 
     >>> joined_blocks([0, 1, 0, 1], [0, 1, 2, 3])
     [[0, 2], [1, 3]]
@@ -93,7 +94,7 @@ def joined_blocks(*partitions: Sequence[int]) -> list[list[int]]:
 
 
 def first_places(labels: Sequence[int]) -> dict[int, int]:
-    """Where each label stands first, in that order.
+    """The first index of each label, in that order.
 
     >>> first_places([7, 7, 2, 7, 2])
     {7: 0, 2: 2}
@@ -102,7 +103,7 @@ def first_places(labels: Sequence[int]) -> dict[int, int]:
 
 
 def rows_by_holder(holders: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
-    """Number of rows of each dp position, in order of its first rank, from each rank's dp position and number of rows.
+    """The number of rows of each dp position, in order of its first rank, from each rank's dp position and number of rows.
 
     >>> rows_by_holder([0, 1, 0, 1], [3, 2, 3, 2])
     {0: 3, 1: 2}
@@ -114,17 +115,17 @@ def rows_by_holder(holders: Sequence[int], counts: Sequence[int]) -> dict[int, i
     for holder, count in zip(holders, counts, strict=True):
         if count != rows[holder]:
             raise RowCountMismatch(
-                f"ranks of one dp position come with the same rows, but those of position {holder} have {rows[holder]} and "
+                f"ranks of one dp position have to get the same rows, but those of position {holder} have {rows[holder]} and "
                 f"{count}"
             )
     return rows
 
 
 class ShardingManager:
-    """A context in which the engine is awake, holds the actor's weights, and sees the rows its ranks must share.
+    """A context in which the engine is awake, holds the actor's weights, and sees the rows that its ranks share.
 
-    Random states are the rollout's own inside: the same on all ranks of an engine, different between engines, and going on
-    where they were left; those of training stay as they were.
+    Inside, the random states are the rollout's: the same on all ranks of an engine, different between engines, and continued from
+    the last time. Those of training are restored at the end.
     """
 
     def __init__(
@@ -135,10 +136,10 @@ class ShardingManager:
         shares_device: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
-        """``weights`` gives the actor's (name, full tensor) pairs; asked once for each entry where the engine lacks them.
+        """``weights`` returns the actor's (name, full tensor) pairs; called on each entry at which the engine lacks them.
 
-        An engine that has its device to itself (``shares_device=False``) stays awake, and keeps the weights it was sent.
-        ``ranks`` are those whose engines take weights at the same time.
+        An engine that has a device for itself (``shares_device=False``) stays awake, and keeps its weights.
+        The engines of ``ranks`` take weights at the same time.
         """
         self.ranks = ranks or Ranks()
         self.engine = engine
@@ -151,11 +152,11 @@ class ShardingManager:
         self._rollout_random: dict[str, Any] | None = None
 
     def mark_stale(self) -> None:
-        """The actor has changed: the next entry streams its weights."""
+        """Marks the engine's weights as stale: the next entry streams the actor's."""
         self.stale = True
 
     def __enter__(self) -> "ShardingManager":
-        """Raises on all ranks what one engine raises as it wakes or takes its weights; see `Ranks.fail_together`."""
+        """Wakes the engine; an error of one engine is raised on all ranks, see `Ranks.fail_together`."""
         try:
             with self.ranks.fail_together():
                 kept = self.engine.wake()
@@ -163,7 +164,7 @@ class ShardingManager:
                 with self.ranks.fail_together():
                     self._load_weights()
         except BaseException:
-            self._rest()  # what training needs must not stay with an engine that is not used
+            self._rest()  # training needs the memory
             raise
         self.stale = False
         self._training_random = random_states()
@@ -185,7 +186,7 @@ class ShardingManager:
         try:
             self.engine.load_weights(weights)
         except Exception:
-            for _ in weights:  # the others go on gathering and taking them
+            for _ in weights:  # other ranks continue to gather and take them
                 pass
             raise
 
@@ -194,10 +195,10 @@ class ShardingManager:
             self.engine.sleep()
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """The rows that this rank's engine generates for: its share of those of all dp positions in the block, in their order.
+        """The rows for this rank's engine: its share of the rows of all dp positions in the block, in their order.
 
         Raises:
-            RowCountMismatch: ranks of one dp position came with different numbers of rows; on all ranks of the block.
+            RowCountMismatch: ranks of one dp position have different numbers of rows; raised on all ranks of the block.
         """
         block = self.neighbours
         if block.group is None:
@@ -211,7 +212,7 @@ class ShardingManager:
         return everything[number * len(everything) // len(engines) : (number + 1) * len(everything) // len(engines)]
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """This rank's own rows out of those that the block's engines generated; ``n`` for each row that it came with.
+        """This rank's rows out of those that the block's engines generated; ``n`` for each of its prompts.
 
         Raises:
             RowCountMismatch: the engines did not return the same number of rows for each prompt.

@@ -1,4 +1,4 @@
-"""Rows and results of training step by step: passes over all targets, with the loss of some of them."""
+"""Training step by step: rows whose targets are all scored, and the results of passes over them."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -17,10 +17,10 @@ OWN_MASK = "_own_response_mask"  # where a batch keeps its response_mask while a
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass over rows gives.
+    """The result of a pass over rows.
 
-    ``metrics`` are sums over tokens of all rows, ``loss:sum`` among them; ``log_probs (B, R)`` float32, 0 for targets without
-    one (see `scored_targets`), are there if asked for.
+    ``metrics`` are sums over tokens of all rows, with the loss as ``loss:sum``. ``log_probs (B, R)`` float32, if asked for,
+    are 0 for targets without one (see `scored_targets`).
     """
 
     metrics: Mapping[str, float]
@@ -41,7 +41,7 @@ def join_tensors(results: Sequence[Tensor]) -> Tensor:
 def scored_targets(data: DataProto, module: PackedVLM) -> Tensor:
     """``(B, R)`` int64: 1 on targets that have a log-prob under the policy.
 
-    They stand behind another token, are in the vocabulary, and are neither placeholders of media nor enclose them.
+    These follow another token, are in the vocabulary, and are neither placeholders of media nor their delimiters.
     """
     attended, width = data["attention_mask"].bool(), data["response_mask"].shape[1]
     behind = attended & (attended.cumsum(1) > 1)
@@ -53,7 +53,7 @@ def scored_targets(data: DataProto, module: PackedVLM) -> Tensor:
 
 
 def every_target(data: DataProto, module: PackedVLM) -> DataProto:
-    """The rows with all of `scored_targets` in ``response_mask``, whose own is kept for `own_targets`."""
+    """The rows with `scored_targets` as ``response_mask``; their original mask is kept for `own_targets`."""
     rows = copy(data)
     rows[OWN_MASK] = data["response_mask"]
     rows["response_mask"] = scored_targets(data, module)
@@ -61,7 +61,7 @@ def every_target(data: DataProto, module: PackedVLM) -> DataProto:
 
 
 def own_targets(loss_fn: LossFn) -> LossFn:
-    """The loss function over rows of `every_target`: it sees what it would see without that, and none of the other log-probs."""
+    """The loss function for rows of `every_target`, which gets the rows' original mask and only the log-probs under it."""
 
     def own(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         mask, rows = rows[OWN_MASK], copy(rows)
@@ -73,7 +73,7 @@ def own_targets(loss_fn: LossFn) -> LossFn:
 
 
 def every_token(data: DataProto, module: PackedVLM) -> DataProto:
-    """The rows with all tokens but the first as responses, R = L - 1, and 1 in ``response_mask`` wherever there is a log-prob."""
+    """The rows with all tokens except the first as responses, R = L - 1; ``response_mask`` is 1 wherever there is a log-prob."""
     rows, ids = copy(data), data["input_ids"]
     if "targets" in rows:
         rows.pop(["targets"])

@@ -1,8 +1,8 @@
-"""What a training step requires and what of the device it uses, in verl's metric names.
+"""The work, time and memory of a training step, under verl's metric names.
 
-The operations counted are those the step requires: each distinct image once, a prompt that rows share once, logits of response
-tokens alone, and nothing that is computed again (activation checkpointing, chunks of logits). MFU is their number over the time
-of the whole step and the devices' peak.
+Only operations that the step requires are counted: each distinct image once, a shared prompt once, logits of response tokens
+alone, and nothing that is computed again (activation checkpointing, chunks of logits). MFU is their number divided by the time of
+the whole step and the peak of the devices.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.forward_pass import media_of, sharing
 
-# Dense bfloat16 operations per second by the makers' data sheets; the first name that is part of the device's counts.
+# Dense bfloat16 operations per second from data sheets; the first name that is part of the device's name counts.
 PEAKS = (
     ("B300", 2.25e15),
     ("B200", 2.25e15),
@@ -46,7 +46,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of forward and backward pass, and packed tokens, prompts that rows share counted once."""
+    """Operations of forward and backward pass, and packed tokens; a shared prompt counts once."""
 
     vision: float = 0.0
     language: float = 0.0
@@ -61,10 +61,10 @@ class Work:
 
 
 def required_work(module: PackedVLM, data: DataProto) -> Work:
-    """What one update over ``data`` requires.
+    """The work that one update over ``data`` requires.
 
-    The backward pass takes twice the forward pass where weights are trained, once where gradients only pass through (a
-    decoder with adapters), and nothing in a frozen vision tower.
+    The backward pass takes twice the work of the forward pass where weights are trained, the same work where gradients only pass
+    through (a decoder with adapters), and none in a frozen vision tower.
     """
     family, config = module.family, module.model.config
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
@@ -72,7 +72,7 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
     saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
     logit_tokens = int(data["response_mask"].sum()) if module.makes_logits else 0
     rows = family.flops(config, whole, _distinct_grids(module, data), logit_tokens=logit_tokens)
-    # Segments of response tokens alone see the keys of their prompt: all of the row's pairs but those within the prompt.
+    # Segments that hold only response tokens see the keys of their prompt: all pairs of the row except those within the prompt.
     shared = family.flops(config, saved, logit_tokens=0)
     return Work(
         vision=rows.vision * _passes(module, family.vision_tower, frozen=1),
@@ -82,13 +82,13 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
 
 
 def whole_work(stages: Sequence[Work]) -> Work:
-    """What the update requires, from what each stage of a pipeline makes of it: those without a tower know no training of it."""
+    """The work of an update, from the counts of each pipeline stage: only the stage with the tower knows that it is trained."""
     vision, language = (max(getattr(work, part) for work in stages) for part in ("vision", "language"))
     return Work(vision, language, stages[0].tokens)
 
 
 def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
-    """Grids ``(N, 3)`` of the images and videos that rows hold, each object once."""
+    """Grids ``(N, 3)`` of the rows' images and videos, each distinct object once."""
     layout, config = module.family.media_layout, module.model.config
     found: dict[tuple[int, ...], torch.Tensor] = {}
     for kind in ("image", "video"):
@@ -101,24 +101,24 @@ def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
 
 
 def _passes(module: PackedVLM, path: str, frozen: int) -> int:
-    """Forward passes' worth of operations: 3 where the weights of a submodule themselves (not adapters) are trained."""
+    """Work of forward and backward pass in forward passes: 3 if weights of a submodule, other than adapters, are trained."""
     parameters = module.model.get_submodule(path).named_parameters()
     return 3 if any(weight.requires_grad for name, weight in parameters if "lora_" not in name) else frozen
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one rank did in an update."""
+    """One rank's work, time and memory in an update."""
 
-    work: Work  # of its rows; nothing where another rank with the same rows counts them
-    seconds: float  # from begin to end
+    work: Work  # of its rows; empty if another rank with the same rows counts them
+    seconds: float  # of the whole update
     phases: Mapping[str, float]  # seconds
     peak: float | None  # operations per second of its device, if known
     memory: Mapping[str, float]  # metric to bytes
 
 
 def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
-    """Metrics of an update from what all its ranks did.
+    """Metrics of an update from the figures of all its ranks.
 
     - ``timing_s/update_<role>/<phase>``: of the slowest rank.
     - ``perf/throughput/<role>``: packed tokens of all ranks per second, of the slowest, and device.
@@ -151,12 +151,12 @@ def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
 
 
 def real_peak(peak: int, reserved: int, used: int) -> int:
-    """The most bytes that a process held on its device, from what torch believes it held.
+    """The most bytes that a process held on its device, from the peak that torch counted.
 
-    vLLM allocates through torch, and when it sleeps it gives its memory back to the device behind torch's back: torch counts it
-    all the while (its peak read 166 GiB on a device of 140). What torch held ``reserved`` beyond the ``used`` bytes of the whole
-    device, at one moment before the peak, is such memory. ``used`` includes what else the device holds, such as CUDA's own
-    context, by which the result may be too large, but never more than the device held.
+    vLLM allocates through torch, and when it sleeps it returns memory to the device without telling torch, which still counts
+    it (a peak of 166 GiB on a device of 140). At a moment before the peak, the bytes ``reserved`` by torch beyond the ``used``
+    bytes of the whole device are such memory. ``used`` includes other memory of the device, such as CUDA's context; the result
+    may be too large by that much, but is never more than the device held.
 
     >>> real_peak(peak=150, reserved=80, used=30), real_peak(peak=60, reserved=20, used=30)
     (100, 60)
@@ -165,7 +165,7 @@ def real_peak(peak: int, reserved: int, used: int) -> int:
 
 
 class Accounting:
-    """Counts and times what a worker does while it is `recording`.
+    """Counts and times the work of a model while it is `recording`.
 
     >>> accounting = Accounting(torch.device("cpu"))
     >>> with accounting.recording():
@@ -189,7 +189,7 @@ class Accounting:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """From here on until the end of the block; outside nothing is timed and nothing kept."""
+        """Records until the end of the block; outside of it nothing is timed and nothing kept."""
         self._forget()
         self.active, self.started = True, time.perf_counter()
         if self.device.type == "cuda":
@@ -202,12 +202,12 @@ class Accounting:
             self._forget()
 
     def add(self, work: Work) -> None:
-        """More work is going to be done."""
+        """Adds work that is about to be done."""
         self.work += work
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a block; on CUDA by the device's own clock, so that nothing waits."""
+        """Times a block; on CUDA by events of the device, so that the host does not wait."""
         if not self.active:
             yield
         elif self.device.type == "cuda":
@@ -222,7 +222,7 @@ class Accounting:
             self.seconds[name] += time.perf_counter() - begin_at
 
     def metrics(self, role: str) -> dict[str, float]:
-        """The figures since `recording` began, of all ranks, each of which calls it; see `joined_metrics`."""
+        """Metrics of all ranks since `recording` began; every rank calls it. See `joined_metrics`."""
         memory: dict[str, float] = {}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,8 +1,8 @@
 """From a loss per token to one number, the same number however the rows were split.
 
-Every mode is a weighted sum over tokens, ``loss = (token_weights(mask, ...) * loss).sum()``. The weights need to know
-one thing of the whole mini-batch, its `denominator`. With that number passed in, the sums over micro-batches, and over
-ranks, add up to the loss of the unsplit mini-batch. `denominator` is itself a sum over rows: ranks add theirs up.
+Every mode is a weighted sum over tokens, ``loss = (token_weights(mask, ...) * loss).sum()``. The weights depend on one
+number of the whole mini-batch, its `denominator`. With that number passed in, the sums over micro-batches, and over
+ranks, add up to the loss of the unsplit mini-batch. `denominator` is a sum over rows, so ranks add theirs up.
 
 Dimension letters: B rows, R response tokens.
 """
@@ -20,7 +20,7 @@ MODES: tuple[str, ...] = get_args(AggregationMode)
 
 
 def denominator(mask: Tensor, mode: str) -> Tensor:
-    """What the whole mini-batch divides by: tokens for ``token-mean``, rows with at least one token otherwise.
+    """The divisor of the whole mini-batch: tokens for ``token-mean``, rows with at least one token otherwise.
 
     Additive: that of a batch is the sum of those of its parts. Inert rows (mask all 0) add nothing.
 

@@ -35,10 +35,10 @@ _STEP = re.compile(r"global_step_(\d+)")
 
 @contextmanager
 def writing_checkpoint(root: Path, step: int, keep: int | None = None) -> Iterator[Path]:
-    """A directory to fill beside ``root/global_step_<step>``, which it becomes once the block ends without an error.
+    """A directory to fill, which is renamed to ``root/global_step_<step>`` when the block ends without an error.
 
     Args:
-        keep: how many checkpoints to leave, the newest ones; ``None`` leaves all.
+        keep: how many of the newest checkpoints to keep; ``None`` keeps all.
     """
     target = root / f"global_step_{step}"
     draft = root / f".{target.name}.partial"
@@ -58,7 +58,7 @@ def writing_checkpoint(root: Path, step: int, keep: int | None = None) -> Iterat
 
 
 def checkpoint_steps(root: Path) -> list[int]:
-    """Steps of the whole checkpoints under ``root``."""
+    """Steps of the complete checkpoints under ``root``."""
     if not root.is_dir():
         return []
     matches = (_STEP.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
@@ -66,7 +66,7 @@ def checkpoint_steps(root: Path) -> list[int]:
 
 
 def latest_checkpoint(root: Path) -> tuple[int, Path] | None:
-    """Step and directory of the newest whole checkpoint, if there is one."""
+    """Step and directory of the newest complete checkpoint, if there is one."""
     steps = checkpoint_steps(root)
     return (steps[-1], root / f"global_step_{steps[-1]}") if steps else None
 
@@ -92,7 +92,7 @@ def seed_everything(seed: int) -> None:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Sets what `random_states` returned, as far as there are such devices here."""
+    """Sets the states that `random_states` returned, of devices that exist here."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]
@@ -103,7 +103,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes plain values; paths and the like as their text."""
+    """Writes plain values; others, such as paths, as their text."""
     path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
 
 
@@ -118,22 +118,22 @@ def _flush(directory: Path) -> None:
 
 
 class Saving:
-    """What is being written while training goes on."""
+    """Writes of a model's state, some of them in the background while training continues."""
 
     def __init__(self) -> None:
         self._writes: list[Future[Any]] = []
 
     def save_all(self, directory: Path, module: PackedVLM, optimizer: Optimizer, ranks: Ranks, behind: bool) -> None:
-        """Writes ``huggingface/``, a checkpoint that `from_pretrained` reads, and what training goes on from.
+        """Writes ``huggingface/``, a checkpoint that `from_pretrained` reads, and ``training/``, the training state.
 
-        That is a distributed checkpoint, ``training/``, into which every rank writes its own part, and which any other layout
-        reads. With ``behind`` the state is copied to the host now and written while the caller goes on, until `finish`.
+        The training state is a distributed checkpoint: every rank writes its own part, and any other layout can read it. With
+        ``behind`` the state is copied to the host now and written in the background, until `finish`.
         """
         weights = {}
         for name, weight in all_named_weights(module.model, ranks):
             if ranks.is_first:  # the others take part and keep nothing
                 weights[name] = weight.cpu().clone() if behind else weight.cpu()
-        # First what all ranks do together: the export may fail, on the first rank alone.
+        # First the part that all ranks do together: the export may fail on the first rank alone.
         self.save_training(directory, module, optimizer, behind)
         if ranks.is_first:
             export = partial(meta_copy(module.model).save_pretrained, directory / "huggingface", state_dict=weights)
@@ -151,7 +151,7 @@ class Saving:
             write_state(state, directory / "training")
 
     def finish(self) -> None:
-        """Waits until all is written; raises what went wrong."""
+        """Waits until all is written; raises the error of a write that failed."""
         writes, self._writes = self._writes, []
         wait(writes)
         raise_first([error for each in writes if (error := each.exception()) is not None])
@@ -163,7 +163,7 @@ _EXPORTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
 def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer, ranks: Ranks) -> None:
     """Reads what `Saving` wrote, in this layout or another, to the last bit. Every rank calls it.
 
-    Gradients that stand are cleared: they are of other weights.
+    Gradients are cleared: they belong to other weights.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of another model.
@@ -183,7 +183,7 @@ def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
 
 
 def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -> dict[str, Any]:
-    """What is written, or is to be read, with the moments of these parameters."""
+    """The state to write or to read, with the moments of these parameters."""
     flat = {
         f"optimizer.state.{name}.{kind}": value
         for name, parameter in module.named_parameters()
@@ -193,14 +193,14 @@ def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -
     return {"model": get_model_state_dict(module, options=TRAINED_ALONE)} | flat | counts
 
 
-# What is frozen comes from the model's own checkpoint.
+# Frozen weights come from the model's own checkpoint.
 TRAINED_ALONE = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def load_model_weights(directory: Path, module: PackedVLM, ranks: Ranks) -> None:
-    """Reads the weights of what `Saving` wrote, and nothing of the optimizer. Every rank calls it.
+    """Reads the weights that `Saving` wrote, without the optimizer's state. Every rank calls it.
 
-    Weights that were frozen as it was written are not in it: they stay as they are, the model's own checkpoint's.
+    Weights that were frozen when the state was written are not in it and keep the values of the model's own checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of another model.
@@ -219,8 +219,8 @@ def load_model_weights(directory: Path, module: PackedVLM, ranks: Ranks) -> None
 
 
 def _check_fits(training: Path, stored: set[str], known: set[str]) -> None:
-    """Whether the weights that were written, all or those that were trained, can be those of the model whose names are known."""
-    of_the_model = "model.model."  # what a checkpoint of the Hugging Face model holds as well
+    """Raises `CheckpointError` unless the names of the stored weights, all or the trained ones, fit the names of the model."""
+    of_the_model = "model.model."  # the prefix of weights that a checkpoint of the Hugging Face model holds as well
     added = {name for name in known if not name.startswith(of_the_model) or base_name(name) is None}
     unknown, missing = sorted(stored - known), sorted(added - stored)
     if unknown or missing:

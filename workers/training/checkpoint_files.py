@@ -1,7 +1,7 @@
 """torch's distributed checkpoint, read without running code from its files.
 
-Its own reader unpickles the table of contents and the values that are no tensors; here only the classes that such a table is
-made of, and plain values, are let through.
+torch's reader unpickles the table of contents and the values that are not tensors. Here only plain values and the classes that
+such a table consists of are accepted.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from dataproto.errors import CheckpointError
 
 
 def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | None = None) -> None:
-    """Writes ``state``, sharded tensors and plain values, every rank its own part.
+    """Writes ``state``, sharded tensors and plain values; every rank writes its own part.
 
     Args:
         group: the ranks' process group, the default one if ``None``.
@@ -42,16 +42,16 @@ def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | No
             checkpoint.save(
                 state, checkpoint_id=directory, process_group=group, no_dist=not distributed.is_initialized()
             )
-    except checkpoint.CheckpointException as error:  # no `Exception`, in torch
+    except checkpoint.CheckpointException as error:  # not a subclass of `Exception` in torch
         causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
         raise CheckpointError(f"{directory} could not be written: {'; '.join(causes)}") from error
 
 
 def write_state_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
-    """As `write_state`, of ``state`` as it is now, while the caller goes on. Every rank calls it.
+    """As `write_state`, of a copy of ``state``, in the background. Every rank calls it.
 
-    States are written one after the other, in the order of the calls: two at a time would mix up their collectives on the one
-    process group where a rank is slower than the others.
+    States are written one after the other, in the order of the calls: two at a time would mix up their collectives on their
+    process group if a rank is slower than the others.
     """
     copy = tree_map(
         lambda value: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value, state
@@ -64,13 +64,13 @@ _BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # 
 
 @cache
 def _group_behind() -> ProcessGroup:
-    """Of its own: the ranks go on with other calls on the default one meanwhile."""
+    """A separate process group: meanwhile the ranks use the default one for other calls."""
     group: ProcessGroup = distributed.new_group(backend="gloo")
     return group
 
 
 def read_state(state: dict[str, Any], directory: Path) -> None:
-    """Fills ``state`` from what any number of ranks has written; its tensors may be sharded in another way.
+    """Fills ``state`` from a checkpoint of any number of ranks; its tensors may be sharded in another way.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, hostile, or of another model.
@@ -85,7 +85,7 @@ def read_state(state: dict[str, Any], directory: Path) -> None:
 
 
 def stored_names(directory: Path) -> frozenset[str]:
-    """Names of what a checkpoint holds, keys of nested dictionaries joined by dots.
+    """Names of the values in a checkpoint; keys of nested dictionaries are joined by dots.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or hostile.
@@ -96,7 +96,7 @@ def stored_names(directory: Path) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _reading(directory: Path) -> Iterator[None]:
-    """Whatever goes wrong with a checkpoint is a `CheckpointError`."""
+    """Turns every error of reading a checkpoint into a `CheckpointError`."""
     if not (directory / ".metadata").is_file():
         raise CheckpointError(f"{directory} holds no training state")
     try:
@@ -114,7 +114,7 @@ def _reading(directory: Path) -> Iterator[None]:
 
 
 def missing_parts(directory: Path) -> list[str]:
-    """Names of files that a whole checkpoint would have in ``directory`` and that are not there."""
+    """Names of files that a complete checkpoint has in ``directory`` and that are absent."""
     if not (directory / ".metadata").is_file():
         return [".metadata"]
     parts = {str(part.relative_path) for part in (PlainReader(directory).read_metadata().storage_data or {}).values()}
@@ -123,14 +123,14 @@ def missing_parts(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def alone_without_warning() -> Iterator[None]:
-    """That a process is alone is no mistake."""
+    """Silences torch's warning that a process is alone, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 class PlainReader(FileSystemReader):
-    """Reads a table of contents that holds what such tables hold, and nothing else."""
+    """Reads a table of contents that holds only the classes that such tables consist of."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -173,7 +173,7 @@ def _member(kind: Any, name: str) -> Any:
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Takes values that are no tensors only if they are plain."""
+    """Accepts values other than tensors only if they are plain."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = torch.load(value, weights_only=True)

@@ -39,7 +39,7 @@ def forward_rows(
     """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
 
     Args:
-        tower: run the vision tower even if the rows have no media, on a dummy that changes nothing.
+        tower: run the vision tower even if the rows have no media, on a dummy image without effect.
         phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
     """
     with phase("prepare"):
@@ -56,14 +56,14 @@ def forward_rows(
 def prepare_rows(
     module: PackedVLM, rows: DataProto, tower: bool = False
 ) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
-    """The rows packed, their distinct media, and where its features go; see `place_media`."""
+    """The rows packed, their distinct media, and the places of its features; see `place_media`."""
     shared = sharing(rows)
     packed = pack(module, rows, shared)
     return packed, *place_media(module, rows, packed, shared, tower)
 
 
 def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
-    """The rows packed; those ``shared (B,)`` have the prompt of the row before."""
+    """The rows packed; rows where ``shared (B,)`` is true have the prompt of the row before."""
     ids, mask, positions, responses = (rows[name] for name in TRAINING_COLUMNS)
     packed = pack_rows(ids, mask, positions, responses, token_types(module, rows), shared)
     if "targets" in rows:
@@ -74,9 +74,9 @@ def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
 def place_media(
     module: PackedVLM, rows: DataProto, packed: PackedRows, shared: Tensor, tower: bool = False
 ) -> tuple[dict[str, Tensor], MediaSpans]:
-    """The rows' distinct media, and where its features go. The media of a shared prompt stand with its first row.
+    """The rows' distinct media, and the places of its features. The media of a shared prompt belong to its first row.
 
-    With ``tower`` rows without media get a dummy, which goes nowhere.
+    With ``tower``, rows without media get a dummy image whose features are not used.
     """
     inputs = [{} if skip else row for row, skip in zip(media_of(rows), shared.tolist(), strict=True)]
     media = module.family.distinct_media(inputs, module.model.config)
@@ -87,17 +87,17 @@ def place_media(
 def to_forward(
     packed: PackedRows, media: dict[str, Tensor], spans: MediaSpans, device: torch.device
 ) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
-    """What a forward pass is given, where it is given it: tokens and pixels on ``device``."""
+    """The arguments of a forward pass, with tokens and pixels on ``device``."""
     moved = replace(packed, **to_device(vars(packed), device))
-    # Grids and spans stay on the host, where bounds of images and windows, and ranks' parts, are told from them.
+    # Grids and spans stay on the host, which computes bounds of images and windows, and ranks' parts, from them.
     pixels = {name: value for name, value in media.items() if value.is_floating_point()}
-    # FSDP moves all tensors that lie in a plain dict.
+    # FSDP moves all tensors in a plain dict.
     inputs = MappingProxyType(media | to_device(pixels, device))
     return moved, inputs, spans
 
 
 def sharing(rows: DataProto) -> Tensor:
-    """``(B,)`` bool: rows with the prompt of the row before, see `prompt_sharing`."""
+    """``(B,)`` bool: rows that have the prompt of the row before, see `prompt_sharing`."""
     ids = rows["input_ids"]
     types = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else torch.zeros_like(ids)
     width = rows["response_mask"].shape[1]

@@ -46,7 +46,7 @@ def load_packed(
     if ranks.mesh is None:
         model.to(device)  # type: ignore[arg-type]
     module = wrap(model, family)
-    use_packed_attention(model, config.flash_attention)  # instead of the usual kernel
+    use_packed_attention(model, config.flash_attention)  # instead of the default kernel
     weights = module.state_dict() if one_reads and reader else {}
     transforms = parallelize(module, ranks, config)
     if one_reads:
@@ -64,7 +64,7 @@ def hollow_model(model_path: str) -> PreTrainedModel:
 
 
 def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ranks: Ranks) -> None:
-    """Fills sharded parameters, and buffers, from the whole ones of the first rank of dp x sp, one after the other."""
+    """Fills sharded parameters, and buffers, with those of the first rank of dp x sp, one after the other."""
     if not weights:
         module.to_empty(device=device)
     group = ranks.group("dp", "sp")
@@ -81,7 +81,7 @@ def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ra
 
 
 def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, trains: bool) -> None:
-    """Leaves gradients to what is trained, and adds the adapters if it is they, also where nothing is trained any more."""
+    """Adds adapters if the configuration has some, and turns off the gradients of weights that are not trained."""
     if config.lora_rank:
         add_adapters(model, family, config)
     if not trains:

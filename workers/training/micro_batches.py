@@ -26,11 +26,11 @@ NOTHING = slice(0, 0)
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward pass, and what other ranks need of it."""
+    """Rows of one forward pass."""
 
-    index: slice | Tensor  # which rows of the batch; none of them is an inert micro-batch's
-    rows: DataProto  # at least one, of which an inert micro-batch wants no log-prob
-    tower: bool  # some rank has media in its micro-batch of this number, so that all must run the vision tower
+    index: slice | Tensor  # the rows of the batch; empty for an inert micro-batch
+    rows: DataProto  # at least one row; that of an inert micro-batch has no response token
+    tower: bool  # whether to run the vision tower: some rank has media in its micro-batch of this number
 
     @property
     def inert(self) -> bool:
@@ -41,10 +41,10 @@ class MicroBatch:
 def micro_batches(
     data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks | None = None
 ) -> list[MicroBatch]:
-    """Parts of at most ``token_budget`` packed tokens, a shared prompt counted once, as many on every rank.
+    """Parts of at most ``token_budget`` packed tokens, a shared prompt counted once; the same number of parts on every rank.
 
-    Rows without response tokens (`pad_inert`) are in none of them: nothing is wanted of those. Every rank calls it; a rank
-    with fewer rows spreads them over as many parts and, if that is not enough, gets inert ones.
+    Rows without response tokens (`pad_inert`) are in none of them. Every rank calls it; a rank with fewer rows spreads them
+    over the same number of parts and, if it has too few, gets inert ones.
     """
     ranks = ranks or Ranks()
     wanted = data["response_mask"].bool().any(1)
@@ -64,7 +64,7 @@ def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
     saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
     whole = attended.sum(1)
-    stages = ranks.size("pp")  # a pipeline takes as many micro-batches as it has, or a multiple
+    stages = ranks.size("pp")  # a pipeline takes a multiple of its stages
     if ranks.size("dp") == stages == 1 and int((whole - saved).sum()) <= token_budget:
         return [np.arange(len(data))] if len(data) else []
     costs = module.family.row_costs(module.model.config, whole, media_of(data), saved, data["response_mask"].sum(1))
@@ -78,8 +78,9 @@ def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -
 
 
 def _by_media(data: DataProto, plan: list[np.ndarray]) -> list[np.ndarray]:
-    """The micro-batches with the most media first: ranks wait for each other in tower and decoder alike, each of which should
-    be about as much work on all of them.
+    """The micro-batches with the most media first.
+
+    Ranks wait for each other both in the tower and in the decoder, so each should be about equal work on all of them.
     """
     shared = sharing(data).tolist()
     sizes = [0 if behind else sum(map(len, row.values())) for behind, row in zip(shared, media_of(data), strict=True)]
@@ -87,7 +88,7 @@ def _by_media(data: DataProto, plan: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def inert_rows(module: PackedVLM) -> DataProto:
-    """One row of two text tokens, of which no log-prob is wanted."""
+    """One row of two text tokens, without a response token."""
     ids, mask = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
     types = ids.to(torch.int8)
     return DataProto.from_dict(
@@ -109,16 +110,16 @@ def plan_rows(
     token_budget: int,
     agree: Callable[[int], int] = int,
 ) -> list[np.ndarray]:
-    """Row indices, ascending, of micro-batches of at most ``token_budget`` tokens; some are empty if others need more.
+    """Row indices, ascending, of micro-batches of at most ``token_budget`` tokens; some are empty if another rank needs more.
 
-    Rows that share something with the row before (``lead_costs`` above 0) stay behind it as long as the budget lets them. As
-    few micro-batches as first-fit decreasing finds, then as equal in cost as the budget lets them be: a small one at the end
-    would not keep the device busy, and ranks wait for each other's largest.
+    Rows that share something with the row before (``lead_costs`` above 0) stay behind it as far as the budget allows. The
+    number of micro-batches is that of first-fit decreasing; they are made as equal in cost as the budget allows, since a small
+    one at the end would not keep the device busy, and ranks wait for the largest one of each other.
 
     Args:
         lengths, costs: ``(B,)`` tokens and work of each row.
-        lead, lead_costs: ``(B,)`` what a row has more as the first of its micro-batch.
-        agree: from the number that these rows need to the number that all ranks make, at least as many.
+        lead, lead_costs: ``(B,)`` further tokens and work of a row that is the first of its micro-batch.
+        agree: from the number of micro-batches that these rows need to the number on all ranks, which is not smaller.
 
     >>> ones, none = torch.ones(5), torch.zeros(5)
     >>> [part.tolist() for part in plan_rows(torch.tensor([6, 5, 4, 3, 2]), none, ones, none, token_budget=10)]
@@ -149,7 +150,7 @@ def _pieces(lengths: Tensor, lead: Tensor, follows: Tensor, token_budget: int) -
 
 
 def as_index(rows: np.ndarray) -> slice | Tensor:
-    """The rows as a slice, which copies nothing, if they follow each other.
+    """The rows as a slice, which copies nothing, if they are consecutive.
 
     >>> as_index(np.array([2, 3])), as_index(np.array([2, 4]))
     (slice(2, 4, None), tensor([2, 4]))

@@ -1,4 +1,4 @@
-"""Which data-parallel rank gets which rows of an update: mini-batches are cut from the whole batch, then each is balanced."""
+"""Mini-batches of an update, cut from the whole batch, and each rank's share of their rows."""
 
 from collections.abc import Sequence
 
@@ -14,17 +14,17 @@ from workers.ranks.dispatch_modes import Arguments
 from workers.ranks.mesh import Ranks
 
 TOLERANCE = 1.1
-"""How much more than the average the busiest rank may have to do before the samples of a prompt are parted."""
+"""How much more work than the average the busiest rank may have before the samples of a prompt are split over ranks."""
 
 # Where a batch has no column "cost": in units of a token's linear layers, as in a model of 7 billion weights.
-IMAGE_TOKEN = 0.4  # what the vision tower adds for an image token
-ATTENTION = 1 / 43_000  # what attention adds for a pair of tokens
+IMAGE_TOKEN = 0.4  # further work of the vision tower for an image token
+ATTENTION = 1 / 43_000  # further work of attention for a pair of tokens
 
 
 ROW = "_row"
-"""The column that says which row of the whole batch a row is."""
+"""The column with each row's index in the whole batch."""
 MINIBATCH = "_minibatch"
-"""The column that says which rows make one step together, by number."""
+"""The column with the number of each row's mini-batch."""
 
 
 def split_update(call: Arguments, parts: int) -> list[Arguments]:
@@ -40,7 +40,7 @@ def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list
     """The rows of each of ``parts`` ranks, with the columns `ROW` and `MINIBATCH`.
 
     A mini-batch is ``minibatch`` prompts of the whole batch (all of it if ``None``), and its work is spread evenly. Samples of
-    a prompt stay on one rank, where the prompt is computed once, unless that leaves a rank with `TOLERANCE` times the
+    a prompt stay on one rank, where the prompt is computed once, unless a rank would have `TOLERANCE` times the
     average. Work is read from the column ``cost`` ``(B,)`` if there is one (`VLMFamily.row_costs`), else estimated.
     """
     groups = np.asarray(data["uid"] if "uid" in data else np.arange(len(data)))
@@ -77,8 +77,8 @@ def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: i
     """Row indices, ascending, of ``parts`` parts of about equal work.
 
     Args:
-        own, lead: ``(B,)`` work of each row, and what it is more for the first row of its group in a part.
-        groups: ``(B,)`` what stays together unless that leaves a part with too much.
+        own, lead: ``(B,)`` work of each row, and further work of the first row of its group in a part.
+        groups: ``(B,)`` labels; rows of a group stay together unless a part would have too much work.
 
     >>> [part.tolist() for part in spread(np.ones(4), np.ones(4), ["a", "a", "b", "b"], parts=2)]
     [[0, 1], [2, 3]]
@@ -103,7 +103,7 @@ def spread(own: np.ndarray, lead: np.ndarray, groups: Sequence[object], parts: i
 
 
 def cut_minibatches_of_rank(data: DataProto, prompts: int | None, ranks: Ranks) -> list[np.ndarray | None]:
-    """Row indices of this rank's part of each mini-batch; ``None`` stands for all rows."""
+    """Row indices of this rank's part of each mini-batch; ``None`` means all rows."""
     if MINIBATCH in data:
         numbers = np.asarray(data[MINIBATCH])
         return [np.flatnonzero(numbers == number) for number in range(int(numbers.max(initial=-1)) + 1)]
@@ -119,7 +119,7 @@ def cut_minibatches_of_rank(data: DataProto, prompts: int | None, ranks: Ranks) 
 
 
 def pad_minibatches(parts: Sequence[np.ndarray | None], mask: Tensor, ranks: Ranks) -> list[np.ndarray | None]:
-    """The mini-batches, as many on every rank: of the last ones a rank may have no rows.
+    """The mini-batches, with empty ones added at the end so that every rank has the same number.
 
     Raises:
         InvalidColumn: a mini-batch has no response token on any rank; names it.

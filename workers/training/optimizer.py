@@ -40,7 +40,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """Settings of one step, for who drives steps by hand; names and defaults are those of the ``tinker`` package."""
+    """Settings of one step, for training step by step; names and defaults are those of the ``tinker`` package."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -62,7 +62,7 @@ class AdamParams:
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
-    """What ``lr`` is multiplied by at optimizer step ``step`` (from 0).
+    """The factor of ``lr`` at optimizer step ``step`` (from 0).
 
     >>> linear = OptimizerConfig(schedule="linear", warmup_steps=2, total_steps=6)
     >>> [learning_rate_factor(step, linear) for step in range(7)]
@@ -92,8 +92,8 @@ class Optimizer:
         """``stages``: ranks that hold other parameters of the same model; those ``repeated`` here are counted there."""
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
-        learning_rate_factor(config.warmup_steps, config)  # refuses a schedule without its length now, not in mid-run
-        self.groups = group_by_layout(self.parameters)  # the fused kernel takes no mixture
+        learning_rate_factor(config.warmup_steps, config)  # refuses a schedule without its length before the run
+        self.groups = group_by_layout(self.parameters)  # the fused kernel takes parameters of one layout
         self.adamw = torch.optim.AdamW(
             [{"params": group} for group in self.groups],
             lr=config.lr,
@@ -109,7 +109,7 @@ class Optimizer:
     def step(self, params: AdamParams | None = None) -> dict[str, float]:
         """Clips, steps and clears the gradients; returns ``grad_norm`` before clipping, ``lr`` and ``skipped_steps``.
 
-        ``params`` stand for this step in place of the configuration and its schedule.
+        ``params`` replace the configuration and its schedule for this step.
         """
         params = params or self._scheduled()
         norm = clip_by_global_norm(self.groups, params.grad_clip_norm or math.inf, self.stages, self.repeated)
@@ -135,7 +135,7 @@ class Optimizer:
         return self.adamw.state
 
     def restore(self, moments: Moments, steps: int, skipped_steps: int) -> None:
-        """Goes on from another optimizer's state; parameters that are not in ``moments`` have none. Clears the gradients."""
+        """Continues from another optimizer's state; parameters that are not in ``moments`` have none. Clears the gradients."""
         self.adamw.zero_grad(set_to_none=True)
         self.adamw.state.clear()
         self.adamw.state.update(moments)
@@ -152,7 +152,7 @@ def new_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 
 def group_by_layout(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters by how they are laid out over ranks: plain ones, and DTensors of each mesh and placement."""
+    """Parameters grouped by their layout over ranks: plain ones, and DTensors of each mesh and placement."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -168,13 +168,13 @@ def clip_by_global_norm(
 ) -> float:
     """Scales the gradients so that the 2-norm of all of them together is at most ``max_norm``; returns the norm before.
 
-    Each element counts once, however it is laid out: squares of shards are summed over the mesh dimensions that shard them,
-    and not over those that repeat them. All ranks get the same number. With a norm that is not finite nothing is scaled.
+    Each element counts once, whatever its layout: squares of shards are summed over the mesh dimensions that shard them, and
+    not over those that repeat them. All ranks get the same number. If the norm is not finite, nothing is scaled.
 
     Args:
-        groups: see `group_by_layout`; parameters without gradient are passed over.
+        groups: see `group_by_layout`; parameters without gradient are skipped.
         stages: ranks that hold other parameters of the same model.
-        repeated: ids of parameters that are scaled here, and counted by another of the stages.
+        repeated: ids of parameters that are scaled here, and counted by another stage.
     """
     gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
     counted = [[p.grad for p in group if p.grad is not None and id(p) not in repeated] for group in groups]

@@ -14,13 +14,14 @@ from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_type
 
 
 def check_rows(data: DataProto, module: PackedVLM) -> None:
-    """Refuses batches that the policy cannot have produced, and all that a forward pass would stop at: ranks agree on what this
-    raises, before the first collective, and on nothing that a row's content raises later.
+    """Refuses batches that the policy cannot have produced, and those at which a forward pass would stop.
+
+    Ranks agree on these errors before the first collective; they do not agree on errors that the content of a row causes later.
 
     Raises:
-        MissingColumn: a column that training reads is absent.
-        InvalidColumn: columns whose shapes do not belong together; a token that is none of the model's; a response token that
-            the policy can never sample, that is not attended to, or that has no token before it; names row and position.
+        MissingColumn: a column that training reads is absent. InvalidColumn: columns whose shapes do not fit; a token outside
+        of the model's vocabulary; a response token that the policy
+            can never sample, that is not attended to, or that has no token before it; names row and position.
         MediaMismatch: a row's placeholder tokens and media disagree, as when a row was cut through an image, or its media is
             incomplete or of another shape than the model's; names the row.
     """
@@ -52,7 +53,7 @@ def check_shapes(data: DataProto, module: PackedVLM) -> None:
 
 
 def check_attended(data: DataProto) -> None:
-    """A log-prob is given the tokens before, so a response token stands behind one, and is attended to itself."""
+    """A log-prob depends on the tokens before, so a response token follows one, and is itself attended to."""
     attended, wanted = data["attention_mask"].bool(), data["response_mask"].bool()
     behind = attended & (attended.cumsum(1) > 1)
     cells = (wanted & ~behind[:, attended.shape[1] - wanted.shape[1] :]).nonzero()
@@ -65,7 +66,7 @@ def check_attended(data: DataProto) -> None:
 
 
 def check_vocabulary(data: DataProto, vocabulary: int) -> None:
-    """A split vocabulary would take a token that nobody knows for one without an embedding, in silence."""
+    """A split vocabulary would silently give a token outside of it an embedding of zero."""
     seen = {"input_ids": "attention_mask", "targets": "response_mask"}
     for name, mask in seen.items():
         if name not in data:
@@ -116,7 +117,7 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
 
 
 def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tuple[int, int]:
-    """Features of a row's images and of its videos, whose tensors are all there and of the shape that the tower takes."""
+    """Numbers of features of a row's images and of its videos; checks that their tensors are complete and fit the tower."""
     if not row:
         return 0, 0
     pictures, config = module.family.media_layout, module.model.config

@@ -291,7 +291,7 @@ class TrainingModel:
         return metrics | {f"{self.role}/{name}": value for name, value in stepped.items()}
 
     def _token_weights(self, data: DataProto, aggregation: str) -> Tensor:
-        """``(B, R)``, with the denominators of all ranks' rows, and the length that a response could have had."""
+        """``(B, R)``, with the denominators of all ranks' rows and the largest possible response length."""
         mask = data["response_mask"]
         longest = int(data.meta_info.get(MAX_TOKENS, mask.shape[1]))
         every_rank = self.ranks.all_gather((int(denominator(mask, aggregation)), longest), "dp")
