@@ -39,8 +39,7 @@ class FullySharded(Transform):
         Computes in bfloat16 where ``options.dtype`` says so (`workers.model.precision`); gradients are summed in float32 either
         way.
         """
-        ranks, options = self.ranks, self.options
-        mesh: DeviceMesh = ranks.submesh("dp", "sp")  # type: ignore[assignment]
+        ranks, options, mesh = self.ranks, self.options, self.mesh("dp", "sp")
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         shard = partial(
             fully_shard,

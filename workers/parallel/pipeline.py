@@ -42,8 +42,8 @@ class PipelineParallel(Transform):
         Raises:
             InvalidConfig: the layers cannot be split into these stages.
         """
-        ranks, options = self.ranks, self.options
-        model, family, size = module.model, module.family, ranks.size("pp")
+        ranks, options, mesh = self.ranks, self.options, self.mesh("pp")
+        model, family, size = module.model, module.family, mesh.size()
         chunks = options.pipeline_chunks if options.pipeline_schedule == "interleaved" else 1
         whole = model.get_submodule(family.decoder_layers)
         bounds = stage_layers(len(list(whole.children())), size * chunks, options.pipeline_layers)
@@ -56,7 +56,7 @@ class PipelineParallel(Transform):
         self.staged = StagedForward(module, tuple(bounds), numbers, layers)
         replace_forward(module, self.staged)
         if ranks.size("dp", "sp") == ranks.size("tp") == 1:  # otherwise a later transform moves it
-            module.to(ranks.mesh.device_type)  # type: ignore[union-attr]
+            module.to(mesh.device_type)
 
     def run(self, feed: Feed, device: torch.device, options: PassOptions) -> None:
         """Passes over all micro-batches; every rank of the pipeline calls it."""
@@ -64,9 +64,7 @@ class PipelineParallel(Transform):
 
     def norm_group(self) -> ProcessGroup:
         """The ranks of the pipeline."""
-        group = self.ranks.group("pp")
-        assert group is not None
-        return group
+        return self.mesh("pp").get_group()
 
     def repeated_parameters(self, module: PackedVLM) -> Sequence[nn.Parameter]:
         """This rank's copy of a weight that the first stage holds too."""
@@ -80,7 +78,7 @@ class PipelineParallel(Transform):
         group, ranks = self.norm_group(), self.ranks
         mine: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         other = distributed.get_global_rank(group, ranks.size("pp") - 1 if 0 in self.staged.numbers else 0)
-        sent = mine.to(ranks.mesh.device_type).contiguous()  # type: ignore[union-attr]  # offloaded ones lie on the host
+        sent = mine.to(self.mesh("pp").device_type).contiguous()  # offloaded ones are on the host
         received = torch.empty_like(sent)
         works = distributed.batch_isend_irecv(
             [

@@ -53,7 +53,7 @@ class TensorParallel(Transform):
         Raises:
             InvalidConfig: sizes of the model do not divide by the layout, or the model has adapters.
         """
-        ranks, mesh = self.ranks, self.mesh
+        ranks, mesh = self.ranks, self.mesh("tp")
         if self.options.lora_rank:
             raise InvalidConfig(
                 f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
@@ -77,15 +77,8 @@ class TensorParallel(Transform):
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up the gradients of parameters that every rank of tp holds whole."""
-        sum_gradients(partial_parameters(module), self.mesh.get_group(), self.mesh.device_type)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The ranks of tp."""
-        mesh = self.ranks.submesh("tp")
-        if mesh is None:
-            raise InvalidConfig(f"{self.ranks.layout} has no tensor parallelism")
-        return mesh
+        mesh = self.mesh("tp")
+        sum_gradients(partial_parameters(module), mesh.get_group(), mesh.device_type)
 
 
 def partial_parameters(module: PackedVLM) -> list[nn.Parameter]:

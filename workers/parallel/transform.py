@@ -5,7 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
@@ -33,6 +35,17 @@ class Transform:
             InvalidConfig: the model does not fit the layout or the options.
         """
         raise NotImplementedError
+
+    def mesh(self, *axes: str) -> DeviceMesh:
+        """The ranks along ``axes``; see `Ranks.submesh`.
+
+        Raises:
+            InvalidConfig: this rank is alone there, so that the transform is not due.
+        """
+        mesh = self.ranks.submesh(*axes)
+        if mesh is None:
+            raise InvalidConfig(f"{type(self).__name__} is not for {self.ranks.layout}: it has one rank along {axes}")
+        return mesh
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up gradients of which several ranks hold parts; called once before each optimizer step."""

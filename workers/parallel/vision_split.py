@@ -32,9 +32,7 @@ class VisionSplit(Transform):
 
     def apply(self, module: PackedVLM) -> None:
         """Gives ``module`` a `SplitFeatures`."""
-        group = self.ranks.group("sp", "tp")
-        if group is not None:
-            module.features = SplitFeatures(module.family, Peers.of(group))
+        module.features = SplitFeatures(module.family, Peers.of(self.mesh("sp", "tp").get_group()))
 
 
 @dataclass(frozen=True)

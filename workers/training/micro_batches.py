@@ -190,7 +190,6 @@ class MicroBatchFeed:
     def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
         """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
         part = self.parts[number]
-        shape = tuple(part.rows["response_mask"].shape)
-        scores = unpack_cells(scores, rows.response_cells, shape)
-        entropies = None if entropies is None else unpack_cells(entropies, rows.response_cells, shape)
-        return self._conclude(part, self.module.outputs(scores, entropies))
+        shape, cells = tuple(part.rows["response_mask"].shape), rows.response_cells
+        entropy = None if entropies is None else unpack_cells(entropies, cells, shape)
+        return self._conclude(part, self.module.outputs(unpack_cells(scores, cells, shape), entropy))
