@@ -121,9 +121,7 @@ class AlgorithmConfig:
         name = self.settings.advantage
         function = ADVANTAGES.find(name)
         if self.n < 2 and function.takes("uid"):
-            raise InvalidConfig(
-                f"algorithm.n={self.n}: must be at least 2, since {name} compares the samples of a prompt"
-            )
+            raise InvalidConfig(f"algorithm.n={self.n}: {name} compares the samples of a prompt and needs at least 2")
         if self.n < 2 and self.settings.dynamic_sampling:
             raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling needs groups of at least 2")
         if not 0 <= self.gamma <= 1:

@@ -172,7 +172,7 @@ class TablePairs:
             columns = getattr(table, "column_names", None)
             for column in (image_column, label_column):
                 if columns is not None and column not in columns:
-                    raise InvalidConfig(f"the data set has no column {column!r}; it has {', '.join(columns)}")
+                    raise InvalidConfig(f"no column {column!r}: the data set has {', '.join(columns)}")
         self.image_column = image_column
         features = getattr(self.tables[0], "features", None) or {}
         self.names: tuple[str, ...] = tuple(getattr(features.get(label_column), "names", None) or ())
