@@ -122,12 +122,12 @@ class ChunkRenderer:
         flat = {name: np.concatenate([found[name] for found in inputs]) for name in names}
         lengths = np.array([len(found["target_tokens"]) for found in inputs])
         mask = self._mask(flat, lengths)
-        behind = np.zeros(len(mask) + len(rows), dtype=np.uint8)  # the first token of a row is no target
-        behind[_not_first(lengths + 1)] = mask
+        flat_mask = np.zeros(len(mask) + len(rows), dtype=np.uint8)  # the first token of a row is no target
+        flat_mask[_not_first(lengths + 1)] = mask
         batch = collate_rows(
             self.builder,
             rows,
-            RaggedTensor(torch.from_numpy(behind), lengths + 1),
+            RaggedTensor(torch.from_numpy(flat_mask), lengths + 1),
             {"uid": self.builder.uids(rows)},
         )
         columns = {COLUMN_OF[name]: flat[name] for name in COLUMN_OF if name in names}

@@ -138,11 +138,11 @@ def takes_video(model_type: str) -> bool:
     return bool(family_of(model_type).media_layout.names("video"))
 
 
-def expand(config: Any, ids: list[int], *grids: tuple[int, int], film: Any = None, **told: Any) -> Any:
+def expand(config: Any, ids: list[int], *grids: tuple[int, int], clip: Any = None, **told: Any) -> Any:
     """The family's expansion of ``ids`` with images of these grids, and a video's inputs."""
     images = [image_inputs(config, grid) for grid in grids]
     told = {"encode_text": encode_text} | told
-    return family_of(config).expand(ids, images if film is None else [*images, film], config, **told)
+    return family_of(config).expand(ids, images if clip is None else [*images, clip], config, **told)
 
 
 def encode_text(text: str) -> list[int]:

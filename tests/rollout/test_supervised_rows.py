@@ -53,7 +53,7 @@ def test_the_assistants_turns_are_learnt_up_to_the_token_that_ends_them(turns, l
     assert learnt_text(builder(turns=turns)([{"prompt": TALK, "images": images()}])) == learnt
 
 
-def test_rows_with_and_without_images_stand_in_one_batch():
+def test_rows_with_and_without_images_share_a_batch():
     text = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     batch = builder()([{"prompt": text}, {"prompt": TALK, "images": images()}, {"prompt": text}])
     assert [len(row) for row in batch["multi_modal_inputs"]] == [0, 2, 0]
@@ -85,8 +85,8 @@ def test_length_is_counted_from_headers_and_limited():
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("only a question", "has an answer by the assistant"),
-        ([{"role": "assistant", "content": "hello"}], "begins with a prompt"),
+        ("only a question", "contain an answer of the assistant"),
+        ([{"role": "assistant", "content": "hello"}], "must begin with a prompt"),
         ([*TALK[:2], {"role": "user", "content": "<|image_pad|>"}, TALK[3]], "which only the chat template may write"),
     ],
 )

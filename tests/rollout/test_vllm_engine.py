@@ -211,7 +211,7 @@ def test_images_of_a_refused_batch_can_be_asked_for_alone(setup):
     assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts)["responses"], expected)
 
 
-def test_a_caller_who_stops_early_leaves_nothing_behind(setup):
+def test_a_caller_that_stops_early_leaves_no_requests(setup):
     before = generate(setup, setup.vllm, SAMPLED)
     stream = setup.vllm.generate(build_requests(setup.prompts, SAMPLED), SAMPLED)
     next(stream)
@@ -331,7 +331,7 @@ def test_without_room_for_the_cache_no_image_is_half_known(setup, monkeypatch):
     assert len(generate(setup, setup.vllm, GREEDY, setup.builder(rows))) == 1
 
 
-def test_images_of_the_same_numbers_and_other_colours_are_told_apart():
+def test_palette_images_with_equal_indices_and_other_colours_differ():
     images = [Image.new("P", (4, 4)) for _ in range(3)]
     for image, colour in zip(images, ([255, 0, 0], [0, 0, 255], [255, 0, 0]), strict=True):
         image.putpalette(colour)
@@ -343,8 +343,8 @@ def test_an_image_that_was_edited_is_another(setup):
     image = picture(50, 40, 320)
     batch = setup.builder([{"prompt": "<image>", "images": [image]}])
     before = generate(setup, setup.vllm, GREEDY, batch)
-    shown = batch["multi_modal_data"][0]["image"][0]
-    shown.paste((255, 255, 255), (0, 0, *shown.size))
+    image_in_batch = batch["multi_modal_data"][0]["image"][0]
+    image_in_batch.paste((255, 255, 255), (0, 0, *image_in_batch.size))
     edited = generate(setup, setup.vllm, GREEDY, batch)
     white = setup.builder([{"prompt": "<image>", "images": [Image.new("RGB", image.size, "white")]}])
     expected = generate(setup, setup.vllm, GREEDY, white)

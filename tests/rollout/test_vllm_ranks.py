@@ -58,7 +58,7 @@ def work(rank, case, port, path, results):
         second = rollout.generate(mine, SAMPLED)
         found = read(first), read(greedy), read(second), rollout.differing_weights(), scores(actor, second)
         results.put((rank, found))
-    except BaseException:  # told to the test, so that nobody waits without a word
+    except BaseException:  # passed to the test, which would otherwise wait for ever
         results.put((rank, traceback.format_exc()))
 
 

@@ -37,7 +37,7 @@ GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])
 def rows_of(family, config, video=True):
     """Expanded ids with types, and the media of each row; two rows share theirs."""
     sources = [image_inputs(config, *grids, seed=2 * number) for number, grids in enumerate(GRIDS)]
-    one, films = placeholder(config.model_type), [None] * len(GRIDS)
+    one, clips = placeholder(config.model_type), [None] * len(GRIDS)
     prompts = [  # and which media: two images, none, one image, the first two again, an image and perhaps a video
         ([1, 2, *one, 5, *one, 7], 0),
         ([3, 4, 5], None),
@@ -46,15 +46,15 @@ def rows_of(family, config, video=True):
         ([10, *one, 20, 21], 2),
     ]
     if takes_video(config.model_type):
-        films[2] = image_inputs(config, (3, 4, 4), kind="video", seed=4)
+        clips[2] = image_inputs(config, (3, 4, 4), kind="video", seed=4)
         if config.model_type == "qwen2_5_vl":
-            films[2]["second_per_grid_ts"] = torch.tensor([2.0])
-        sources[2] |= films[2]
+            clips[2]["second_per_grid_ts"] = torch.tensor([2.0])
+        sources[2] |= clips[2]
         prompts[4] = ([10, *one, 20, START, VIDEO, END, 21], 2)
     rows, media = [], []
     for ids, which in prompts if video else prompts[:4]:
-        grids, film = ([], None) if which is None else (GRIDS[which], films[which])
-        rows.append(expand(config, ids, *grids, film=film, seconds=[[0.5, 2.0, 3.5]]))
+        grids, clip = ([], None) if which is None else (GRIDS[which], clips[which])
+        rows.append(expand(config, ids, *grids, clip=clip, seconds=[[0.5, 2.0, 3.5]]))
         media.append({} if which is None else sources[which])
     return rows, media
 

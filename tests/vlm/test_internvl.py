@@ -116,7 +116,7 @@ def test_impossible_requests_are_named():
             tiny_builder("internvl")([{"prompt": f"a {token}"}])
 
 
-def test_images_are_told_apart_only_one_by_one():
+def test_images_are_distinguished_only_if_separate():
     ids = [IMAGE, 9, IMAGE]
     two = [image_inputs(CONFIG, (4, 8)), image_inputs(CONFIG, (4, 4))]  # 2 tiles and 1, of 4 tokens each
     expanded, types = FAMILY.expand(ids, two, CONFIG, encode_text=encode_text)

@@ -34,9 +34,9 @@ def test_shared_tensors_are_joined_once_and_copies_are_not():
     assert joined.videos.tolist() == [[0, 0]] * 5
 
 
-def test_video_features_come_behind_all_image_features():
-    pictures, film = media((2, 2)), media((2, 2, 4), kind="video")
-    joined = distinct_media([film | pictures, media((2, 4), seed=1), film])
+def test_video_features_follow_all_image_features():
+    pictures, clip = media((2, 2)), media((2, 2, 4), kind="video")
+    joined = distinct_media([clip | pictures, media((2, 4), seed=1), clip])
     assert joined.images.tolist() == [[0, 1], [1, 2], [0, 0]]
     assert joined.videos.tolist() == [[3, 4], [0, 0], [3, 4]]
     types = torch.tensor([[2, 2, 2, 2, 1], [1, 0, 0, 0, 1], [0, 2, 2, 2, 2]])
@@ -72,10 +72,10 @@ def test_sharing_changes_no_feature_and_packing_none_either(choice, gaps):
     copies = distinct_media([{name: value.clone() for name, value in row.items()} for row in rows])
     separate = media_spans(flat, copies, bounds)
     assert torch.equal(packed.positions, separate.positions)
-    assert torch.equal(stand_ins(shared)[packed.features], stand_ins(copies)[separate.features])
+    assert torch.equal(first_patches(shared)[packed.features], first_patches(copies)[separate.features])
 
 
-def stand_ins(joined):
+def first_patches(joined):
     """One number for each feature: the first of its four patches."""
     pixels = [joined.inputs[name] for name in ("pixel_values", "pixel_values_videos") if name in joined.inputs]
     return torch.cat([torch.zeros(0, 96), *pixels])[::4, 0]
@@ -123,8 +123,8 @@ def test_pixels_and_grids_must_belong_together(row, message):
 
 
 def test_grids_of_rows_keep_repetitions():
-    one, film = media((2, 4)), media((1, 2, 2), kind="video") | {"second_per_grid_ts": [0.5]}
-    grids = media_grids([one, film, one])
+    one, clip = media((2, 4)), media((1, 2, 2), kind="video") | {"second_per_grid_ts": [0.5]}
+    grids = media_grids([one, clip, one])
     assert grids["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 4]]
     assert grids["video_grid_thw"].tolist() == [[1, 2, 2]]
     assert grids["second_per_grid_ts"].tolist() == [0.5]

@@ -1,4 +1,4 @@
-"""Position ids against a walk token by token and against Hugging Face's own `get_rope_index`, on random layouts."""
+"""Position ids compared with a token-by-token computation and with Hugging Face's own `get_rope_index`, on random layouts."""
 
 from functools import cache
 
@@ -44,7 +44,7 @@ def batch_of(layout, by_frame):
 
 
 def by_hand(layout, model_type, mask):
-    """Positions ``(B, 3, L)`` of a layout, one token after the other."""
+    """Positions ``(B, 3, L)`` of a layout, token by token."""
     positions = torch.zeros(len(layout), 3, mask.shape[1], dtype=torch.int64)
     for row, parts in enumerate(layout):
         positions[row, :, mask[row].bool()] = torch.tensor(walk(parts, model_type)).T
@@ -52,8 +52,8 @@ def by_hand(layout, model_type, mask):
 
 
 def walk(parts, model_type):
-    """Time, height and width of each token of a row. Videos follow the clock in Qwen2.5-VL only, 2 positions a second in the
-    tiny config.
+    """Time, height and width of each token of a row. Only in Qwen2.5-VL do video positions follow time, 2 positions per second in
+    the tiny config.
     """
     walked, now = [(0, 0, 0)], 1
 
@@ -114,7 +114,7 @@ def test_positions_equal_those_of_hugging_face(model_type, layout, side, as_tens
     assert torch.equal(ours[:, 0], (mask.cumsum(1) - 1) * mask)
     theirs = hugging_face(model, ids, types, mask, images, videos, seconds)
     # Older releases of Hugging Face forget the fraction of a second, by which Qwen2.5-VL's videos are then out of step.
-    assert any(torch.equal(theirs, by_hand(told, model_type, mask)) for told in (layout, drop_fractions(layout)))
+    assert any(torch.equal(theirs, by_hand(variant, model_type, mask)) for variant in (layout, drop_fractions(layout)))
 
 
 @pytest.mark.parametrize("model_type", MROPE_TYPES)
@@ -146,7 +146,7 @@ def test_a_hand_worked_row_with_two_images_and_left_padding():
     ]
 
 
-def test_images_side_by_side_are_told_apart_by_their_grids():
+def test_adjacent_images_are_separated_by_their_grids():
     family, config = family_of("qwen2_vl"), model_of("qwen2_vl").config
     grids = torch.tensor([[1, 2, 4], [1, 2, 2]])
     positions = family.position_ids(torch.tensor([[1, 1, 1, 0]]), torch.ones(1, 4), grids, None, None, config)
@@ -177,7 +177,7 @@ def test_extension_skips_right_padding_and_an_image_at_the_end():
     assert family.extend_positions(positions, mask, 1)[0, :, 0].tolist() == [3, 3, 3, 3]
 
 
-def test_text_after_a_long_video_starts_behind_its_sides_not_its_duration():
+def test_text_after_a_long_video_starts_after_its_sides_not_its_duration():
     family, config = family_of("qwen2_5_vl"), model_of("qwen2_5_vl").config
     types, mask, grid = torch.tensor([[2, 2, 2]]), torch.ones(1, 3), torch.tensor([[3, 2, 2]])
     positions = family.position_ids(types, mask, None, grid, [4.0], config)

@@ -84,7 +84,7 @@ def test_a_video_expands_in_place(model_type):
 
 @pytest.mark.parametrize("indices", [[0, 12, 24, 36], [0, 5, 11]])
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe"])
-def test_frames_of_a_video_are_told_as_hugging_face_tells_them(model_type, indices):
+def test_frames_of_a_video_are_expanded_as_in_hugging_face(model_type, indices):
     family, config = family_of(model_type), tiny_config(model_type)
     grid = torch.tensor([[2, 4, 2]])
     processor = SimpleNamespace(
@@ -95,11 +95,13 @@ def test_frames_of_a_video_are_told_as_hugging_face_tells_them(model_type, indic
     )
     processor._calculate_timestamps = lambda *args: Qwen3VLProcessor._calculate_timestamps(processor, *args)
     metadata = SimpleNamespace(fps=24.0, frames_indices=list(indices))
-    told = Qwen3VLProcessor.replace_video_token(processor, {"video_grid_thw": grid, "video_metadata": [metadata]}, 0)
+    expected = Qwen3VLProcessor.replace_video_token(
+        processor, {"video_grid_thw": grid, "video_metadata": [metadata]}, 0
+    )
     seconds = [frame_seconds(indices, 24.0, 2)]
     prompt = [9, START, VIDEO, END, 8]
     ids, types = family.expand(prompt, {"video_grid_thw": grid}, config, encode_text=characters, seconds=seconds)
-    assert ids.tolist() == [9, *characters(told), 8]
+    assert ids.tolist() == [9, *characters(expected), 8]
     assert types.tolist() == [2 * (i == VIDEO) for i in ids]
     bare, _ = family.expand([9, VIDEO, 8], {"video_grid_thw": grid}, config, encode_text=characters, seconds=seconds)
     assert bare.tolist() == ids.tolist()

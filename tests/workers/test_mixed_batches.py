@@ -38,20 +38,20 @@ packed_of = cache(lambda model_type: PackedVLM(tiny_model(model_type), family_of
 
 def film_prompt(config, width):
     """A prompt with a video of three time steps, left-padded to ``width``."""
-    film = image_inputs(config, (3, 4, 4), kind="video", seed=4)
+    clip = image_inputs(config, (3, 4, 4), kind="video", seed=4)
     if config.model_type == "qwen2_5_vl":
-        film["second_per_grid_ts"] = torch.tensor([1.5])
-    ids, types = expand(config, [10, 20, START, VIDEO, END, 21], film=film, seconds=[[0.5, 2.0, 3.5]])
+        clip["second_per_grid_ts"] = torch.tensor([1.5])
+    ids, types = expand(config, [10, 20, START, VIDEO, END, 21], clip=clip, seconds=[[0.5, 2.0, 3.5]])
     padded, kinds, mask = torch.zeros(3, 1, width, dtype=torch.int64)
     for row, values in ((padded, ids), (kinds, types), (mask, np.ones_like(ids))):
         row[0, width - len(ids) :] = torch.as_tensor(np.asarray(values).astype(np.int64))
     kinds = kinds.to(torch.int8)
-    positions = family_of(config).position_ids(kinds, mask, **media_grids([film]), config=config)
+    positions = family_of(config).position_ids(kinds, mask, **media_grids([clip]), config=config)
     inputs = np.empty(1, dtype=object)
-    inputs[0] = film
+    inputs[0] = clip
     return DataProto.from_dict(
         {"input_ids": padded, "attention_mask": mask, "mm_token_type_ids": kinds, "position_ids": positions},
-        non_tensors={"multi_modal_inputs": inputs, "uid": np.array(["film"], dtype=object)},
+        non_tensors={"multi_modal_inputs": inputs, "uid": np.array(["clip"], dtype=object)},
     )
 
 

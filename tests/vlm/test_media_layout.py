@@ -1,4 +1,4 @@
-"""What every family says of its images, against its own image processor."""
+"""The media layout of every family, compared with its image processor."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_an_image_processor_without_a_pil_backend_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_token_types_are_told_by_placeholders(model_type):
+def test_placeholders_define_token_types(model_type):
     config, family = tiny_config(model_type), family_of(model_type)
     types = family.token_types(torch.tensor([[1, config.image_token_id, 2]]), config)
     assert types.tolist() == [[0, 1, 0]]

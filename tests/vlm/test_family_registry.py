@@ -33,7 +33,7 @@ def test_families_are_found_by_type_config_and_model():
 
 
 @pytest.mark.parametrize("unknown", ["llama", None, SimpleNamespace(), SimpleNamespace(model_type="llama")])
-def test_an_unknown_model_is_told_the_known_types(unknown):
+def test_the_error_for_an_unknown_model_lists_the_known_types(unknown):
     with pytest.raises(UnknownModel, match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, internvl, glm4v"):
         family_of(unknown)
 
