@@ -1,8 +1,9 @@
-"""A batch of vision-language rows that travels between the workers of a reinforcement-learning loop."""
+"""`DataProto`, the batch that the workers of a reinforcement-learning loop pass to each other, and functions on it."""
 
 from dataproto.collation import BinLayout, collate_supervised, pack_supervised
 from dataproto.columns import COLUMNS, require
 from dataproto.distributed import all_gather, broadcast, gather, scatter
+from dataproto.packing import pack_rows, unpack_cells
 from dataproto.planning import balance, first_fit_decreasing, split_by_budget, split_into
 from dataproto.protocol import (
     DataProto,
@@ -41,6 +42,7 @@ __all__ = [
     "fold_batch_dim",
     "gather",
     "object_array",
+    "pack_rows",
     "pack_supervised",
     "pad_dataproto_to_divisor",
     "pad_inert",
@@ -52,6 +54,7 @@ __all__ = [
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",
+    "unpack_cells",
     "unpad_dataproto",
     "unpad_inert",
 ]

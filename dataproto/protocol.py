@@ -1,15 +1,18 @@
 """``DataProto``: the batch that the workers pass to each other, and its verbs.
 
-    data = DataProto.from_dict({"prompts": prompts}, {"uid": uids, "multi_modal_data": media})    # (B, P) and B objects each
-    data = data.repeat(8)                                   # rows share tensors and images, nothing is copied
-    data["advantages"] = group_advantage(data["scores"], data["uid"])           # a column in, a column out
-    for part in data[data["advantages"].abs().sum(1) > 0].split(64):            # rows by a mask, then in parts
-        train(part)
-    data.select(["prompts"]).save_to_disk("prompts.dp")     # a file that loads without running code
+>>> data = DataProto.from_dict({"prompts": torch.arange(6).view(2, 3)}, {"uid": ["a", "b"]})  # (B, P), and one object a row
+>>> data = data.repeat(2)  # aabb; rows share their objects, such as images
+>>> data["score"] = torch.tensor([1.0, 0.0, 0.5, 0.5])  # adds a column
+>>> [split["uid"].tolist() for split in data[data["score"] > 0].split(2)]  # selects rows by a mask, and splits them
+[['a', 'b'], ['b']]
+>>> data |= DataProto.from_dict({"advantages": data["score"] - data["score"].mean()})  # adds the columns of another batch
+>>> data.pop(["prompts"]).names(), data.names()
+(['prompts'], ['score', 'advantages', 'uid'])
 
-Names, arguments and results are those of ``verl.protocol`` (0.9). What is stricter here is under Raises in each docstring.
+Names, arguments and results are those of ``verl.protocol`` (0.9); where this class is stricter, docstrings say so under Raises.
 
-The file is in this order: construction, invariants, columns, rows, splitting and joining, moving, saving, verl's functions.
+The order of the class: construction, invariants, columns, rows, splitting and joining, moving and copying, saving and sending.
+verl's functions follow.
 """
 
 import copy
@@ -630,7 +633,7 @@ class DataProto:
         self.check_consistency()
         ends = list(accumulate(sizes))
         nested = any(getattr(tensor, "is_nested", False) for tensor in self._tensors().values())
-        if nested or not sizes or 0 in sizes:  # which tensordict does not split
+        if nested or not sizes or 0 in sizes:  # tensordict does not split these
             return [self.slice(end - size, end) for size, end in zip(sizes, ends)]
         batches = [None] * len(ends) if self.batch is None else self.batch.split(sizes)
         return [

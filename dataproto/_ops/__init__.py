@@ -1,1 +1,1 @@
-"""What the verbs of `DataProto` do, as functions on columns."""
+"""The operations behind the verbs of `DataProto`, as functions on columns, values and memory."""

@@ -1,1 +1,1 @@
-"""Batches as bytes: on a wire, in a file, between processes."""
+"""Batches as bytes: `leaves` encodes tensors, arrays and images for `wire` (pickle), `file` and the collectives."""

@@ -1,13 +1,13 @@
 """A batch as one file that loads without running code.
 
-The file is a safetensors file. Tensors, arrays, images (as PNG) and long byte strings are its sections; the section ``header`` is
-JSON: a tree of plain values that says what the batch is and which sections it uses. An object that many rows share is written
-once and shared again after loading. Objects of other types need pickle, on both sides.
+The format is safetensors. Tensors, arrays, images (as PNG) and long byte strings are sections; the section ``header`` is JSON: a
+tree of plain values that describes the batch and names its sections. An object that many rows share is written once and shared
+again after loading. Objects of other types need pickle, when saving and when loading.
 
-What is checked, and when: the head, the header, images, byte strings and the lengths of ragged rows by CRC-32 on every load;
-tensors and arrays, which stay in the file until they are touched, by their place, size and alignment, and with ``verify=True``
-by CRC-32 too. A checksum finds damage, not malice: whatever a file claims is checked before memory is taken for it, and no file
-can make loading take more than some 350 times its own size (that of blank images; other files stay far below).
+Every load checks the CRC-32 of the head, the header, images, byte strings and the lengths of ragged rows. Tensors and arrays
+stay in the file until they are used; their place, size and alignment are checked, and with ``verify=True`` their CRC-32 too. A
+checksum finds damage but not malice. Therefore each claim of a file is checked before memory is allocated for it: loading takes
+at most about 350 times the size of the file (for blank images, and far less for other content).
 """
 
 import json
@@ -31,10 +31,10 @@ def save(
     meta_info: Mapping[str, Any],
     allow_pickle: bool = False,
 ) -> None:
-    """Writes a batch; an earlier file of that name is replaced only when all is written.
+    """Writes a batch; replaces an earlier file of that name when all is written.
 
     Raises:
-        FileFormatError: an object is of a type that only pickle can store; names where it stands.
+        FileFormatError: an object is of a type that only pickle can store; names its place.
     """
     writer = Writer(allow_pickle)
     try:
@@ -48,7 +48,7 @@ def save(
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     except RecursionError as error:
         raise FileFormatError("a value contains itself, or is nested too deeply to be written") from error
-    except ValueError as error:  # an integer of more digits than Python writes
+    except ValueError as error:  # an integer with more digits than Python converts
         if isinstance(error, FileFormatError):
             raise
         raise FileFormatError(f"a value cannot be written: {error}") from error
@@ -56,17 +56,17 @@ def save(
 
 
 def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool = False, verify: bool = False) -> Made:
-    """Reads what :func:`save` wrote, and makes of it ``make(batch, non_tensor_batch, meta_info)``.
+    """Reads a file of :func:`save` and returns ``make(batch, non_tensor_batch, meta_info)``.
 
-    Tensors and arrays lie in mapped memory: nothing of them is read until they are touched, and what is written into them is the
-    process's own and never reaches the file. The file may be replaced (as :func:`save` does), but not cut while they are in use.
+    Tensors and arrays are in mapped memory: they are read when they are used, and writes into them are private to the process and
+    never reach the file. While they are in use the file may be replaced (as :func:`save` does), but not truncated.
 
     Args:
-        allow_pickle: also read objects that were written with pickle, which may run code: only for files that are trusted.
-        verify: read everything once and compare it with its checksums.
+        allow_pickle: also read pickled objects, which may run code; only for trusted files.
+        verify: read everything now and compare it with the checksums.
 
     Raises:
-        FileFormatError: damaged, of another format or version, or with pickled objects while ``allow_pickle`` is not given.
+        FileFormatError: the file is damaged, of another format or version, or has pickled objects without ``allow_pickle``.
         OSError: the file cannot be opened.
     """
     try:
@@ -86,7 +86,7 @@ def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool =
         if error.filename is not None:
             raise
         raise FileFormatError(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # whatever a damaged or hostile file provokes
+    except Exception as error:  # anything that a damaged or hostile file causes
         hint = "only files written by save_to_disk can be read (not pickles, which would run code)"
         raise FileFormatError(
             f"{path} is damaged or of another format: {type(error).__name__}: {str(error)[:300]}; {hint}"

@@ -1,4 +1,4 @@
-"""Images as bytes that give back every pixel, in every mode of Pillow."""
+"""Lossless encoding of images in files, for every mode of Pillow."""
 
 import base64
 import io
@@ -7,7 +7,7 @@ from typing import Any
 
 from dataproto.errors import FileFormatError
 
-# An image that takes this many times the memory of its bytes is a bomb; what this module would write larger, it writes raw.
+# An image that needs this many times the memory of its bytes is refused; `encode` writes images raw before they reach it.
 MAX_RATIO = 342
 
 _PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
@@ -15,9 +15,9 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def encode(image: Any) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
-    """What the header says of an image, its pixels (PNG, or raw where PNG cannot hold them), and its plain ``info``.
+    """An image as its entry in the header, its pixels (PNG, or raw if PNG cannot hold them), and its ``info``.
 
-    The current frame only, and of ``info`` only what is of plain types.
+    Writes the current frame only, and values of ``info`` of plain types only.
 
     >>> from PIL import Image
     >>> described, data, info = encode(Image.new("CMYK", (2, 2), "red"))
@@ -48,17 +48,17 @@ def decode(described: dict[str, Any], data: memoryview, info: dict[str, Any]) ->
     """The inverse of :func:`encode`.
 
     Raises:
-        FileFormatError: the image is larger than its bytes can honestly hold, or they are not an image of that mode and size.
+        FileFormatError: the claimed image is too large for its bytes, or they are not an image of that mode and size.
     """
     from PIL import Image
 
     mode, codec, (width, height) = described["mode"], described["codec"], described["size"]
     if mode not in Image.MODES or type(width) is not int or type(height) is not int or min(width, height) < 0:
-        raise FileFormatError(f"an image of mode {mode!r:.20} and size {described['size']!r:.200} cannot be")
+        raise FileFormatError(f"an image cannot have mode {mode!r:.20} and size {described['size']!r:.200}")
     if not isinstance(info, dict):
-        raise FileFormatError("what is known of an image is not a dict")
+        raise FileFormatError("the info of an image is not a dict")
     plane = "L" if mode == "P" else mode
-    bits = len(Image.new(plane, (8, 1)).tobytes())  # of a pixel: bytes of eight
+    bits = len(Image.new(plane, (8, 1)).tobytes())  # bits of a pixel: bytes of eight
     claimed = -(-width * bits // 8) * height
     bomb = _memory(plane, width, height) > MAX_RATIO * len(data)
     if codec not in ("raw", "png") or (claimed != len(data) if codec == "raw" else bomb):
@@ -70,7 +70,7 @@ def decode(described: dict[str, Any], data: memoryview, info: dict[str, Any]) ->
         with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
             if (opened.mode, opened.size) != (plane, (width, height)):
                 raise FileFormatError(f"an image is of mode {opened.mode} and size {opened.size}, not as described")
-            image = opened.copy()  # a plain image, not a reader that holds on to its bytes
+            image = opened.copy()  # a plain image, not a reader that keeps its bytes
     if mode in ("P", "PA"):
         palette_mode, colors = described["palette"]
         image.putpalette(base64.b64decode(colors), palette_mode)
@@ -80,7 +80,7 @@ def decode(described: dict[str, Any], data: memoryview, info: dict[str, Any]) ->
 
 
 def _memory(mode: str, width: int, height: int) -> int:
-    """Bytes that Pillow takes for an image of a mode that PNG has."""
+    """The memory of an image in Pillow, in bytes, for the modes that PNG supports."""
     return width * height * (1 if mode in ("1", "L") else 4)
 
 

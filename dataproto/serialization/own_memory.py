@@ -1,8 +1,8 @@
 """Private, writable memory for received buffers: a write never reaches another reader.
 
 A writable buffer is used as it is. A large read-only buffer in a shared file mapping (Ray's object store, shared memory) is
-mapped a second time with ``MAP_PRIVATE``: the kernel copies a page when it is first written, and copies nothing otherwise. Every
-other read-only buffer (a small one, ``bytes``, any on a system without ``/proc``) is copied at once.
+mapped a second time with ``MAP_PRIVATE``: the kernel copies a page on its first write, and nothing else. All other read-only
+buffers (small ones, ``bytes``, and all on systems without ``/proc``) are copied at once.
 """
 
 import bisect
@@ -21,20 +21,20 @@ import numpy as np
 
 from dataproto._ops.buffers import Memory
 
-_LARGE = 128 << 10  # bytes from which on a mapping is cheaper than a copy
-_MOST = 4096  # mappings at one time: the kernel allows a process 65,530 of all kinds, and everything beyond is copied
-_mappings: set[int] = set()  # where the live ones start
+_LARGE = 128 << 10  # from this many bytes on a mapping is cheaper than a copy
+_MOST = 4096  # simultaneous mappings, of the 65,530 that the kernel allows a process; buffers beyond are copied
+_mappings: set[int] = set()  # start addresses of live mappings
 
 
 class OwnMemory:
-    """Makes the buffers of one message this process's own; looks once, when it first has to, at what is mapped where."""
+    """Makes the buffers of one message private; reads the list of mappings at most once."""
 
     def __init__(self) -> None:
         self._regions: list[_Region] | None = None
         self._refused: set[tuple[int, int]] = set()  # files that were not found
 
     def bits(self, buffer: Any) -> np.ndarray:
-        """The bytes ``(n,)`` uint8 of any buffer, as memory that may be written."""
+        """The bytes ``(n,)`` uint8 of any buffer, as writable memory."""
         read = np.frombuffer(buffer, dtype=np.uint8)
         if read.flags.writeable:
             return read
@@ -43,7 +43,7 @@ class OwnMemory:
         return read.copy() if own is None else own
 
     def _mapped(self, read: np.ndarray) -> np.ndarray | None:
-        """The pages of ``read`` mapped privately; ``None`` where that is not possible."""
+        """A private mapping of the pages of ``read``, or ``None`` if that is not possible."""
         if self._regions is None:
             self._regions = _shared_regions()
         address = read.__array_interface__["data"][0]
@@ -64,11 +64,11 @@ class OwnMemory:
 
 @dataclass(frozen=True)
 class _Region:
-    """Part of a file that this process has mapped and shares with others."""
+    """A part of a file that this process has mapped as shared memory."""
 
     start: int
     end: int
-    offset: int  # of the start, in the file
+    offset: int  # of the start, within the file
     file: tuple[int, int]  # device and inode
     path: str
 
@@ -77,7 +77,7 @@ _MAPPING = re.compile(rb"^(\w+)-(\w+) ...s (\w+) (\w+):(\w+) ([1-9]\d*) *(.*)$",
 
 
 def _shared_regions() -> list[_Region]:
-    """All shared mappings of files, by address."""
+    """All shared mappings of files, in order of address."""
     try:
         with open("/proc/self/maps", "rb") as file:
             maps = file.read()
@@ -97,24 +97,24 @@ def _private(descriptor: int, region: _Region, read: np.ndarray, address: int) -
     if base in (None, ctypes.c_void_p(-1).value):
         return None
     _mappings.add(base)
-    # Keeps `read` alive: pages that were not written yet are shared with it.
+    # `read` stays alive: unwritten pages are shared with it.
     memory = Memory(read, base + address - start, read.size)
     weakref.finalize(memory, _unmap, base, size).atexit = False
     return memory.bits()
 
 
 def _unmap(base: int, size: int) -> None:
-    _mappings.discard(base)  # first: afterwards the address may be given to another mapping
+    _mappings.discard(base)  # first, since a new mapping may get the address after munmap
     _munmap(base, size)
 
 
 # The file behind a mapping
 
-_places: dict[tuple[int, int], str] = {}  # where files were found that have no name of their own any more
+_places: dict[tuple[int, int], str] = {}  # where files without a name were found
 
 
 def _opened(region: _Region) -> int | None:
-    """A descriptor of a region's file, for reading; ``None`` where this process cannot have one."""
+    """A descriptor of the file of a region, for reading; ``None`` if this process cannot open it."""
     direct = f"/proc/self/map_files/{region.start:x}-{region.end:x}"  # only privileged processes may open it
     for place in (direct, region.path):
         if (descriptor := _open_if(place, region.file)) is not None:
@@ -127,7 +127,7 @@ def _opened(region: _Region) -> int | None:
 
 
 def _open_if(place: str, file: tuple[int, int]) -> int | None:
-    """A descriptor of what is at ``place``, if that is the file. Does not wait for a pipe that replaced the file."""
+    """A descriptor of the file at ``place`` if it is ``file``. Does not block if a pipe has replaced it."""
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
@@ -140,7 +140,7 @@ def _open_if(place: str, file: tuple[int, int]) -> int | None:
 
 
 def _target(place: str) -> str | None:
-    """The path that a descriptor is of. Asks no file system, which may not answer, for the file itself."""
+    """The path of a descriptor, without access to the file system of the file, which may hang."""
     try:
         return os.readlink(place)
     except OSError:
@@ -148,12 +148,12 @@ def _target(place: str) -> str | None:
 
 
 def _descriptors() -> Iterator[str]:
-    """What this user's processes have open, nearest first: a file without a name stays open where it was made."""
+    """Open files of the processes of this user, nearest processes first. A file without a name is open in its creator."""
     near = [os.getpid(), os.getppid()]
     for process in [*near, *(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in near)]:
         try:
             yield from (f"/proc/{process}/fd/{name}" for name in os.listdir(f"/proc/{process}/fd"))
-        except OSError:  # another user's, or gone
+        except OSError:  # of another user, or gone
             continue
 
 

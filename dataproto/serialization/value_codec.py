@@ -1,8 +1,8 @@
 """Values as nodes of JSON, and back.
 
-A node is a plain JSON value, or ``{"$": kind, ...}`` for what JSON has no form of. Tensors, arrays, images and long byte strings
-stand in sections of their own, which the node names. Whatever is not a scalar gets a number when it is complete, in reading as in
-writing, so that ``{"$": "ref", "n": number}`` can stand where the same object comes again.
+A node is a plain JSON value, or ``{"$": kind, ...}`` for values that JSON lacks. Tensors, arrays, images and long byte strings
+are sections of the file, which the node names. Every value that is not a scalar gets a number when it is complete, in reading as
+in writing; ``{"$": "ref", "n": number}`` refers to it where the same object occurs again.
 """
 
 import base64
@@ -27,7 +27,7 @@ _ARRAY_DTYPE = re.compile(r"[<>|][biufcSUmM]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 _INLINE_BYTES = 64
 _RESERVED = {"", "__metadata__", "checksums", "header"}
 
-# Dtypes that safetensors has no name for: the dtype to write them as, and whether as pairs
+# Dtypes that safetensors files (or older readers of them) lack: the dtype to write them as, and whether as pairs
 _CARRIERS = {
     torch.complex32: (torch.float16, True),
     torch.complex64: (torch.float32, True),
@@ -46,7 +46,7 @@ _NUMPY_CODES = {
 
 
 class Writer:
-    """Values to nodes; what is large is put aside in ``sections``."""
+    """Values to nodes. Large values go to ``sections``."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self.sections: dict[str, Section] = {}
@@ -59,7 +59,7 @@ class Writer:
         """The node of a value.
 
         Raises:
-            FileFormatError: something in it is of a type that only pickle can store; says where it stands.
+            FileFormatError: an object in it is of a type that only pickle can store; names its place.
         """
         kind = type(value)
         if kind in _JSON:
@@ -93,7 +93,7 @@ class Writer:
         return self._large(value)
 
     def at(self, kind: str, name: Any, value: Any) -> Any:
-        """The node of a value that stands one step deeper, for messages and names; the path stays where an error leaves it."""
+        """The node of a value one step deeper. The path, for messages and names, is not reset on an error."""
         if type(value) in _JSON:
             return value
         self._path.append((kind, name))
@@ -102,7 +102,7 @@ class Writer:
         return node
 
     def _key(self, value: Any) -> Any:
-        """The node of a key or of a member of a set: whole, without references, so that hashing it is cheap."""
+        """The node of a key or of a member of a set: complete, without references, so that it is cheap to hash."""
         if type(value) in (tuple, frozenset):
             return {"$": type(value).__name__, "items": [self._key(item) for item in value]}
         kind = type(value)
@@ -168,7 +168,7 @@ class Writer:
         return self._add("U8", (len(data),), data, 1)
 
     def _add(self, code: str, shape: tuple[int, ...], content: Any, item_bytes: int, suffix: str | None = None) -> str:
-        """Puts a section aside under the name of its column, or else a number, and returns the name."""
+        """Adds a section, named after its column or else numbered, and returns the name."""
         name = "/".join(filter(None, [*(str(step) for _, step in self._path), suffix]))
         is_column = all(kind == "column" for kind, _ in self._path) and name.isprintable() and name not in _RESERVED
         if not is_column or name in self.sections or name.startswith("objects/"):
@@ -200,7 +200,7 @@ def _is_plain_list(values: list[Any]) -> bool:
 
 
 class Reader:
-    """The inverse of :class:`Writer`; every claim of a node is checked before memory is taken for it."""
+    """The inverse of :class:`Writer`; checks each claim of a node before it allocates memory."""
 
     def __init__(self, sections: Sections, allow_pickle: bool) -> None:
         self._sections = sections
@@ -208,7 +208,7 @@ class Reader:
         self._made: list[Any] = []  # by number
 
     def tree(self, node: Any) -> Any:
-        """The value of a node; FileFormatError, or what Python, numpy and torch raise for nonsense."""
+        """The value of a node; raises FileFormatError, or what Python, numpy and torch raise for invalid values."""
         kind = type(node)
         if kind is not list and kind is not dict:
             return node
@@ -224,10 +224,10 @@ class Reader:
         return value
 
     def columns(self, nodes: Any) -> dict[str, Any]:
-        """The values of pairs of a name and a node; FileFormatError where a name stands twice, or is none."""
+        """The values of pairs of a name and a node; raises FileFormatError if a name occurs twice or is not a string."""
         found = {name: self.tree(node) for name, node in nodes}
         if len(found) != len(nodes) or not all(type(name) is str for name in found):
-            raise FileFormatError("a name of a column stands twice, or is no name")
+            raise FileFormatError("the name of a column occurs twice, or is not a string")
         return found
 
     def _value(self, tag: Any, node: Any) -> Any:
@@ -268,7 +268,7 @@ class Reader:
             return self._ragged(RAGGED[tag], node)
         if tag == "array":
             entry, dtype = self._sections.take(node["data"]), _dtype(node["dtype"])
-            if dtype.itemsize == 0:  # of which numpy makes elements of one byte, as many as are claimed
+            if dtype.itemsize == 0:  # numpy would allocate one byte for each claimed element
                 raise FileFormatError("elements of an array take no bytes")
             if dtype.kind == "U":
                 _check_text(self._sections.checked(entry), dtype)
@@ -295,7 +295,7 @@ class Reader:
         if "dtype" in node:
             carrier, pairs = _CARRIERS[_CARRIED[node["dtype"]]]
             if dtype != carrier or (pairs and shape[-1:] != (2,)):
-                raise FileFormatError(f"a tensor of dtype {dtype} cannot stand for {node['dtype']}")
+                raise FileFormatError(f"a section of dtype {dtype} cannot hold a tensor of {node['dtype']}")
             dtype, shape = _CARRIED[node["dtype"]], shape[:-1] if pairs else shape
         return self._sections.tensor(entry, dtype, shape)
 
@@ -340,16 +340,16 @@ def _key(node: Any) -> Any:
 
 
 def _check_keys(keys: list[Any]) -> None:
-    """FileFormatError where keys stand twice, or are so many of one hash that a dict or set would take for ever."""
+    """Raises FileFormatError if keys repeat, or if so many share a hash that a dict would take very long."""
     if len(keys) > 1000 and 4 * len(set(map(hash, keys))) < len(keys):
-        raise FileFormatError("keys were chosen to collide")
+        raise FileFormatError("too many keys have the same hash")
     if len(set(keys)) != len(keys):
-        raise FileFormatError("a key stands twice")
+        raise FileFormatError("a key occurs twice")
 
 
 def _check_text(data: bytes | memoryview, dtype: np.dtype[Any]) -> None:
     if len(data) and np.frombuffer(data, dtype=f"{dtype.str[0]}u4").max() > 0x10FFFF:
-        raise FileFormatError("a text array holds what is no character")
+        raise FileFormatError("a text array holds an invalid character")
 
 
 def _dtype(text: Any) -> np.dtype[Any]:

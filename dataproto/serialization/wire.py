@@ -1,15 +1,15 @@
-"""Batches as bytes: how they are pickled, and how parts of one batch share what they hold.
+"""How batches are pickled, and how messages share images, tensors and arrays.
 
-Pickle finds this by itself, whoever calls it (``pickle``, ``multiprocessing``, Ray). The large parts of a batch are handed over
-as the memory they are in: with protocol 5 and a ``buffer_callback`` nothing is copied, without one, once, into the result.
+``pickle``, ``multiprocessing`` and Ray use this through ``__reduce_ex__``. With protocol 5 and a ``buffer_callback`` tensors,
+arrays and images are passed as the memory they are in, without a copy; without it they are copied once, into the result.
 
-- Each distinct image, tensor and array is written once however many rows hold it, and rows share it again after reading. A tensor
-  or array is written alone, not with the storage it looks into; two that show the same memory are written once.
-- Tensors and arrays arrive contiguous, on the device they were on where the reader has it, or else on the CPU. Images arrive
-  as plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
-- What is received may be written, and nobody else sees it. In band it is memory of its own. Out of band, buffers that may only be
-  read (Ray's, ``bytes``) are made private without a copy where the system can (see ``own_memory``); buffers that may be written
-  are used as they are, as everywhere with pickle 5: the caller must not use them any more, or must pass ``.toreadonly()``.
+- Each distinct image, tensor and array is written once, however many rows refer to it, and rows share it again after reading. A
+  view is written without the rest of its storage; two tensors or arrays that read the same memory are written once.
+- Tensors and arrays arrive contiguous, on the device they were on if the reader has it, or else on the CPU. Images arrive as
+  plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
+- A received batch may be written; no other reader sees the change. In-band data are a copy. Read-only out-of-band buffers (Ray's,
+  ``bytes``) become private without a copy where the system can do that (see ``own_memory``). Writable ones are used as they are,
+  as always with pickle 5: the caller must not use them any more, or must pass ``.toreadonly()``.
 """
 
 import contextvars
@@ -34,30 +34,30 @@ from dataproto.serialization.own_memory import OwnMemory
 from dataproto.serialization.skeleton import put_together, take_apart
 
 Buffer: TypeAlias = Any  # bytes, bytearray, memoryview, PickleBuffer, or a uint8 array
-Form: TypeAlias = tuple[Any, ...]  # a kind of leaf, what describes it, and last its buffer
+Form: TypeAlias = tuple[Any, ...]  # the description of a leaf, and last its buffer
 
-_SMALL = 1024  # bytes below which what stands inside of objects is written among the containers
-_LARGE_ROW = 65536  # bytes from which on rows of ragged tensors are put into a store one by one
+_SMALL = 1024  # leaves inside of objects below this many bytes are written in place
+_LARGE_ROW = 65536  # rows of ragged tensors from this many bytes on are put into a store one by one
 
 
 class BlobStore(Protocol):
     """Where :func:`shared_blobs` keeps buffers. It is pickled along with the batches, so it must be cheap to pickle."""
 
     def put(self, buffer: np.ndarray) -> Any:
-        """Stores the bytes ``(n,)`` uint8; returns what finds them again, which can be pickled."""
+        """Stores the bytes ``(n,)`` uint8; returns a reference to them that can be pickled."""
 
     def get(self, ref: Any) -> Buffer:
-        """The bytes that :meth:`put` stored: any object with the buffer protocol, and best without a copy."""
+        """The bytes of a reference, as any object with the buffer protocol, preferably without a copy."""
 
 
 @dataclass
 class _Blobs:
-    """What has been put into a store: forms by leaf, and the leaves, so that their keys stay theirs."""
+    """The leaves in a store and their forms. Keeping the leaves alive keeps their keys unique."""
 
     store: BlobStore
     forms: dict[Hashable, Form] = field(default_factory=dict)
     leaves: list[Any] = field(default_factory=list)
-    compared: dict[Hashable, Form] = field(default_factory=dict)  # forms that are still what their leaves hold
+    compared: dict[Hashable, Form] = field(default_factory=dict)  # forms that match the present content of their leaves
 
 
 _sharing: contextvars.ContextVar[_Blobs | None] = contextvars.ContextVar("dataproto_blobs", default=None)
@@ -65,12 +65,12 @@ _sharing: contextvars.ContextVar[_Blobs | None] = contextvars.ContextVar("datapr
 
 @contextmanager
 def shared_blobs(store: BlobStore) -> Iterator[None]:
-    """Inside, pickling puts each distinct image, tensor and array that stands in objects or ragged rows into ``store``.
+    """In this context, pickling puts each distinct image, tensor and array inside of objects and ragged rows into ``store``.
 
-    So parts of one batch that are sent one by one send what they share once. Dense columns belong to one part each and travel
-    with it. What is put once is not looked at again: it must not be written while this is open. Reading needs nothing but the
-    pickled batch, which holds the store and the references. What was read from a store and is sent on into an equal one
-    (``==``) is compared with what is there, and put again only if it was written since: otherwise the reference travels back.
+    So splits of a batch that are sent one by one send what they share once. Dense columns are sent with their split. Do not write
+    into the batch within the context: what was put is not compared again. To read, only the pickled batch is needed, which holds
+    the store and the references. What was read from a store and is sent into an equal one (``==``) is compared with its content
+    there, and put again only if it has changed; otherwise its reference is sent.
 
     ::
 
@@ -82,8 +82,7 @@ def shared_blobs(store: BlobStore) -> Iterator[None]:
 
 
 class SharedBlobs:
-    """`shared_blobs` that opens more than once, and remembers from one time to the next what has been put. What was written in
-    between is put again.
+    """`shared_blobs` as a context that opens more than once and remembers what it has put. What has changed is put again.
 
     ::
 
@@ -91,7 +90,7 @@ class SharedBlobs:
         with blobs.open():
             sent = pickle.dumps(prompts)
         with blobs.open():
-            sent = pickle.dumps(rollouts)  # shows the same images
+            sent = pickle.dumps(rollouts)  # refers to the same images
     """
 
     def __init__(self, store: BlobStore) -> None:
@@ -99,7 +98,7 @@ class SharedBlobs:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, pickling shares; see `shared_blobs`."""
+        """In this context, pickling shares; see `shared_blobs`."""
         self._blobs.compared = {}
         token = _sharing.set(self._blobs)
         try:
@@ -110,7 +109,7 @@ class SharedBlobs:
 
 @dataclass
 class Fields:
-    """The three fields of a batch as a value that is pickled as the batch is."""
+    """The three fields of a batch. It is pickled like the batch."""
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +130,7 @@ class Fields:
 
 
 def reduce_batch(data: Any, protocol: int) -> tuple[Any, ...]:
-    """What ``__reduce_ex__`` returns for a batch or an item of one: its class and its three fields."""
+    """The value of ``__reduce_ex__`` for a batch or an item: its class and its three fields."""
     tensors = {} if data.batch is None else dict(data.batch.items())
     arrays = [array for array in data.non_tensor_batch.values() if isinstance(array, np.ndarray)]
     fields = type(data), plain_batch(data.batch), data.non_tensor_batch, data.meta_info
@@ -145,7 +144,7 @@ def _batch(fields: tuple[Any, ...]) -> Any:
 
 
 def plain_batch(batch: Any) -> TensorDict | None:
-    """A batch of any kind of tensor dict as an ordinary one."""
+    """Any tensor dict as an ordinary ``TensorDict``."""
     if batch is None or type(batch) is TensorDict:
         return batch
     return TensorDict(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)
@@ -154,11 +153,11 @@ def plain_batch(batch: Any) -> TensorDict | None:
 def reduce_value(
     value: Any, columns: Sequence[Any], protocol: int, make: Callable[[Any], Any] | None = None
 ) -> tuple[Any, ...]:
-    """What ``__reduce_ex__`` returns for an object that is ``value``, or that ``make`` makes of it.
+    """The value of ``__reduce_ex__`` for an object that is ``value``, or that ``make`` makes of it.
 
     Args:
-        value: containers of anything.
-        columns: the tensors and arrays among it that are handed over as buffers however small, and put into no store.
+        value: containers of any objects.
+        columns: tensors and arrays in it that become buffers of any size and are not put into a store.
     """
     blobs = _sharing.get()
     skeleton, leaves, ragged = take_apart(value, math.inf if blobs is None else _LARGE_ROW)
@@ -175,7 +174,7 @@ def _restore(make: Any, skeleton: Buffer, forms: list[Form], store: BlobStore | 
 
 
 def copied(value: Any) -> Any:
-    """The same containers with tensors, arrays and images in memory of their own, each distinct one copied once."""
+    """A copy of the containers, and of their tensors, arrays and images, each distinct one once."""
     skeleton, leaves, _ = take_apart(value)
     return put_together(skeleton, [_copy(leaf) for leaf in leaves])
 
@@ -186,11 +185,11 @@ def _copy(leaf: Any) -> Any:
     return leaf.copy() if is_array(leaf) or is_image(leaf) else leaf
 
 
-# Leaves out
+# Writing leaves
 
 
 def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form:
-    """Columns are handed over; what stands inside of objects is written in place where small, else put into the store if any."""
+    """Columns become buffers. Leaves inside of objects are written in place if small, else put into the store if there is one."""
     blobs = None if dense else blobs
     if blobs is not None and (compared := _compared(leaf, blobs)):
         return compared
@@ -206,14 +205,14 @@ def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form
 
 
 def _compared(leaf: Any, blobs: _Blobs) -> Form | None:
-    """The form of a leaf that was put, or compared with what was put, since the store was opened."""
+    """The form of a leaf that was put into the store, or compared with its content there, since the context was opened."""
     key = leaf_key(leaf)
     form = blobs.compared.get(key)
     return form if form is blobs.forms.get(key) or form is _origin(key, blobs.store) else None
 
 
 def _stored(leaf: Any, described: Description, bits: np.ndarray, blobs: _Blobs) -> Form:
-    """The form of a leaf in the store, which is put there unless it is there already, and as it is now."""
+    """The form of a leaf in the store; puts the leaf there unless the store has its present content."""
     key = leaf_key(leaf)
     for form in (blobs.forms.get(key), _origin(key, blobs.store)):
         if form is not None and _holds(form, described, bits, blobs.store):
@@ -221,37 +220,37 @@ def _stored(leaf: Any, described: Description, bits: np.ndarray, blobs: _Blobs) 
     else:
         blobs.leaves.append(leaf)
         form = blobs.forms[key] = (*described, _Stored(blobs.store.put(bits)))
-    blobs.compared[key] = form  # where one lay that came from a store and is gone, another may lie now
+    blobs.compared[key] = form  # a new leaf may be at the address of one that is gone
     return form
 
 
 def _holds(form: Form, described: Description, bits: np.ndarray, store: BlobStore) -> bool:
-    """Whether what is in the store is what a leaf holds now."""
+    """Whether the content in the store is the present content of the leaf."""
     return same_value(form[:-1], described) and same_bytes(bits, store.get(form[-1].ref))
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Takes the place of a buffer that is in the store."""
+    """A reference to a buffer in the store."""
 
     ref: Any
     put: bytes = field(
         default_factory=lambda: uuid.uuid4().bytes
-    )  # which put it was: a store may give equal bytes one reference
+    )  # identifies the call of put: a store may return one reference for equal bytes
 
 
 @dataclass(frozen=True)
 class _Own:
-    """Bytes that are read along with the batch, so that nobody else has them: before protocol 5, all of them."""
+    """Bytes in the pickle itself, which no other reader shares: before protocol 5, all buffers."""
 
     data: bytes
 
 
-# Leaves in
+# Reading leaves
 
 
 class _Reading:
-    """Makes the leaves of one message. Leaves that were put into the store as one leaf are one object again."""
+    """Reads the leaves of one message. A leaf that was put into the store once becomes one object."""
 
     def __init__(self, store: BlobStore | None) -> None:
         self._store, self._memory = store, OwnMemory()
@@ -263,22 +262,22 @@ class _Reading:
             return self._made(described, buffer)
         if buffer.put not in self._stored:
             leaf = self._stored[buffer.put] = self._made(described, self._store.get(buffer.ref))
-            _remember(leaf, (*described, buffer), self._store)  # a form of its own: the same form is the same leaf
+            _remember(leaf, (*described, buffer), self._store)  # a new form: identical forms mean the same leaf
         return self._stored[buffer.put]
 
     def _made(self, described: list[Any], buffer: Buffer) -> Any:
         if described[0] == "object":
             return buffer
-        if isinstance(buffer, _Own):  # short ones Python may share among all that are equal
+        if isinstance(buffer, _Own):  # Python may share short bytes among equal ones
             alone = len(buffer.data) >= _SMALL
             return decode(described, memory_of(buffer.data) if alone else self._memory.bits(buffer.data))
         leaf = decode(described, self._memory.bits(buffer))
         if described[0] == "image" and not isinstance(buffer, bytearray) and not memoryview(buffer).readonly:
-            leaf.readonly = 1  # others may have what was handed over: PIL copies it when it is written
+            leaf.readonly = 1  # the sender may still use the memory: PIL copies it on the first write
         return leaf
 
 
-# Leaves that were read from a store, by key, as long as they live: how they are written when they are sent on.
+# Forms of the leaves that were read from a store and are still alive, by key: their references are sent again.
 _origins: dict[Hashable, tuple["weakref.ref[Any]", Form, BlobStore]] = {}
 
 
@@ -293,6 +292,6 @@ def _remember(leaf: Any, form: Form, store: BlobStore) -> None:
 
 
 def _origin(key: Hashable, store: BlobStore) -> Form | None:
-    """How a leaf was written that came out of an equal store. It may have been written since."""
+    """The form of a leaf that was read from an equal store. The leaf may have changed since."""
     _, form, its_store = _origins.get(key, (None, None, None))
     return form if form is not None and its_store == store else None

@@ -11,7 +11,7 @@ def test_the_package_exports_exactly_this() -> None:
     assert sorted(dataproto.__all__) == [
         *("BinLayout", "BlobStore", "COLUMNS", "DataProto", "DataProtoConfig", "DataProtoItem", "RaggedTensor"),
         *("all_gather", "all_gather_data_proto", "balance", "broadcast", "collate_fn", "collate_supervised"),
-        *("first_fit_decreasing", "fold_batch_dim", "gather", "object_array", "pack_supervised"),
+        *("first_fit_decreasing", "fold_batch_dim", "gather", "object_array", "pack_rows", "pack_supervised"),
         *(
             "pad_dataproto_to_divisor",
             "pad_inert",
@@ -21,7 +21,14 @@ def test_the_package_exports_exactly_this() -> None:
             "split_by_budget",
             "split_into",
         ),
-        *("unfold_batch_dim", "union_numpy_dict", "union_tensor_dict", "unpad_dataproto", "unpad_inert"),
+        *(
+            "unfold_batch_dim",
+            "union_numpy_dict",
+            "union_tensor_dict",
+            "unpack_cells",
+            "unpad_dataproto",
+            "unpad_inert",
+        ),
     ]
     assert all(hasattr(dataproto, name) for name in dataproto.__all__)
 
