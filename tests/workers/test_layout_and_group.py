@@ -1,3 +1,7 @@
+"""Layouts, local groups, and how results of several ranks are joined."""
+
+import inspect
+
 import pytest
 import torch
 
@@ -21,6 +25,10 @@ class Doubler:
 
     def private(self):
         return 1
+
+    @dispatch("all")
+    def calling_code(self):
+        return inspect.currentframe().f_back.f_code
 
 
 def test_ranks_have_distinct_coordinates():
@@ -46,7 +54,7 @@ def test_impossible_layouts_are_refused(degrees):
         ({"pipeline_layers": (1, 1)}, r"pipeline_layers=\(1, 1\) .* pp > 1"),
     ],
 )
-def test_options_without_anything_to_work_on_are_refused(options, message, tmp_path):
+def test_options_for_another_layout_are_refused(options, message, tmp_path):
     with pytest.raises(InvalidConfig, match=message):
         ActorWorker(ActorConfig(str(make_tiny_model(tmp_path / "model")), **options))
 
@@ -55,8 +63,12 @@ def test_a_group_calls_dispatched_methods_only():
     group = LocalGroup(Doubler())
     assert group.double(4) == 8
     assert group.submit("double", 5).result() == 10
-    with pytest.raises(InvalidConfig, match=r"no method 'private'.*\['double', 'fail'\]"):
+    with pytest.raises(InvalidConfig, match=r"no method 'private'.*\['calling_code', 'double', 'fail'\]"):
         group.private()
+
+
+def test_a_call_through_a_local_group_adds_no_frame():
+    assert LocalGroup(Doubler()).calling_code() is inspect.currentframe().f_code
 
 
 def test_a_future_holds_the_exception():
@@ -64,12 +76,12 @@ def test_a_future_holds_the_exception():
     assert isinstance(future.exception(), OverflowError)
 
 
-def test_rows_of_different_widths_are_joined_as_wide_as_the_widest():
+def test_rollouts_are_padded_to_the_widest_when_joined():
     parts = [
         DataProto.from_dict({"response_mask": torch.ones(rows, width), "advantages": torch.ones(rows, width)})
         for rows, width in ((2, 3), (1, 1), (0, 5))
     ]
-    with pytest.raises(ColumnConflict, match="cannot be joined"):  # nothing says that these are rollouts
+    with pytest.raises(ColumnConflict, match="cannot be joined"):  # not marked as rollouts by max_tokens
         join_rows(parts)
     for part in parts:
         part.meta_info["max_tokens"] = 5

@@ -1,4 +1,4 @@
-"""Groups of real Ray processes: how calls are spread, what travels, and what becomes of a worker that fails."""
+"""Groups of real Ray processes: dispatch of calls, transfer of media, and failures of workers."""
 
 import os
 import signal
@@ -21,14 +21,15 @@ from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFa
 from workers.cluster.host import Host
 from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import RayBlobs, RayGroup, RayPool, new_step_blobs, running_ray, share_cores
+from workers.cluster.ray_group import RayBlobs, RayGroup, new_step_blobs, running_ray
+from workers.cluster.ray_pool import RayPool, share_cores
 from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
 
 
 class Worker:
-    """Does what the tests ask of it."""
+    """A worker with one method for each behaviour that the tests need."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -87,20 +88,20 @@ class Worker:
         raise OverflowError("too much")
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "weight", torch.zeros(2**26, dtype=torch.uint8)  # more than a socket takes without a reader
+        yield "weight", torch.zeros(2**26, dtype=torch.uint8)  # more than a socket buffers
 
     @dispatch("all")
     def refresh(self) -> None:
         raise OverflowError("no room for weights")
 
     @dispatch("dp")
-    def nonsense(self, data: DataProto, answers: list[object]) -> object:
+    def return_answer(self, data: DataProto, answers: list[object]) -> object:
         answer = answers[self.host.rank]
         return numbers_of(answer) if isinstance(answer, int) else answer
 
     @dispatch("rank_zero")
     def listens_on(self) -> list[str]:
-        """Addresses at which this process can be met, as the kernel writes them."""
+        """Addresses on which this process listens, in the notation of the kernel."""
         mine = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if os.path.lexists(each)}
         tables = [Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:] for kind in ("tcp", "tcp6")]
         sockets = [line.split() for table in tables for line in table]
@@ -119,7 +120,7 @@ class Worker:
 
 
 class Hanging(Worker):
-    """Never takes its weights."""
+    """Never finishes `refresh`."""
 
     @dispatch("all")
     def refresh(self) -> None:
@@ -132,7 +133,7 @@ def numbers_of(rows: int) -> DataProto:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the processes cannot import a test
     with running_ray(RayConfig(object_store_gib=0.2), processes=3):
         yield
 
@@ -141,13 +142,13 @@ def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: 
     return RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs()).build("worker", kind)
 
 
-BUNDLES: list[Placement] = []  # where Ray put the processes of `group`, in the order of its bundles
+BUNDLES: list[Placement] = []  # of the processes of `group`, in the order of Ray's bundles
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[RayGroup]:
-    """Ranks are in the opposite order of Ray's bundles."""
-    with patch("workers.cluster.ray_group.rank_order", lambda places: BUNDLES.extend(places) or [1, 0]):
+    """Two ranks, in the reverse order of Ray's bundles."""
+    with patch("workers.cluster.ray_pool.rank_order", lambda places: BUNDLES.extend(places) or [1, 0]):
         made = start()
     yield made
     made._pool.close()
@@ -191,7 +192,7 @@ def test_a_refused_batch_keeps_its_error_and_the_group_goes_on(group):
     assert group.ranks() == 3
 
 
-def test_what_fails_alike_everywhere_leaves_the_group_usable_and_calls_behind_it_undone(group):
+def test_after_the_same_failure_on_all_ranks_queued_calls_are_refused_and_the_group_stays_usable(group):
     failing, behind = group.submit("fail_alike"), group.submit("ranks")
     with pytest.raises(WorkerFailed, match=r"(?s)rank 0 on .*OverflowError: too much\n.*in fail_alike"):
         failing.result()
@@ -214,8 +215,8 @@ def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch
     assert sum(size >= 200 * 200 * 3 for size in put) == 8
 
 
-def test_media_of_calls_without_an_end_of_a_step_are_let_go_of(group, monkeypatch):
-    """As of a program that trains step by step: new images with every call, and nobody who says that a step has ended."""
+def test_media_are_released_above_the_limit_if_a_step_never_ends(group, monkeypatch):
+    """A program that trains step by step sends new images with every call and never ends a step."""
     blobs, size = StepBlobs(RayBlobs, lambda: 3 * 200 * 200 * 3), 200 * 200 * 3
     monkeypatch.setattr(group._pool, "blobs", blobs)
     kept = []
@@ -232,7 +233,7 @@ def test_media_of_calls_without_an_end_of_a_step_are_let_go_of(group, monkeypatc
 
 @pytest.mark.parametrize(("layout", "answering"), [(Layout(tp=2), 0), (Layout(pp=2), 1)])
 def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering):
-    """The first of those that share them answers, in the last stage of a pipeline."""
+    """The first rank that shares the rows, in the last pipeline stage, returns the result."""
     group = start(layout)
     found = group.add(numbers(3), 0)
     assert found["sum"].tolist() == [0, 1, 2]
@@ -241,7 +242,7 @@ def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering
     group._pool.close()
 
 
-def test_processes_take_the_ranks_of_their_places(group):
+def test_processes_get_the_ranks_of_their_placements(group):
     ranks, processes = zip(*group.process())
     assert ranks == (0, 1)
     assert group._pool.placements == BUNDLES[::-1]
@@ -250,7 +251,7 @@ def test_processes_take_the_ranks_of_their_places(group):
 
 
 def test_processes_share_the_cores_of_their_node(group, monkeypatch):
-    """Ray gives each one thread, which AdamW under ``offload`` would be left with."""
+    """Ray's default is one thread for each process, too few for AdamW under ``offload``."""
     one, cores = start(Layout()), len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     share_cores([one])
@@ -270,7 +271,7 @@ def test_a_rank_that_raises_while_others_wait_ends_the_group():
     group._pool.close()
 
 
-def test_an_engine_that_fails_to_take_weights_is_named_and_the_sender_does_not_wait_for_it():
+def test_an_engine_that_fails_to_receive_weights_is_named_and_ends_the_transfer():
     sender, receiver = start(Layout(), timeout_s=3000.0), start(Layout(), timeout_s=3000.0)
     sender._pool.open_channel(receiver._pool)
     with pytest.raises(WorkerFailed, match=r"worker.refresh.*OverflowError: no room for weights"):
@@ -280,7 +281,7 @@ def test_an_engine_that_fails_to_take_weights_is_named_and_the_sender_does_not_w
             group.ranks()
 
 
-def test_an_engine_that_hangs_while_it_takes_weights_is_named_and_not_who_waits_for_it():
+def test_an_engine_that_hangs_while_receiving_weights_is_named_instead_of_the_sender():
     sender, receiver = start(Layout(), timeout_s=100.0), start(Layout(), kind=Hanging, timeout_s=100.0)
     object.__setattr__(sender._pool.config, "timeout_s", 2.0)  # of the channel: the sender gives up first
     sender._pool.open_channel(receiver._pool)
@@ -302,14 +303,14 @@ def test_an_engine_that_hangs_while_it_takes_weights_is_named_and_not_who_waits_
         ([3, "text"], r"rank 1 on .*, rows 3 to 5 returned a str instead of a batch"),
     ],
 )
-def test_a_rank_that_returns_nonsense_is_named(group, answers, wrong):
-    with pytest.raises(WorkerFailed, match=f"worker.nonsense failed: {wrong}"):
-        group.nonsense(numbers(6), answers)
-    assert len(group.nonsense(numbers(6), [6, 6])) == 12  # two samples of each
-    assert group.nonsense(numbers(6), ["a", "b"]) == "a"
+def test_a_rank_with_an_invalid_result_is_named(group, answers, wrong):
+    with pytest.raises(WorkerFailed, match=f"worker.return_answer failed: {wrong}"):
+        group.return_answer(numbers(6), answers)
+    assert len(group.return_answer(numbers(6), [6, 6])) == 12  # two samples of each
+    assert group.return_answer(numbers(6), ["a", "b"]) == "a"
 
 
-def test_ranks_are_met_on_this_machine_alone(group):
+def test_ranks_listen_on_this_machine_only(group):
     here = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     assert set(group.listens_on()) <= here  # 127.0.0.1, ::1 and ::ffff:127.0.0.1
 

@@ -1,8 +1,7 @@
 """Groups of workers in Ray processes, on one machine or many. The only module that imports Ray.
 
-A `RayPool` is a set of processes, one for each rank of a `Layout`; each holds the workers of one or more roles
-(`workers.cluster.host`). A `RayGroup` calls one role on all of them. Batches pass through Ray's object store: each distinct
-image and pixel tensor is put there once a step and memory-mapped by its readers.
+A `RayGroup` calls one role on all processes of a `workers.cluster.ray_pool.RayPool`; each process is a `RayHost`. Batches pass
+through Ray's object store: each distinct image and pixel tensor is put there once a step and memory-mapped by its readers.
 """
 
 import contextlib
@@ -11,8 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -21,10 +19,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dataproto.errors import DataProtoError, InvalidConfig, WorkerFailed
+from dataproto.errors import InvalidConfig, WorkerFailed
 from dataproto.serialization.wire import Buffer, shared_blobs
 from workers.cluster.host import Host, PhaseMonitor
-from workers.cluster.placement import Placement, rank_order, thread_shares
+from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import (
@@ -37,19 +35,8 @@ from workers.ranks.dispatch_modes import (
     row_ranges,
     split_rows,
 )
-from workers.ranks.failures import (
-    REPORT_GRACE_S,
-    Failure,
-    describe_call,
-    describe_failure,
-    first_line,
-    grace_period,
-    is_secondary,
-    root_causes,
-)
-from workers.ranks.layout import Layout
+from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
 
-log = logging.getLogger(__name__)
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
@@ -190,162 +177,54 @@ class RayHost(Host):
             return ray.put(result)
 
 
-class RayPool:
-    """The processes of one layout. The roles built on it share them and their devices."""
+def start_hosts(processes: int, config: RayConfig) -> tuple[list[Any], Any, PlacementGroup]:
+    """Starts a `RayHost` for each process, a `PhaseMonitor` that they report to, and the placement group that holds them.
 
-    def __init__(self, layout: Layout, config: RayConfig, blobs: StepBlobs) -> None:
-        """Starts the processes and connects them.
+    Raises:
+        InvalidConfig: the cluster has too few CPUs or GPUs.
+    """
+    reserved = _reserve(processes, config)
+    monitor: Any = ray.remote(num_cpus=0)(PhaseMonitor).remote()
+    hosts: list[Any] = [
+        ray.remote(RayHost)
+        .options(
+            num_cpus=config.cpus,
+            num_gpus=gpus_per_process(config),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, bundle),
+        )
+        .remote(monitor)
+        for bundle in range(processes)
+    ]
+    return hosts, monitor, reserved
 
-        Raises:
-            InvalidConfig: the cluster has too few CPUs or GPUs.
-        """
-        started = time.perf_counter()
-        self.layout, self.config, self.blobs = layout, config, blobs
-        self.closed_reason: str | None = None  # why no more calls are possible
-        self.placement_group = _reserve(layout.world_size, config)
-        self.monitor: Any = ray.remote(num_cpus=0)(PhaseMonitor).remote()
-        self.hosts: list[Any] = [
-            ray.remote(RayHost)
-            .options(
-                num_cpus=config.cpus,
-                num_gpus=gpus_per_process(config),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement_group, bundle),
-            )
-            .remote(self.monitor)
-            for bundle in range(layout.world_size)
-        ]
-        self.placements = [Placement("", "", (), 1)] * layout.world_size
-        placements = self.wait([host.placement.remote() for host in self.hosts], "start")
-        order = rank_order(placements)
-        self.hosts, self.placements = [self.hosts[each] for each in order], [placements[each] for each in order]
-        address, timeout = self.placements[0].address, config.timeout_s
-        connected = [
-            host.init_distributed.remote(layout, rank, address, timeout) for rank, host in enumerate(self.hosts)
-        ]
-        self.wait(connected, "start")
-        log.info("connected %d processes in %.1f s", layout.world_size, time.perf_counter() - started)
 
-    def build(self, role: str, make: Callable[[Host], Any]) -> "RayGroup":
-        """Builds a role's worker in every process by ``make(host)``."""
-        started = time.perf_counter()
-        classes = self.wait([host.build.remote(role, make) for host in self.hosts], f"build {role}")
-        log.info("built %s in %d processes in %.1f s", role, len(self.hosts), time.perf_counter() - started)
-        return RayGroup(self, role, classes[0])
-
-    def open_channel(self, receivers: "RayPool") -> None:
-        """Opens a weight channel from the first process of this pool to all processes of another."""
-        size, timeout = 1 + len(receivers.hosts), self.config.timeout_s
-        address = self.wait([self.hosts[0].placement.remote()], "open channel")[0].address
-        ends = [self.hosts[0].open_channel.remote(address, 0, size, timeout)]
-        for number, host in enumerate(receivers.hosts, start=1):
-            ends.append(host.open_channel.remote(address, number, size, timeout))
-        self.wait(ends[:1], "open channel")
-        receivers.wait(ends[1:], "open channel")
-
-    def transfer_weights(self, role: str, receivers: "RayGroup", dtype: torch.dtype | None = None) -> None:
-        """Sends a role's weights, in ``dtype``, through the channel, while the other group's `refresh` receives them.
-
-        Raises:
-            WorkerFailed, DataProtoError: as `wait`, for the side that failed first. Both pools are closed then.
-        """
-        received, call = receivers.submit("refresh"), f"{role}: sending weights"
-        refs = [host.send_weights.remote(role, dtype) for host in self.hosts]
-        sent = RayFuture(lambda: self.wait(refs, call), refs)
-        failures, pending = _wait_all([*refs, *received.refs], self.config.timeout_s)
-        hanging = pending if all(is_secondary(failure.error) for failure in failures.values()) else []
-        first = next(iter([*hanging, *root_causes(failures)]), 0)
-        receiver_failed = first >= len(refs)
-        try:
-            if hanging:  # the ranks that wait for them report first
-                pool, offset = (receivers._pool, len(refs)) if receiver_failed else (self, 0)
-                late = [rank - offset for rank in hanging if (rank >= len(refs)) == receiver_failed]
-                pool._close_on_failure(call, {}, late, ())
-            for future in [received, sent] if receiver_failed else [sent, received]:
-                future.result()
-        except DataProtoError as error:
-            for pool in (self, receivers._pool):
-                pool.close(f"{call} failed: {first_line(error)}")
-            raise
-
-    def wait(self, refs: Sequence[ray.ObjectRef], call: str, rows: Sequence[str] = ()) -> list[Any]:
-        """The values of ``refs``, one for each rank. Closes the pool if a rank dies or does not finish.
-
-        Args:
-            call: its name in messages.
-            rows: which rows each rank has, for messages.
-
-        Raises:
-            WorkerFailed: a rank died, raised or took longer than ``timeout_s``; or the pool is closed.
-            DataProtoError: the error of a rank, if it is one of this library and all ranks finished; a note names the rank.
-        """
-        self.check_open(call)
-        failures, pending = _wait_all(refs, self.config.timeout_s)
-        if pending or any(failure.died for failure in failures.values()):
-            self._close_on_failure(call, failures, pending, rows)
-        if failures:
-            for host in self.hosts:
-                host.resync.remote()
-            raise self._error(call, failures, rows)
-        return [ray.get(ref) for ref in refs]
-
-    def check_open(self, call: str) -> None:
-        """Checks that the processes still run.
-
-        Raises:
-            WorkerFailed: they have ended; the message says why.
-        """
-        if self.closed_reason is not None:
-            raise WorkerFailed(f"{call}: the worker processes have ended: {self.closed_reason}")
-
-    def _close_on_failure(
-        self, call: str, failures: Mapping[int, Failure], pending: Sequence[int], rows: Sequence[str]
-    ) -> None:
-        """Ends all processes, since those that wait for others would wait for ever, and raises `WorkerFailed`."""
-        phases, causes = self._last_phases(), root_causes(failures)
-        lines = [
-            describe_failure(self.rank_name(rank, rows), call, phases.get(rank), failures[rank]) for rank in causes
-        ]
-        lines += [
-            f"{self.rank_name(rank, rows)} did not finish {describe_call(call, phases.get(rank))}" for rank in pending
-        ]
-        limit = "" if failures else f" within {self.config.timeout_s:g} s"
-        self.close(f"{call} failed{limit}: " + "; ".join(lines))
-        trace = failures[causes[0]].traceback if causes else ""
-        raise WorkerFailed(f"{self.closed_reason}\n{trace}".rstrip())
-
-    def _error(self, call: str, failures: Mapping[int, Failure], rows: Sequence[str]) -> Exception:
-        """The error for the caller: of the first rank whose failure is not a consequence of another's."""
-        rank = root_causes(failures)[0]
-        failure, name = failures[rank], self.rank_name(rank, rows)
-        if isinstance(failure.error, DataProtoError):
-            failure.error.add_note(f"in {call} at {name}")
-            return failure.error
-        headline = describe_failure(name, call, self._last_phases().get(rank), failure)
-        return WorkerFailed(f"{headline}\n{failure.traceback}")
-
-    def rank_name(self, rank: int, rows: Sequence[str]) -> str:
-        """A rank, its process and its rows, for messages."""
-        share = f", {rows[rank]}" if rows else ""
-        return f"rank {rank} on {self.placements[rank].name}{share}"
-
-    def _last_phases(self) -> dict[int, str]:
-        """The phase that each rank reported last."""
+def end_processes(actors: Sequence[Any], reserved: PlacementGroup) -> None:
+    """Ends Ray actors and removes their placement group; ignores those that have ended."""
+    for actor in actors:
         with contextlib.suppress(RayError):
-            return dict(ray.get(self.monitor.last_phases.remote(), timeout=REPORT_GRACE_S))
-        return {}
-
-    def close(self, reason: str = "the group was closed") -> None:
-        """Ends the processes. Later calls raise with the reason; closing again does nothing."""
-        if self.closed_reason is None:
-            self.closed_reason = reason
-            for actor in [*self.hosts, self.monitor]:
-                with contextlib.suppress(RayError):
-                    ray.kill(actor)
-            with contextlib.suppress(RayError):
-                remove_placement_group(self.placement_group)
+            ray.kill(actor)
+    with contextlib.suppress(RayError):
+        remove_placement_group(reserved)
 
 
-def _wait_all(refs: Sequence[ray.ObjectRef], timeout_s: float) -> tuple[dict[int, Failure], list[int]]:
+def last_phases(monitor: Any) -> dict[int, str]:
+    """The phase that each rank reported last; empty if the monitor does not answer."""
+    with contextlib.suppress(RayError):
+        return dict(ray.get(monitor.last_phases.remote(), timeout=REPORT_GRACE_S))
+    return {}
+
+
+def cpus_by_node() -> dict[str, int]:
+    """The number of CPUs that Ray counts on each node: the limit of a container, where there is one."""
+    return {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}
+
+
+def get_all(refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    """The values of references that are ready."""
+    return [ray.get(ref) for ref in refs]
+
+
+def wait_all(refs: Sequence[ray.ObjectRef], timeout_s: float) -> tuple[dict[int, Failure], list[int]]:
     """Waits for references; after the first failure only for the `grace_period` in which others may report theirs.
 
     Returns:
@@ -364,21 +243,6 @@ def _wait_all(refs: Sequence[ray.ObjectRef], timeout_s: float) -> tuple[dict[int
                 failures[index[ref]] = Failure(cause, isinstance(error, RayActorError), str(error))
                 deadline = min(deadline, time.monotonic() + grace_period(cause))
     return failures, sorted(index[ref] for ref in pending)
-
-
-def share_cores(groups: Sequence["RayGroup"]) -> None:
-    """Gives the processes of all ``groups`` equal shares of their nodes' cores as threads.
-
-    Does nothing if ``OMP_NUM_THREADS`` is set.
-    """
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    pools = list(dict.fromkeys(group._pool for group in groups))
-    cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}  # the limit of a container
-    placements = [replace(each, cores=min(each.cores, cpus[each.node])) for pool in pools for each in pool.placements]
-    shares = iter(thread_shares(placements))
-    for pool in pools:
-        pool.wait([host.set_num_threads.remote(next(shares)) for host in pool.hosts], "start")
 
 
 # Calls
@@ -420,13 +284,15 @@ class RayFuture:
 class RayGroup:
     """One role on the processes of a pool, with the interface of `LocalGroup`."""
 
-    def __init__(self, pool: RayPool, role: str, worker_class: type) -> None:
+    def __init__(self, pool: Any, role: str, worker_class: type) -> None:
+        """``pool`` is a `workers.cluster.ray_pool.RayPool`, whose processes hold the role."""
         self._pool, self._role, self._class = pool, role, worker_class
 
     @property
     def closed_reason(self) -> str | None:
         """Why the processes have ended; ``None`` while they run."""
-        return self._pool.closed_reason
+        reason: str | None = self._pool.closed_reason
+        return reason
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> RayFuture:
         """Starts the call on every rank that takes part and returns its future.

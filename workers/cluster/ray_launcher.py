@@ -10,13 +10,12 @@ from dataproto.errors import InvalidConfig
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayGroup,
-    RayPool,
     gpus_per_process,
     new_step_blobs,
     pickle_unimportable_modules_by_value,
     running_ray,
-    share_cores,
 )
+from workers.cluster.ray_pool import RayPool, share_cores
 from workers.cluster.role_groups import LaunchPlan, Roles
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
