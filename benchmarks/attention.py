@@ -1,10 +1,10 @@
-"""Packed attention on a GPU by each kernel that can be chosen: time, rate, and distance from float32.
+"""Packed attention on a GPU with each kernel: time, rate, and error relative to float32.
 
     python benchmarks/attention.py
 
-Cases are those of a training step at the sizes of Qwen2.5-VL: images and windows of the vision tower (heads of 80), and rows of
-the 3B and 7B decoders. The rate counts 4 * length^2 * heads * width operations forward (half of it if causal) and 2.5 times as
-many backward. The distance is |x - x32| / |x32| of output and of the gradients of queries, keys and values, where x32 is
+The cases are those of a training step of Qwen2.5-VL: images and windows of the vision tower (head size 80), and rows of the 3B
+and 7B decoders. The rate counts 4 * length^2 * heads * width operations forward (half of it if causal) and 2.5 times as
+many backward. The error is |x - x32| / |x32| of output and of the gradients of queries, keys and values, where x32 is
 scaled-dot-product attention in float32.
 """
 
@@ -23,7 +23,8 @@ from torch import Tensor  # noqa: E402
 
 from dataproto.errors import InvalidConfig  # noqa: E402
 from workers.model import flash_attention4 as flash4  # noqa: E402
-from workers.model.attention import FLASH_KERNELS, segment_sdpa  # noqa: E402
+from workers.model.attention import FLASH_KERNELS  # noqa: E402
+from workers.model.segment_attention import segment_sdpa  # noqa: E402
 
 REPEATS = 10
 
@@ -42,7 +43,7 @@ CASES = {
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Mean of `REPEATS` runs, after two that are not counted."""
+    """Mean of `REPEATS` runs, after two warm-up runs."""
     for _ in range(2):
         work()
     torch.cuda.synchronize()
@@ -58,7 +59,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def measure(case: str, kernels: Sequence[str]) -> Iterator[str]:
-    """A line of the table for each kernel."""
+    """The line of the table for each kernel."""
     segments, heads, key_heads, width, causal = CASES[case]
     torch.manual_seed(0)
     bounds = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
@@ -90,7 +91,7 @@ def main() -> None:
         print(error)
         kernels.remove("fa4")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("| case | kernel | forward ms | TFLOP/s | backward ms | TFLOP/s | distance: output, dq, dk, dv |")
+    print("| case | kernel | forward ms | TFLOP/s | backward ms | TFLOP/s | error: output, dq, dk, dv |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in CASES:
         for line in measure(case, kernels):

@@ -1,7 +1,7 @@
-"""What one rank cannot do with its rows is refused by all ranks of a call, before any of them waits for it in a collective.
+"""An error of one rank is raised by all ranks of a call, before any of them waits for it in a collective.
 
-Each case breaks the rows, or the engine, of rank 1 alone. Rank 1 raises its own error, rank 0 one that names it, both are told to
-have agreed, and the call that follows is made in step. A rank that was left waiting would fail the test by its time limit.
+Each case breaks the rows or the engine of rank 1 only. Rank 1 raises its own error and rank 0 one that names rank 1; both are
+marked as raised on all ranks, and the next call succeeds. A rank that keeps waiting fails the test by the time limit.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,26 +31,26 @@ from workers.training.mini_batches import MINIBATCH
 
 CPU = torch.device("cpu")
 TYPE = "qwen3_vl"
-Said = tuple[str, str, bool]
-"""Class and message of an error, and whether the rank knows that all others have one too."""
+Raised = tuple[str, str, bool]
+"""Class and message of an error, and whether it was raised on all ranks."""
 
 
 def rows() -> DataProto:
-    """An image and none; the second prompt is shorter, so padded on the left, and so is its response on the right."""
+    """One row with an image and one without. The second row has a shorter prompt and a shorter response, so both are padded."""
     config = tiny_config(TYPE)
     return with_responses(config, prompt_batch(config, [[(4, 6)], []], texts=[4, 3]), lengths=[3, 2], width=4)
 
 
-def said(call: Callable[[], Any]) -> Said:
+def raised_by(call: Callable[[], Any]) -> Raised:
     with pytest.raises(DataProtoError) as caught:
         call()
     return type(caught.value).__name__, str(caught.value), raised_on_all_ranks(caught.value)
 
 
-# What is wrong with rows
+# Faults in rows
 
 
-def unattended(data: DataProto) -> None:
+def on_padding(data: DataProto) -> None:
     data["response_mask"][1, 3] = 1
 
 
@@ -89,7 +89,7 @@ def of_no_such_token(data: DataProto) -> None:
 
 
 FAULTS = {
-    unattended: "row 1, response position 3: response_mask is 1 on a token that is not attended to",
+    on_padding: "row 1, response position 3: response_mask is 1 on a token that is not attended to",
     without_a_prompt: "row 1, response position 0: response_mask is 1 on a token that is not attended to or has no token before",
     without_a_grid: "row 0: pixel_values without image_grid_thw",
     without_pixels: "row 0: image_grid_thw without pixel_values",
@@ -114,80 +114,80 @@ CALLS: dict[str, Callable[[Any, DataProto], Any]] = {
 }
 
 
-# What all ranks run
+# Scenarios that all ranks run
 
 
-def rows_are_refused(path: str, layout: Layout) -> dict[tuple[str, str], Said]:
-    """Every fault by one call, every call with one fault; ranks that share rows come with the same ones."""
+def rows_are_refused(path: str, layout: Layout) -> dict[tuple[str, str], Raised]:
+    """Every fault with one call, and every call with one fault. Ranks that share rows have the same fault."""
     ranks = init_ranks(layout, CPU)
     actor = ActorWorker(ActorConfig(path), CPU, ranks)
     bad = ranks.rank("dp") == layout.dp - 1
     found = {}
-    cases = [(name, unattended) for name in CALLS] + [("log_probs", fault) for fault in FAULTS]
+    cases = [(name, on_padding) for name in CALLS] + [("log_probs", fault) for fault in FAULTS]
     for name, fault in cases:
         broken = rows()
         if bad:
             fault(broken)
-        found[name, fault.__name__] = said(partial(CALLS[name], actor, broken))
+        found[name, fault.__name__] = raised_by(partial(CALLS[name], actor, broken))
     incomplete = rows()
     if bad:
         incomplete.pop(["position_ids"])
-    found["compute_logprobs", "incomplete"] = said(partial(actor.compute_logprobs, incomplete))
-    assert actor.log_probs(rows())["old_log_probs"].shape == (2, 4)  # all are in step
+    found["compute_logprobs", "incomplete"] = raised_by(partial(actor.compute_logprobs, incomplete))
+    assert actor.log_probs(rows())["old_log_probs"].shape == (2, 4)  # ranks are in step
     return found
 
 
-def arguments_are_refused(path: str) -> list[Said]:
+def arguments_are_refused(path: str) -> list[Raised]:
     ranks = init_ranks(Layout(dp=2), CPU)
     actor = ActorWorker(ActorConfig(path), CPU, ranks)
     critic = CriticWorker(CriticConfig(path), CPU, ranks)
     found = [
-        said(lambda: actor.update(rows(), likelihood, epochs=0)),
-        said(lambda: actor.update(rows(), likelihood, aggregation="median")),
-        said(lambda: actor.update(rows(), likelihood, minibatch=1)),
-        said(lambda: critic.update(rows(), likelihood, entropy=True)),
+        raised_by(lambda: actor.update(rows(), likelihood, epochs=0)),
+        raised_by(lambda: actor.update(rows(), likelihood, aggregation="median")),
+        raised_by(lambda: actor.update(rows(), likelihood, minibatch=1)),
+        raised_by(lambda: critic.update(rows(), likelihood, entropy=True)),
     ]
     assert actor.log_probs(rows())["old_log_probs"].shape == critic.values(rows())["values"].shape
     return found
 
 
-def nothing_is_learnt_of_a_batch_with_an_empty_minibatch(path: str) -> Said:
-    """The second of two has no response token on either rank."""
+def an_empty_minibatch_is_refused(path: str) -> Raised:
+    """The second of two mini-batches has no response token on either rank."""
     ranks = init_ranks(Layout(dp=2), CPU)
     actor = ActorWorker(ActorConfig(path), CPU, ranks)
     before = actor.log_probs(rows())["old_log_probs"]
     data = rows()
     data[MINIBATCH] = np.array([0, 1])
     data["response_mask"][1] = 0
-    told = said(lambda: actor.update(data, likelihood))
+    told = raised_by(lambda: actor.update(data, likelihood))
     assert torch.equal(actor.log_probs(rows())["old_log_probs"], before)
     return told
 
 
-def gathered(ranks: Ranks, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Weights of which each takes a collective, as sharded ones do."""
+def gathered_weights(ranks: Ranks, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yields weights with one collective each, as for sharded weights."""
     for name, weight in weights.items():
         ranks.all_gather(name, "dp")
         yield name, weight.to(dtype)
 
 
-def engines_that_fail(path: str) -> list[Said]:
-    """On rank 1: one that does not wake, and one that takes a weight and no more."""
+def engines_that_fail(path: str) -> list[Raised]:
+    """On rank 1: an engine that fails to wake, and one that fails after its first weight."""
     ranks = init_ranks(Layout(dp=2), CPU)
     weights = {name: weight.detach() for name, weight in tiny_model(TYPE, seed=1).named_parameters()}
-    worker = RolloutWorker(RolloutConfig(path), partial(gathered, ranks, weights), ranks)
+    worker = RolloutWorker(RolloutConfig(path), partial(gathered_weights, ranks, weights), ranks)
     prompts, sampling = prompt_batch(tiny_config(TYPE), [[]], texts=[3]), SamplingParams(max_tokens=2)
     wake, load = worker.engine.wake, worker.engine.load_weights
 
     def no_room() -> bool:
         raise OverflowError("no room")
 
-    def takes_one(pairs: Iterator[tuple[str, Tensor]]) -> None:
+    def load_one(pairs: Iterator[tuple[str, Tensor]]) -> None:
         next(pairs)
-        raise OverflowError("took one")
+        raise OverflowError("loaded one")
 
     found = []
-    for replaced in ({"wake": no_room}, {"load_weights": takes_one}):
+    for replaced in ({"wake": no_room}, {"load_weights": load_one}):
         if distributed.get_rank() == 1:
             vars(worker.engine).update(replaced)
         with pytest.raises((DataProtoError, OverflowError)) as caught:
@@ -200,13 +200,13 @@ def engines_that_fail(path: str) -> list[Said]:
     return found
 
 
-def responses_that_cannot_be_read(path: str) -> Said:
+def missing_responses(path: str) -> Raised:
     ranks = init_ranks(Layout(dp=2), CPU)
     worker = ModelRewardWorker(ModelReward(CriticConfig(path)), path, CPU, ranks)
     data = rows()
     if distributed.get_rank() == 1:
         data.pop(["responses"])
-    told = said(lambda: worker.score(data))
+    told = raised_by(lambda: worker.score(data))
     assert len(worker.score(rows())) == 2
     return told
 
@@ -224,9 +224,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     }
     for each in (
         arguments_are_refused,
-        nothing_is_learnt_of_a_batch_with_an_empty_minibatch,
+        an_empty_minibatch_is_refused,
         engines_that_fail,
-        responses_that_cannot_be_read,
+        missing_responses,
     ):
         cases[each.__name__] = partial(each, str(path))
     return run_ranks(2, cases, tmp_path_factory.mktemp("ranks"))
@@ -250,7 +250,7 @@ def test_rows_that_one_rank_refuses_are_refused_by_all(outcomes, layout):
             assert (other, other_message) == (kind, message)
 
 
-def test_arguments_that_no_rank_can_take_are_refused_together(outcomes):
+def test_invalid_arguments_are_refused_on_all_ranks(outcomes):
     for refused in outcomes["arguments_are_refused"]:
         assert not isinstance(refused, str), refused
         assert all(kind == "InvalidConfig" and told for kind, _, told in refused)
@@ -258,18 +258,18 @@ def test_arguments_that_no_rank_can_take_are_refused_together(outcomes):
             assert text in message
 
 
-def test_a_minibatch_without_response_tokens_is_refused_before_anything_is_learnt(outcomes):
+def test_a_minibatch_without_response_tokens_is_refused_before_any_update(outcomes):
     told = "InvalidColumn", "none of the 2 rows of mini-batch 1 has a response token to learn from", True
-    assert outcomes["nothing_is_learnt_of_a_batch_with_an_empty_minibatch"] == [told, told]
+    assert outcomes["an_empty_minibatch_is_refused"] == [told, told]
 
 
-def test_an_engine_that_fails_leaves_the_others_in_step(outcomes):
+def test_after_an_engine_failure_ranks_stay_in_step(outcomes):
     mine, theirs = outcomes["engines_that_fail"]
-    assert theirs == [("OverflowError", "no room", True), ("OverflowError", "took one", True)]
-    assert mine == [("RankFailure", f"rank 1: OverflowError: {text}", True) for text in ("no room", "took one")]
+    assert theirs == [("OverflowError", "no room", True), ("OverflowError", "loaded one", True)]
+    assert mine == [("RankFailure", f"rank 1: OverflowError: {text}", True) for text in ("no room", "loaded one")]
 
 
-def test_responses_that_one_rank_cannot_read_are_refused_by_all(outcomes):
-    mine, theirs = outcomes["responses_that_cannot_be_read"]
+def test_missing_responses_on_one_rank_are_refused_by_all(outcomes):
+    mine, theirs = outcomes["missing_responses"]
     assert (theirs[0], theirs[2]) == ("MissingColumn", True)
     assert (mine[0], mine[2]) == ("RankFailure", True)

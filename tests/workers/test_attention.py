@@ -1,4 +1,4 @@
-"""Packed attention against one sdpa call for each segment."""
+"""Packed attention compared with one sdpa call for each segment."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from dataproto.errors import UnsupportedAttention
 from dataproto.vlm.family import grid_arguments
 from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_model
 from workers.model import attention
-from workers.model.attention import packed_attention, segment_attention, segment_sdpa, use_packed_attention
+from workers.model.attention import packed_attention, use_packed_attention
+from workers.model.segment_attention import segment_attention, segment_sdpa
 
 
 def by_segment(q, k, v, bounds, causal):
@@ -57,7 +58,7 @@ def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(lengt
         torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
 
 
-def test_the_operator_is_well_formed():
+def test_the_operator_passes_opcheck():
     q = torch.randn(5, 4, 8, requires_grad=True)
     k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(2))
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -87,7 +88,7 @@ def test_segments_that_share_a_prompt_equal_whole_rows(prompt, responses, seed):
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name.startswith("qwen")])
-def test_towers_are_told_all_that_follows_from_grids(model_type):
+def test_towers_accept_precomputed_grid_arguments(model_type):
     model = tiny_model(model_type)
     tower, media = model.model.visual, image_inputs(model.config, (4, 6), (8, 4), (6, 6))
     told = tower(media["pixel_values"], grid_thw=None, **grid_arguments(tower, media["image_grid_thw"]))
@@ -110,7 +111,7 @@ def test_a_tower_makes_one_call_a_layer(model_type, monkeypatch):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_what_it_cannot_express_is_refused():
+def test_unsupported_arguments_are_refused():
     q = torch.zeros(1, 1, 2, 4)
     bounds = torch.tensor([0, 2])
     with pytest.raises(UnsupportedAttention, match="no mask"):

@@ -1,4 +1,4 @@
-"""FlashAttention 4 is chosen by name. Its numbers are compared on a GPU: ``python benchmarks/attention.py``."""
+"""Choosing FlashAttention 4 by name. ``python benchmarks/attention.py`` compares its results on a GPU."""
 
 from importlib.metadata import PackageNotFoundError
 
@@ -23,7 +23,7 @@ def not_installed(name):
     raise PackageNotFoundError(name)
 
 
-def test_it_is_refused_where_it_is_not_installed(monkeypatch, tmp_path):
+def test_it_is_refused_if_it_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(flash4, "version", not_installed)
     with pytest.raises(InvalidConfig, match="needs the package flash-attn-4: pip install"):
         ActorWorker(ActorConfig(str(make_tiny_model(tmp_path / "model")), flash_attention="fa4"))
@@ -52,13 +52,13 @@ def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, name, capability,
         return flash4.check_usable()
     number = ".".join(map(str, capability))
     with pytest.raises(
-        InvalidConfig, match=f"no kernels for {name}, of compute capability {number}: .*leave it 'torch'"
+        InvalidConfig, match=rf"no kernels for {name} \(compute capability {number}\): .*set it to 'torch'"
     ):
         flash4.check_usable()
 
 
 @pytest.mark.usefixtures("_installed")
-def test_models_of_one_process_choose_for_themselves():
+def test_two_models_in_one_process_use_different_kernels():
     first, second = tiny_model("qwen2_5_vl"), tiny_model("qwen2_5_vl")
     use_packed_attention(first)
     use_packed_attention(second, "fa4")
@@ -67,7 +67,7 @@ def test_models_of_one_process_choose_for_themselves():
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(16, 16, 80), (28, 4, 128), (16, 16, 72)])
-def test_heads_are_padded_to_what_the_kernel_computes_rightly(heads, key_heads, width, monkeypatch):
+def test_heads_are_padded_to_sizes_with_right_gradients(heads, key_heads, width, monkeypatch):
     given = []
     kernel = flash4.flash_attention_4
     monkeypatch.setattr(flash4, "flash_attention_4", lambda q, *args: given.append(q.shape[-1]) or kernel(q, *args))
@@ -82,7 +82,7 @@ def test_heads_are_padded_to_what_the_kernel_computes_rightly(heads, key_heads, 
     assert [each.shape for each in grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
 
 
-def test_windows_are_left_to_torch(monkeypatch):
+def test_short_segments_use_the_kernel_of_torch(monkeypatch):
     monkeypatch.setattr("workers.model.attention.torch_flash", lambda q, *args: q)
     q = torch.zeros(128, 2, 32)
     bounds = torch.tensor([0, 64, 128], dtype=torch.int32)

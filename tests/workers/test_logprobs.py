@@ -1,4 +1,4 @@
-"""Log-probs in chunks against full logits, and what they hold in memory."""
+"""Log-probs in chunks compared with full logits, and the memory they need."""
 
 import pytest
 import torch
@@ -57,14 +57,14 @@ def test_gradients_in_double_precision(tokens, chunk, temperature, entropy, seed
     assert torch.autograd.gradcheck(outputs, (hidden, weight))
 
 
-def test_is_the_policy_that_engines_sample():
+def test_equals_the_policy_of_the_engines():
     hidden, weight, targets = drawn()
     log_probs, _ = token_log_probs(hidden, weight, targets, 0.7, (41, 45), chunk_elements=200)
     whole = policy_log_probs(linear(hidden, weight), 0.7, (41, 45))
     torch.testing.assert_close(log_probs, whole.gather(1, targets[:, None]).squeeze(1), atol=5e-6, rtol=0)
 
 
-def test_only_what_needs_a_gradient_gets_one():
+def test_frozen_inputs_get_no_gradient():
     hidden, weight, targets = drawn()
     (to_weight,) = torch.autograd.grad(token_log_probs(hidden, weight, targets)[0].sum(), weight)
     frozen = token_log_probs(hidden, weight.detach(), targets, chunk_elements=100)[0]
@@ -108,7 +108,7 @@ def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass():
     assert 0 < sum(kept) <= hidden.numel() + weight.numel() + 3 * len(targets)
 
 
-def test_banned_tokens_have_probability_zero_and_do_not_spoil_the_entropy():
+def test_banned_tokens_have_probability_zero_and_do_not_change_the_entropy():
     log_probs, entropy = token_log_probs(
         torch.ones(1, 2), torch.tensor([[0.0, 0.0], [0.0, 0.0], [50.0, 50.0]]), torch.tensor([0]), 1.0, (2,), True
     )

@@ -1,4 +1,4 @@
-"""Adapters: they are all that is trained, weights that leave the worker have them merged, and training goes on from them."""
+"""Adapters: only they are trained, exported weights have them merged, and training resumes from them."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def model_type(request):
 
 @pytest.fixture
 def adapted(model_type, tmp_path):
-    """An actor whose adapters have learnt something."""
+    """An actor whose adapters have been trained."""
     tiny_model(model_type).save_pretrained(tmp_path / "model")
     lora = {"lora_rank": 2, "lora_alpha": 8.0, "lora_vision": True}
     config = ActorConfig(str(tmp_path / "model"), **lora, optimizer=OptimizerConfig(lr=3e-2))
@@ -55,7 +55,7 @@ def adapted(model_type, tmp_path):
     return actor
 
 
-def test_weights_handed_over_are_those_of_the_base_model_with_adapters_merged(adapted, model_type):
+def test_named_weights_are_those_of_the_base_model_with_adapters_merged(adapted, model_type):
     data, model = rows(model_type), tiny_model(model_type)
     expected = adapted.log_probs(data)["old_log_probs"]
     weights = dict(adapted.named_weights())
@@ -75,7 +75,7 @@ def test_weights_handed_over_are_those_of_the_base_model_with_adapters_merged(ad
         torch.testing.assert_close(padded_log_probs(model, data), expected, atol=1e-5, rtol=0)
 
 
-def test_the_export_is_an_ordinary_checkpoint_and_training_goes_on_from_the_rest(adapted, model_type, tmp_path):
+def test_the_export_is_an_ordinary_checkpoint_and_training_resumes(adapted, model_type, tmp_path):
     import transformers
 
     data = rows(model_type)
@@ -106,8 +106,8 @@ def test_only_adapters_are_trained(tmp_path):
     assert all("language_model" in name and (".lora_A." in name or ".lora_B." in name) for name in trained)
 
 
-def test_experts_adapters_are_pefts_target_parameters():
-    """Outputs and gradients of the matrices are those of peft's own, which hold the same numbers in another order."""
+def test_adapted_experts_compute_the_same_as_target_parameters_of_peft():
+    """Outputs and gradients equal those of peft, whose matrices hold the same numbers in another order."""
     config = tiny_config(MOE)
     model, theirs = tiny_model(MOE), tiny_model(MOE)
     add_adapters(model, family_of(config), ModelConfig(lora_rank=3, lora_alpha=8.0))
@@ -166,11 +166,11 @@ TWO = {
     "sp, ep": (Layout(sp=2, ep=2), {"activation_checkpointing": "selective"}),
     "pp": (Layout(pp=2), {}),
 }
-RANK = 3  # no two ranks can share its dimension evenly
+RANK = 3  # not divisible by the number of ranks
 
 
 def test_adapted_experts_learn_the_same_in_every_layout(tmp_path):
-    """Also where two ranks hold the same three experts, whose matrices they share by another dimension."""
+    """Also if two ranks hold the same three experts and shard their matrices along another dimension."""
     config = tiny_config(MOE)
     config.text_config.num_experts = 6
     tiny_model(MOE, config=config).save_pretrained(tmp_path / "model")
@@ -189,11 +189,11 @@ def test_adapted_experts_learn_the_same_in_every_layout(tmp_path):
             assert outcome[2].keys() == weights.keys()
             for name, weight in outcome[2].items():
                 torch.testing.assert_close(weight, weights[name], atol=1e-3, rtol=0, msg=f"{case}: {name}")
-    gone_on = run(None, resume=tmp_path / "dp, ep")  # what was saved dealt out is read whole
-    assert gone_on[0][0][0] < curve[-1][0]
+    resumed = run(None, resume=tmp_path / "dp, ep")  # a sharded checkpoint on one rank
+    assert resumed[0][0][0] < curve[-1][0]
 
 
-def test_adapters_that_cannot_be_are_refused():
+def test_invalid_adapter_options_are_refused():
     with pytest.raises(InvalidConfig, match="lora_rank=-1"):
         ActorConfig("", lora_rank=-1)
     for options in ({}, {"lora_rank": 2, "freeze_vision": True}):

@@ -1,4 +1,4 @@
-"""Half-precision copies against a model that is in half precision itself."""
+"""Half-precision copies of weights compared with a model in half precision."""
 
 import copy
 
@@ -22,7 +22,7 @@ def select_rows(model):
     return with_responses(model.config, prompts, lengths=[5, 1, 6], width=6)
 
 
-def test_computes_as_the_model_in_half_precision_and_sums_in_single():
+def test_outputs_equal_a_bfloat16_model_and_gradients_accumulate_in_float32():
     model = tiny_model("qwen2_5_vl")
     data, family = select_rows(model), family_of(model.config)
     single, half = PackedVLM(copy.deepcopy(model), family, 1.0), PackedVLM(copy.deepcopy(model), family, 1.0)
@@ -43,26 +43,28 @@ def test_computes_as_the_model_in_half_precision_and_sums_in_single():
 
 
 def test_tied_weights_stay_tied_and_frozen_ones_frozen():
-    module = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False), "still": nn.Linear(2, 2)})
+    module = nn.ModuleDict(
+        {"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False), "frozen": nn.Linear(2, 2)}
+    )
     module["head"].weight = module["embed"].weight
-    module["still"].requires_grad_(False)
+    module["frozen"].requires_grad_(False)
     weights = HalfWeights(module)
     with weights.replaced():
         assert module["head"].weight is module["embed"].weight
         assert module["head"].weight.dtype == torch.bfloat16
-        module["head"](module["still"](module["embed"](torch.tensor([1])))).sum().backward()
-    assert module["still"].weight.grad is None
+        module["head"](module["frozen"](module["embed"](torch.tensor([1])))).sum().backward()
+    assert module["frozen"].weight.grad is None
     assert module["embed"].weight.grad is module["head"].weight.grad is not None
-    module["still"].requires_grad_(True)  # a copy follows its parameter
+    module["frozen"].requires_grad_(True)  # a copy follows its parameter
     with torch.no_grad():
-        module["still"].weight.fill_(3.0)
+        module["frozen"].weight.fill_(3.0)
     with weights.replaced():
-        module["still"](torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-        assert (module["still"].weight == 3).all()
-    assert torch.equal(module["still"].weight.grad, torch.ones(2, 2))
+        module["frozen"](torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        assert (module["frozen"].weight == 3).all()
+    assert torch.equal(module["frozen"].weight.grad, torch.ones(2, 2))
 
 
-def test_an_error_leaves_the_parameters_in_their_places():
+def test_an_error_restores_the_parameters():
     layer = nn.Linear(2, 2)
     before = dict(layer.named_parameters())
     with pytest.raises(ZeroDivisionError), HalfWeights(layer).replaced():

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of chosen tokens from hidden states, without ever holding the full logits."""
+"""Log-probs and entropies of target tokens from hidden states, in chunks, so that the full logits are never in memory."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from rollout.sampling import BANNED_LOGIT, project
 
-# Logits held at a time, in elements: enough tokens to keep the device's matrix units busy.
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
+"""Logits in memory at a time, in elements, by device type: enough tokens to keep the matrix units busy."""
 
 
 def token_log_probs(
@@ -24,18 +24,18 @@ def token_log_probs(
     chunk_elements: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of ``targets`` under softmax(logits / temperature), banned ids masked: `rollout.sampling`, for many tokens.
+    """Log-probs of ``targets`` under softmax(logits / temperature), with banned ids masked: the policy of `rollout.sampling`.
 
-    Works in chunks of tokens whose logits are recomputed in the backward pass, so that memory does not grow with V times N.
-    Logits, their statistics and the sum of the weight's gradient over chunks are in float32 (float64 for float64 states).
+    Computes chunks of tokens and recomputes their logits in the backward pass, so that memory does not grow with N x V. Logits,
+    their statistics and the gradient of the weight, summed over chunks, are in float32 (float64 for float64 states).
 
     Args:
-        hidden: ``(N, H)`` states that predict the targets.
-        head_weight: ``(V, H)``.
+        hidden: ``(N, H)`` hidden states that predict the targets.
+        head_weight: ``(V, H)`` weight of the language-model head.
         targets: ``(N,)`` int64.
-        entropy: also return the entropy of each distribution, in nats, with gradient.
-        chunk_elements: how many logits are held at a time.
-        compiled: fuse what is done to logits with ``torch.compile``.
+        entropy: also return the entropy of the policy at each token, in nats, with gradient.
+        chunk_elements: number of logits in memory at a time; by default `CHUNK_ELEMENTS`.
+        compiled: fuse the operations on logits with ``torch.compile``.
 
     Returns:
         log-probs ``(N,)`` float32 and entropies ``(N,)`` float32 or ``None``.
@@ -58,9 +58,9 @@ def token_log_probs(
 
 
 def chunk_size(vocabulary: int, device: torch.device, elements: int | None = None) -> int:
-    """Tokens whose logits are held at a time."""
+    """Number of tokens in a chunk of at most ``elements`` logits, by default `CHUNK_ELEMENTS`."""
     size = max((elements or CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"])) // vocabulary, 1)
-    return size - size % 256 if size > 256 else size  # whole tiles of the matrix units
+    return size - size % 256 if size > 256 else size  # a multiple of the tile size of matrix units
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -76,14 +76,14 @@ class _TokenLogProbs(torch.autograd.Function):
         size: int,
         compiled: bool,
     ) -> tuple[Tensor, Tensor]:
-        score = _compiled(_scores) if compiled else _scores
+        chunk_log_probs = _compiled(_chunk_log_probs) if compiled else _chunk_log_probs
         keep = len(targets) <= size and hidden.device.type == "cpu"
-        w, parts, every = weight.to(hidden.dtype), [], None
+        w, parts, kept = weight.to(hidden.dtype), [], None
         for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
-            *part, every = score(project(states, w), chosen, temperature, banned, entropy, keep)
+            *part, kept = chunk_log_probs(project(states, w), chosen, temperature, banned, entropy, keep)
             parts.append(part)
         log_probs, log_sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, banned, log_sums, entropies, every)
+        ctx.save_for_backward(hidden, weight, targets, banned, log_sums, entropies, kept)
         ctx.settings = temperature, entropy, size, compiled
         return log_probs, entropies
 
@@ -94,27 +94,35 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature, entropy, size, compiled = ctx.settings
         gradient = _compiled(_logit_gradient) if compiled else _logit_gradient
         w = weight.to(hidden.dtype)
-        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_weight = None
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), size):
-                at = slice(start, start + size)
-                logits = project(hidden[at], w) if kept is None else None
-                uncertain = (entropies[at], entropy_grad[at]) if entropy else None
+                chunk = slice(start, start + size)
+                logits = project(hidden[chunk], w) if kept is None else None
+                entropy_terms = (entropies[chunk], entropy_grad[chunk]) if entropy else None
                 part = gradient(
-                    logits, kept, log_sums[at], targets[at], temperature, banned, grad[at], uncertain, hidden.dtype
+                    logits,
+                    kept,
+                    log_sums[chunk],
+                    targets[chunk],
+                    temperature,
+                    banned,
+                    grad[chunk],
+                    entropy_terms,
+                    hidden.dtype,
                 )
-                if to_hidden is not None:
-                    torch.mm(part, w, out=to_hidden[at])
+                if grad_hidden is not None:
+                    torch.mm(part, w, out=grad_hidden[chunk])
                 if ctx.needs_input_grad[1]:
-                    to_weight = accumulate_matmul(to_weight, part.t(), hidden[at])
-        if to_weight is None and ctx.needs_input_grad[1]:
-            to_weight = torch.zeros_like(weight)
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+                    grad_weight = accumulate_matmul(grad_weight, part.t(), hidden[chunk])
+        if grad_weight is None and ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
 def accumulate_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """``total + a @ b`` in float32 (float64)."""
+    """``total + a @ b``, or ``a @ b`` without a total, in float32 (float64 for float64 inputs). May change ``total`` in place."""
     if a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16):
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
@@ -124,55 +132,63 @@ def accumulate_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return product if total is None else total.add_(product)
 
 
-def _scale(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
-    """The policy's logits, in the place of the model's."""
+def _policy_logits_(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
+    """Turns the model's logits into the policy's, in place."""
     if temperature != 1.0:
         logits.div_(temperature)
     return logits if banned is None else logits.index_fill_(1, banned, BANNED_LOGIT)
 
 
-def _scores(
+def _chunk_log_probs(
     logits: Tensor, targets: Tensor, temperature: float, banned: Tensor | None, entropy: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probs of the targets, log-sums of exponentials and entropies, ``(n,)`` each, the last zero unless asked for; to keep,
-    all log-probs ``(n, V)``.
+    """Returns, for the n tokens of a chunk:
+
+    - log-probs of the targets, log-sum-exps of the logits and entropies (zero unless requested), ``(n,)`` each;
+    - with ``keep``, the log-probs of all tokens ``(n, V)`` for the backward pass, else ``None``.
     """
-    logits = _scale(logits, temperature, banned)
+    logits = _policy_logits_(logits, temperature, banned)
     log_sums = logits.logsumexp(1)
     chosen = logits.gather(1, targets[:, None]).squeeze(1) - log_sums
     if not entropy and not keep:
         return chosen, log_sums, torch.zeros_like(chosen), None
-    every = logits - log_sums[:, None]
-    entropies = -(every.exp() * every).sum(1) if entropy else torch.zeros_like(chosen)
-    return chosen, log_sums, entropies, every if keep else None
+    log_probs = logits - log_sums[:, None]
+    entropies = -(log_probs.exp() * log_probs).sum(1) if entropy else torch.zeros_like(chosen)
+    return chosen, log_sums, entropies, log_probs if keep else None
 
 
 def _logit_gradient(
     logits: Tensor | None,
-    every: Tensor,
+    kept: Tensor,
     log_sums: Tensor,
     targets: Tensor,
     temperature: float,
     banned: Tensor | None,
     grad: Tensor,
-    uncertain: tuple[Tensor, Tensor] | None,
+    entropy_terms: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient ``(n, V)`` of the logits, from them or, where they are ``None``, from all log-probs, the gradient of the
-    targets' log-probs, and entropies with theirs.
+    """The gradient ``(n, V)`` of the model's logits.
 
-    With p = softmax(z), of log p_t by z_j: [j = t] - p_j; of the entropy H: -p_j (log p_j + H).
+    With p = softmax(z), the derivative by z_j of log p_t is [j = t] - p_j, and of the entropy H is -p_j (log p_j + H).
+
+    Args:
+        logits: the model's logits ``(n, V)``, or ``None`` if the forward pass kept the log-probs.
+        kept: log-probs ``(n, V)`` of the policy, used if there are no logits.
+        grad: of the targets' log-probs ``(n,)``.
+        entropy_terms: entropies ``(n,)`` and their gradients ``(n,)``.
     """
+    log_probs = kept
     if logits is not None:
-        every = _scale(logits, temperature, banned) - log_sums[:, None]
+        log_probs = _policy_logits_(logits, temperature, banned) - log_sums[:, None]
     slope = -grad[:, None]
-    if uncertain is not None:
-        entropies, entropy_grad = uncertain
-        slope = slope - entropy_grad[:, None] * (every + entropies[:, None])
-    out = every.exp().mul_(slope)
-    if torch.compiler.is_compiling():  # one pass over all of it, rather than one more for a few elements
-        here = torch.arange(out.shape[1], device=out.device) == targets[:, None]
-        out = torch.where(here, out + grad[:, None], out)
+    if entropy_terms is not None:
+        entropies, entropy_grad = entropy_terms
+        slope = slope - entropy_grad[:, None] * (log_probs + entropies[:, None])
+    out = log_probs.exp().mul_(slope)
+    if torch.compiler.is_compiling():  # fuses into one pass; a scatter would need another one
+        is_target = torch.arange(out.shape[1], device=out.device) == targets[:, None]
+        out = torch.where(is_target, out + grad[:, None], out)
     else:
         out.scatter_add_(1, targets[:, None], grad[:, None])
     if banned is not None:
@@ -182,7 +198,7 @@ def _logit_gradient(
 
 @cache
 def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, so that a step does not wait for the copy."""
+    """The ids as a tensor, cached so that a step does not wait for the copy to the device."""
     return torch.tensor(ids, device=device)
 
 

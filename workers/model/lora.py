@@ -1,8 +1,8 @@
-"""Low-rank adapters: put into a model in place, so that module paths stay, and merged when weights leave it.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), inserted into a model in place and merged when its weights are exported.
 
-Those of linear layers are ``peft``'s. Fused experts ``(experts, out, in)`` get one for each expert and weight (`AdaptedExperts`),
-which computes what peft's ``target_parameters`` do; peft's own matrices, each of all experts together, cannot be dealt out to
-ranks by expert.
+Linear layers use the adapters of ``peft``. Fused experts ``(experts, out, in)`` use `AdaptedExperts`, with one adapter for each
+expert and weight. It computes the same as peft's ``target_parameters``, whose matrices hold all experts together and so cannot be
+split over ranks by expert.
 """
 
 import math
@@ -20,14 +20,14 @@ from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
 
-BASE = ".base_layer"  # what peft puts between an adapted layer's name and its own parameters
-ADAPTER = "default"
+BASE_LAYER = ".base_layer"  # peft inserts it between the name of an adapted layer and those of its parameters
+ADAPTER_NAME = "default"
 
 
 def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig) -> None:
-    """Freezes the model and puts trainable adapters, which change nothing yet, beside its linear layers and experts.
+    """Freezes the model and adds trainable adapters to its linear layers and experts, except routers.
 
-    Routers get none. The adapters' initial values depend on nothing but the model, so all ranks draw the same.
+    The output of the model does not change. Adapters are initialised from a fixed seed, so they are equal on all ranks.
 
     Raises:
         InvalidConfig: ``peft`` is not installed.
@@ -35,23 +35,23 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
     try:
         import peft
     except ImportError as error:
-        raise InvalidConfig("lora needs the package peft: pip install 'dataproto-vlm[lora]'") from error
+        raise InvalidConfig("lora_rank needs the package peft: pip install 'dataproto-vlm[lora]'") from error
     settings = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        target_modules=list(adapted_layers(model, family, config.lora_vision)),
+        target_modules=list(_adapted_layers(model, family, config.lora_vision)),
     )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME)
         for name in expert_layers(model, family):
             adapted = AdaptedExperts(model.get_submodule(name), config.lora_rank, config.lora_alpha)
             replace_submodule(model, name, adapted)
 
 
-def adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterator[str]:
-    """Names of the linear layers that get an adapter: those of decoder layers and, with ``vision``, of tower and mergers."""
+def _adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterator[str]:
+    """Names of the linear layers that get an adapter: in decoder layers and, with ``vision``, in vision tower and mergers."""
     roots = (family.decoder_layers, *((family.vision_tower, *family.mergers) if vision else ()))
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and any(name.startswith(f"{root}.") for root in roots):
@@ -59,39 +59,39 @@ def adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterato
 
 
 def expert_layers(model: nn.Module, family: VLMFamily) -> list[str]:
-    """Names of the modules that hold a sparse layer's experts."""
+    """Names of the modules that hold the experts of a mixture-of-experts layer."""
     pattern = family.experts
     return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
 
 
 class AdaptedExperts(nn.Module):
-    """Fused experts in whose place each weight W ``(experts, out, in)`` is used as W + alpha / r * B A, for every expert.
+    """Fused experts that use W + alpha / r * B A instead of each weight W ``(experts, out, in)``.
 
-    The weights keep their names; beside each are ``lora_A_<name>`` ``(experts, r, in)`` and ``lora_B_<name>``
-    ``(experts, out, r)``, both with the experts first, so that experts are dealt out with all that is theirs. A forward pass
-    computes the sums of all experts of a layer, which takes as much memory as their weights; the backward pass needs them, so
-    they are kept unless ``activation_checkpointing="full"`` computes them again.
+    Each weight keeps its name; its adapter is ``lora_A_<name>`` ``(experts, r, in)`` and ``lora_B_<name>`` ``(experts, out, r)``.
+    Experts are the first dimension of all three, so that they are split over ranks alike. A forward pass computes the merged
+    weights of all experts, which take as much memory as the weights. They are kept for the backward pass unless
+    ``activation_checkpointing="full"`` recomputes them.
     """
 
     def __init__(self, experts: nn.Module, rank: int, alpha: float) -> None:
-        """``experts`` holds fused weights alone; it computes with the sums from now on."""
+        """Moves the weights out of ``experts``, which must hold only fused weights; it then computes with merged ones."""
         super().__init__()
         self.scaling = alpha / rank
         self.weights = tuple(name for name, _ in experts.named_parameters())
         for name in self.weights:
             weight = experts.get_parameter(name)
             count, out, into = weight.shape
-            bound = 1 / math.sqrt(into)  # as peft's, which are those of a linear layer
+            bound = 1 / math.sqrt(into)  # the same initialisation as peft's: that of a linear layer
             down = torch.empty(count, rank, into, dtype=weight.dtype, device=weight.device).uniform_(-bound, bound)
             self.register_parameter(name, weight)
             self.register_parameter(f"lora_A_{name}", nn.Parameter(down))
             self.register_parameter(f"lora_B_{name}", nn.Parameter(weight.new_zeros(count, out, rank)))
             hollow_parameter(experts, name)
-        self.compute = (experts,)  # in a tuple, so that its empty parameters are not this module's
+        self.compute = (experts,)  # in a tuple, so that it is not registered as a submodule with its meta parameters
 
     @property
     def num_experts(self) -> int:
-        """How many of them are here."""
+        """The number of experts on this rank."""
         return int(self.compute[0].num_experts)  # type: ignore[arg-type]
 
     @num_experts.setter
@@ -99,19 +99,19 @@ class AdaptedExperts(nn.Module):
         set_expert_count(self.compute[0], count)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the experts make of the same arguments with the sums."""
-        sums = {name: self.merged(name) for name in self.weights}
-        made: Tensor = functional_call(self.compute[0], sums, args, kwargs)
-        return made
+        """Calls the experts with their merged weights."""
+        merged = {name: self.merged(name) for name in self.weights}
+        out: Tensor = functional_call(self.compute[0], merged, args, kwargs)
+        return out
 
     def merged(self, name: str) -> Tensor:
-        """``(experts, out, in)``."""
+        """The merged weight ``name``, ``(experts, out, in)``."""
         down, up = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
         return torch.baddbmm(getattr(self, name), up, down, alpha=self.scaling)
 
 
 def base_name(name: str) -> str | None:
-    """The base model's name of a parameter, ``None`` for one of an adapter.
+    """The name of a parameter in the base model, or ``None`` if it belongs to an adapter.
 
     >>> base_name("layers.0.q_proj.base_layer.weight"), base_name("layers.0.q_proj.lora_A.default.weight")
     ('layers.0.q_proj.weight', None)
@@ -120,30 +120,30 @@ def base_name(name: str) -> str | None:
     """
     if ".lora_A" in name or ".lora_B" in name:
         return None
-    return name.replace(BASE, "")
+    return name.replace(BASE_LAYER, "")
 
 
 def is_adapted(model: nn.Module, name: str) -> bool:
-    """Whether an adapter stands beside the parameter ``name``."""
+    """Whether the parameter ``name`` has an adapter."""
     owner, _, child = name.rpartition(".")
-    return BASE in name or hasattr(model.get_submodule(owner), f"lora_A_{child}")
+    return BASE_LAYER in name or hasattr(model.get_submodule(owner), f"lora_A_{child}")
 
 
 def merged_weight(model: nn.Module, name: str, full: Callable[[Tensor], Tensor]) -> Tensor:
-    """The parameter ``name`` of an adapted layer with its adapter merged: W + alpha / r * B A; a bias as it is.
+    """The parameter ``name`` of an adapted layer with its adapter merged: W + alpha / r * B A. A bias is unchanged.
 
     Args:
-        full: makes a whole tensor out of one that may be sharded.
+        full: returns the full tensor of one that may be sharded.
     """
-    if BASE not in name:
+    if BASE_LAYER not in name:
         return _merged_experts(model, name, full)
-    prefix, _, kind = name.rpartition(f"{BASE}.")
+    prefix, _, kind = name.rpartition(f"{BASE_LAYER}.")
     weight = full(model.get_parameter(name))
     if kind != "weight":
         return weight
     layer: Any = model.get_submodule(prefix)
-    down, up = (full(part[ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
-    return weight + layer.scaling[ADAPTER] * (up @ down).to(weight.dtype)
+    down, up = (full(part[ADAPTER_NAME].weight) for part in (layer.lora_A, layer.lora_B))
+    return weight + layer.scaling[ADAPTER_NAME] * (up @ down).to(weight.dtype)
 
 
 def _merged_experts(model: nn.Module, name: str, full: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a policy is run on its devices: precision, memory and what is trained."""
+"""Options of the models that training runs: precision, memory, speed and which weights are trained."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +10,14 @@ from dataproto.errors import InvalidConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Options of the forward and backward pass that change speed and memory, never the result beyond rounding."""
+    """Options of the forward and backward pass.
 
-    token_budget: int = 16_384  # tokens that a rank has of one micro-batch; those along sp share them
+    Except for ``freeze_vision`` and the adapters (``lora_*``), they change speed and memory, and results only by rounding.
+    """
+
+    token_budget: int = (
+        16_384  # tokens of a micro-batch on each rank; ranks along sp share a micro-batch of sp times as many
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
     compile: bool = False  # torch.compile for the repeated layers
@@ -22,16 +27,14 @@ class ModelConfig:
     )
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
-    lora_rank: int = (
-        0  # train adapters of this rank (arXiv:2106.09685) in the decoder's linear layers and experts, not weights
-    )
+    lora_rank: int = 0  # above 0: train adapters of this rank, not weights, in the decoder's linear layers and experts
     lora_alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
-    lora_vision: bool = False  # adapt the vision tower too; without, adapters leave it frozen
+    lora_vision: bool = False  # adapt the vision tower too; without it, adapters leave the tower frozen
     pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = (
-        "1f1b"  # of forward and backward passes, with layout.pp > 1
+        "1f1b"  # order of forward and backward passes, with layout.pp > 1
     )
-    pipeline_chunks: int = 2  # stages that each rank holds, with "interleaved"
-    pipeline_layers: tuple[int, ...] | None = None  # decoder layers of each stage, in order; None: about equally many
+    pipeline_chunks: int = 2  # stages on each rank, with "interleaved"
+    pipeline_layers: tuple[int, ...] | None = None  # decoder layers of each stage, in order; None: split evenly
 
     def __post_init__(self) -> None:
         if self.token_budget < 1:
@@ -42,15 +45,15 @@ class ModelConfig:
             )
         if self.lora_vision and (not self.lora_rank or self.freeze_vision):
             raise InvalidConfig(
-                f"lora_vision=True adapts the vision tower: it needs a lora_rank (now {self.lora_rank}) and a tower that is not "
-                "frozen by freeze_vision"
+                f"lora_vision=True adapts the vision tower: it needs lora_rank above 0 (now {self.lora_rank}) and "
+                "freeze_vision=False"
             )
         if self.pipeline_chunks < 2:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """The dtype of matrix products: bfloat16 on CUDA and float32 elsewhere, unless the name says otherwise."""
+    """The dtype of matrix products for a `ModelConfig.dtype`; ``"auto"`` is bfloat16 on CUDA and float32 on other devices."""
     if name == "auto":
         return torch.bfloat16 if device_type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,4 +1,4 @@
-"""Weights of a model that may be sharded, split over ranks or adapted, as the plain tensors of its checkpoint."""
+"""Full weights, under their checkpoint names, of a model that may be sharded, split over ranks or adapted."""
 
 import copy
 import math
@@ -14,16 +14,16 @@ from dataproto._exchange import all_gather_equal
 from workers.model.lora import base_name, is_adapted, merged_weight
 from workers.ranks.mesh import Ranks
 
-BUCKET_BYTES = 1 << 29  # of gathered tensors: they are gathered together up to this size
+BUCKET_BYTES = 1 << 29  # tensors are gathered together up to this size
 
 
 def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name of the base model, full tensor), one after the other; adapters are merged into what they adapt.
+    """Yields (parameter name of the base model, full tensor) pairs, with adapters merged into the weights that they adapt.
 
-    Every rank of the model takes part: sharded tensors are gathered a bucket at a time, and freed when the caller lets go.
+    Collective: all ranks of the model must iterate. Sharded tensors are gathered a bucket at a time.
 
     Args:
-        dtype: what sharded tensors are gathered in, if not their own; halves the traffic where the reader is of half the width.
+        dtype: in which sharded tensors are gathered, by default their own. A narrower dtype reduces the traffic.
     """
     bucket: list[tuple[str, DTensor]] = []
     filled = 0
@@ -32,88 +32,89 @@ def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterato
         if base is None:
             continue
         adapted = is_adapted(model, name)
-        if not adapted and _split_by_rows(parameter):
+        if not adapted and _is_row_sharded(parameter):
             size = parameter.numel() * (dtype or parameter.dtype).itemsize
-            if bucket and (filled + size > BUCKET_BYTES or not _alike(parameter, bucket[0][1])):
-                yield from _gathered(bucket, dtype)
+            if bucket and (filled + size > BUCKET_BYTES or not _same_mesh_and_dtype(parameter, bucket[0][1])):
+                yield from _gather_bucket(bucket, dtype)
                 bucket, filled = [], 0
             bucket.append((name, parameter))
             filled += size
             continue
-        yield from _gathered(bucket, dtype)
+        yield from _gather_bucket(bucket, dtype)
         bucket, filled = [], 0
         yield base, merged_weight(model, name, full_tensor) if adapted else full_tensor(parameter, dtype)
-    yield from _gathered(bucket, dtype)
+    yield from _gather_bucket(bucket, dtype)
 
 
-def _split_by_rows(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether every rank of a one-dimensional mesh holds some rows of it: FSDP's way, and nothing beside."""
+def _is_row_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Whether a parameter is sharded by FSDP alone: along its rows, over a one-dimensional mesh."""
     return isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
 
 
-def _alike(one: DTensor, other: DTensor) -> bool:
+def _same_mesh_and_dtype(one: DTensor, other: DTensor) -> bool:
     return one.device_mesh == other.device_mesh and one.dtype == other.dtype
 
 
-def _gathered(bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors of the bucket, by one collective."""
+def _gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Gathers the full tensors of a bucket by one collective."""
     if not bucket:
         return
     first = bucket[0][1]
-    mesh, kind = first.device_mesh, dtype or first.dtype
-    # All ranks hold as many rows but for the last ones; where rows run out, what is sent is never read.
+    mesh, gather_dtype = first.device_mesh, dtype or first.dtype
+    # All ranks hold the same number of rows, except that the last ranks may hold fewer; their padding is never read.
     shapes = [(-(-len(weight) // mesh.size()), *weight.shape[1:]) for _, weight in bucket]
     sizes = [math.prod(shape) for shape in shapes]
-    mine = torch.empty(sum(sizes), dtype=kind, device=mesh.device_type)
-    for place, (_, weight) in zip(mine.split(sizes), bucket, strict=True):
+    mine = torch.empty(sum(sizes), dtype=gather_dtype, device=mesh.device_type)
+    for part, (_, weight) in zip(mine.split(sizes), bucket, strict=True):
         local = weight.to_local().detach()
-        place[: local.numel()].copy_(local.reshape(-1))
-    everybody = torch.empty(mesh.size() * len(mine), dtype=kind, device=mine.device)
-    all_gather_equal(everybody, mine, group=mesh.get_group())
-    by_rank = everybody.view(mesh.size(), -1)
+        part[: local.numel()].copy_(local.reshape(-1))
+    gathered = torch.empty(mesh.size() * len(mine), dtype=gather_dtype, device=mine.device)
+    all_gather_equal(gathered, mine, group=mesh.get_group())
+    by_rank = gathered.view(mesh.size(), -1)
     for parts, shape, (name, weight) in zip(by_rank.split(sizes, dim=1), shapes, bucket, strict=True):
         yield name, parts.reshape(-1, *shape[1:])[: len(weight)]
 
 
 def all_named_weights(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """`named_weights` of all pipeline stages on every rank: each stage's in turn, a weight that two of them hold once."""
+    """`named_weights` of all pipeline stages on every rank, stage by stage. A weight that two stages hold is yielded once."""
     group = ranks.group("pp")
     if group is None:
         yield from named_weights(model, dtype)
         return
-    forms = [
+    entries = [
         (name, weight.shape, dtype or weight.dtype) for name, weight in model.named_parameters() if base_name(name)
     ]
-    done: set[str] = set()
-    for rank, stage in enumerate(ranks.all_gather(forms, "pp")):
+    yielded: set[str] = set()
+    for rank, stage in enumerate(ranks.all_gather(entries, "pp")):
         mine = named_weights(model, dtype) if rank == ranks.rank("pp") else None
         for name, shape, kind in stage:
             base = base_name(name) or name
             weight = None if mine is None else next(mine)[1].to(kind).contiguous()
-            if base in done:
+            if base in yielded:
                 continue
             if weight is None:
                 weight = torch.empty(shape, dtype=kind, device=ranks.mesh.device_type)  # type: ignore[union-attr]
             distributed.broadcast(weight, src=distributed.get_global_rank(group, rank), group=group)
             yield base, weight
-        done |= {base_name(name) or name for name, _, _ in stage}
+        yielded |= {base_name(name) or name for name, _, _ in stage}
 
 
 def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All of a tensor, on the device that computes, without gradient; no copy if it is whole already.
+    """The full tensor of one that may be sharded, on the compute device and without gradient; no copy if it is not sharded.
 
-    ``dtype`` is what a sharded one is gathered in.
+    Args:
+        dtype: in which a sharded tensor is gathered, by default its own.
     """
     if not isinstance(weight, DTensor):
         return weight.detach()
     on_device: Any = weight.detach().to(weight.device_mesh.device_type, dtype or weight.dtype)
-    whole: Tensor = on_device.full_tensor()
-    return whole
+    full: Tensor = on_device.full_tensor()
+    return full
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class and configuration without storage, adapters or shards: what knows how a checkpoint is written."""
+    """A model of the same class and configuration on the meta device, without adapters or shards, for writing checkpoints."""
     with torch.device("meta"):
-        bare = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa")
-    bare.generation_config = model.generation_config
-    return bare
+        copied = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa")
+    copied.generation_config = model.generation_config
+    return copied

@@ -1,4 +1,4 @@
-"""The model as training sees it: packed rows in, log-probs of response tokens out."""
+"""The model that training runs: packed rows in, log-probs of response tokens out."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,72 +18,77 @@ from workers.model.patch_embedding import use_linear_patch_embedding
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a loss function sees of a forward pass."""
+    """The outputs of a policy's forward pass, for a loss function."""
 
     log_probs: Tensor  # (B, R) float32, 0 where response_mask is 0
     entropy_or_none: Tensor | None = None
 
     @property
     def entropy(self) -> Tensor:
-        """``(B, R)`` entropy of the policy at each response token, in nats, with gradient."""
+        """``(B, R)`` entropy of the policy at each response token, in nats, with gradient.
+
+        Raises:
+            InvalidConfig: it was not computed.
+        """
         if self.entropy_or_none is None:
             raise InvalidConfig("the entropy was not computed: pass entropy=True to update() or log_probs()")
         return self.entropy_or_none
 
     @property
     def scores(self) -> Tensor:
-        """What the model says of each response token, with gradient: of a policy, the log-probs."""
+        """The model's value for each response token, with gradient; of a policy the log-probs."""
         return self.log_probs
 
 
 class TokenShare:
-    """Which of the packed tokens this process computes: all of them, unless ranks share one sequence.
+    """The packed tokens that this process computes: all of them, unless ranks share one sequence.
 
-    Ranks that share a sequence (`workers.parallel.tokens`) are given the same rows, and each returns all log-probs.
+    Ranks that share a sequence (`workers.parallel.tokens`) get the same rows, and each returns all log-probs.
     """
 
     def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
-        """The rows with what this process needs of ``input_ids`` and ``position_ids``, and the media among its tokens, on the
+        """The rows with this process's part of ``input_ids`` and ``position_ids``, and the media spans among its tokens, on the
         device of the rows.
         """
         return rows, spans.to(rows.input_ids.device)
 
     def num_states(self, tokens: int) -> int:
-        """How many states this process has, between layers, of a sequence of ``tokens``."""
+        """The number of hidden states between layers that this process has for a sequence of ``tokens``."""
         return tokens
 
     def attention(self) -> dict[str, Any]:
-        """Further keywords of the language model's attention function."""
+        """Additional keyword arguments for the attention function of the language model."""
         return {}
 
     def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        """States ``(n, H)`` that predict response tokens, out of this process's ``(S, H)``, and their targets ``(n,)``."""
+        """The states ``(n, H)`` that predict response tokens, of this process's ``(S, H)``, and their targets ``(n,)``."""
         return select_rows(hidden, rows.predictors), rows.targets
 
     def join(self, values: Tensor, rows: PackedRows) -> Tensor:
-        """``(n,)`` of this process's targets to ``(N,)`` of all."""
+        """Joins values ``(n,)`` of this process's targets to those ``(N,)`` of all targets."""
         return values
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]`` of ``x (S, H)``, some rows of which are wanted several times: their gradients are added up in the same order
-    every time, where those of an index come from several threads at once.
+    """``x[index]`` for ``x`` ``(S, H)`` and an index with repeated rows, with a deterministic gradient.
+
+    `torch.nn.functional.embedding` adds the gradients of repeated rows in a fixed order; those of an indexing operation are added
+    by several threads in any order.
     """
     return embedding(index, x)
 
 
 class PackedVLM(nn.Module):
-    """A Hugging Face VLM behind one packed forward; the root that parallel wrappers wrap.
+    """A Hugging Face VLM with one packed forward; the root module of FSDP.
 
-    Transforms in `workers.parallel` replace ``tokens``, ``features``, ``score`` and, where layers are spread over stages,
-    ``forward``.
+    Transforms in `workers.parallel` replace ``tokens``, ``features``, ``score`` and, for pipeline stages, ``forward``.
     """
 
     outputs: Callable[[Tensor, Tensor | None], Any] = Outputs
-    """What a loss function sees, of scores and entropies ``(B, R)``."""
+    """Builds the argument of a loss function from scores and entropies ``(B, R)``."""
 
     makes_logits = True
-    """Whether the head turns each state into a logit for each token of the vocabulary."""
+    """Whether the head computes logits over the vocabulary; a critic's does not."""
 
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
@@ -100,14 +105,14 @@ class PackedVLM(nn.Module):
     def forward(
         self, rows: PackedRows, media: Mapping[str, Tensor], spans: MediaSpans, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``(N,)`` of the rows' response tokens and, if asked for, entropies ``(N,)``."""
+        """Log-probs ``(N,)`` of the rows' response tokens and, with ``entropy``, entropies ``(N,)``."""
         features = self.features(self.model, media) if media else None
         mine, spans = self.tokens.rows(rows, spans)
         embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
         return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
 
     def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
-        """States ``(1, S, H)`` of this process's tokens behind the decoder; ``rows`` are those of `TokenShare.rows`."""
+        """The decoder's output ``(1, S, H)`` for this process's tokens; ``rows`` are those of `TokenShare.rows`."""
         return self.family.decode(
             self.model,
             embeddings,
@@ -123,11 +128,11 @@ class PackedVLM(nn.Module):
         )
 
     def finish(self, hidden: Tensor, rows: PackedRows, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``(N,)`` and, if asked for, entropies, from states ``(1, S, H)``."""
+        """Log-probs ``(N,)`` and, with ``entropy``, entropies ``(N,)``, from states ``(1, S, H)``."""
         scores, entropies = self.head(*self.tokens.states(hidden[0], rows), entropy)
         return self.tokens.join(scores, rows), None if entropies is None else self.tokens.join(entropies, rows)
 
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Scores ``(n,)`` of ``targets`` ``(n,)``, and entropies if asked for, from the states ``(n, H)`` that predict them."""
+        """Scores ``(n,)`` of ``targets`` ``(n,)`` and, with ``entropy``, entropies, from states ``(n, H)`` that predict them."""
         weight = self.family.lm_head(self.model).weight
         return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy)

@@ -1,7 +1,7 @@
-"""Patch embeddings as matrix products.
+"""Computes the patch embedding of vision towers as a matrix product.
 
-Hugging Face's towers cut pictures into patches beforehand and still embed each by a convolution that just fits it. As a matrix
-product the same numbers come several times as fast, forward and backward.
+Towers of Hugging Face embed each image patch by a convolution whose kernel is as large as the patch. A matrix product gives the
+same result, several times faster in forward and backward pass.
 """
 
 from torch import Tensor, nn
@@ -11,18 +11,18 @@ from workers.model.patches import replace_forward
 
 
 def use_linear_patch_embedding(model: nn.Module) -> None:
-    """Lets convolutions that may meet one patch at a time be computed as products, in place; weights stay where they are."""
+    """Replaces the forward function of each 3-D convolution that may process single patches, in place; weights do not change."""
     for module in model.modules():
         if isinstance(module, nn.Conv3d) and module.stride == module.kernel_size and module.groups == 1:
-            replace_forward(module, PatchProduct(module))
+            replace_forward(module, LinearPatchEmbedding(module))
 
 
-class PatchProduct:
-    """The forward function of a convolution, faster where the input is as large as its kernel.
+class LinearPatchEmbedding:
+    """The forward function of a convolution, as a matrix product if the input is as large as the kernel.
 
     >>> import torch
     >>> convolution, patches = nn.Conv3d(1, 2, (1, 2, 2)), torch.arange(12.0).view(3, 1, 1, 2, 2)
-    >>> torch.allclose(PatchProduct(convolution)(patches), convolution(patches))
+    >>> torch.allclose(LinearPatchEmbedding(convolution)(patches), convolution(patches))
     True
     """
 
@@ -30,8 +30,8 @@ class PatchProduct:
         self.convolution = convolution
 
     def __call__(self, input: Tensor) -> Tensor:
-        """``(patches, C, time, height, width)`` to ``(patches, out, 1, 1, 1)``, as the convolution gives it."""
-        own = self.convolution
-        if tuple(input.shape[2:]) != own.kernel_size or own.padding not in ("valid", (0, 0, 0)):
-            return type(own).forward(own, input)
-        return linear(input.flatten(1), own.weight.flatten(1), own.bias)[..., None, None, None]
+        """``(patches, C, time, height, width)`` to ``(patches, out, 1, 1, 1)``, as the convolution returns it."""
+        conv = self.convolution
+        if tuple(input.shape[2:]) != conv.kernel_size or conv.padding not in ("valid", (0, 0, 0)):
+            return type(conv).forward(conv, input)
+        return linear(input.flatten(1), conv.weight.flatten(1), conv.bias)[..., None, None, None]

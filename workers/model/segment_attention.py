@@ -1,0 +1,133 @@
+"""Scaled-dot-product attention within segments, and the same as one operator with its gradient for compiled layers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def segment_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> Tensor:
+    """Attention within segments, by one call of scaled-dot-product attention for all segments of the same lengths.
+
+    Args:
+        q: ``(T, H, D)``; k and v ``(K, H_kv, D)``, H a multiple of H_kv.
+        cu_q: ``(S + 1,)`` boundaries of the segments among queries; cu_k among keys.
+        scaling: of the scores; ``None`` is ``D ** -0.5``.
+        causal: each query sees the keys up to its own; the last key of a segment belongs to its last query.
+
+    Returns:
+        ``(T, H, D)``; zero where no segment lies.
+    """
+    groups = _equal_lengths(cu_q, cu_k)
+    if len(groups) == 1 and len(q) == groups[0][0] * (len(cu_q) - 1):
+        return _attend_equal(q, k, v, *groups[0][:2], scaling, causal)
+    if not groups:
+        return torch.zeros_like(q)
+    # One gather for all lengths: in the backward pass each gather fills a gradient of full size.
+    q_index, k_index = torch.cat([group[2] for group in groups]), torch.cat([group[3] for group in groups])
+    q_parts = q.index_select(0, q_index).split([len(group[2]) for group in groups])
+    k_parts, v_parts = (x.index_select(0, k_index).split([len(group[3]) for group in groups]) for x in (k, v))
+    outputs = [
+        _attend_equal(*qkv, length_q, length_k, scaling, causal)
+        for qkv, (length_q, length_k, _, _) in zip(zip(q_parts, k_parts, v_parts), groups, strict=True)
+    ]
+    return torch.empty_like(q).index_copy(0, q_index, torch.cat(outputs))
+
+
+def _equal_lengths(cu_q: Tensor, cu_k: Tensor) -> list[tuple[int, int, Tensor, Tensor]]:
+    """Groups the segments that have queries by their lengths.
+
+    Returns:
+        For each group the length in queries, the length in keys, and the indices of all its queries and of all its keys.
+    """
+    lengths = torch.stack([cu_q[1:] - cu_q[:-1], cu_k[1:] - cu_k[:-1]], dim=1).long()
+    groups = []
+    for length_q, length_k in lengths.unique(dim=0).tolist():
+        if length_q:
+            chosen = ((lengths[:, 0] == length_q) & (lengths[:, 1] == length_k)).nonzero().squeeze(1)
+            q_index = cu_q[chosen].long()[:, None] + torch.arange(length_q, device=cu_q.device)
+            k_index = cu_k[chosen].long()[:, None] + torch.arange(length_k, device=cu_q.device)
+            groups.append((length_q, length_k, q_index.flatten(), k_index.flatten()))
+    return groups
+
+
+def _attend_equal(
+    q: Tensor, k: Tensor, v: Tensor, length_q: int, length_k: int, scaling: float | None, causal: bool
+) -> Tensor:
+    """Attention of consecutive segments that all have the same lengths."""
+    queries, keys, values = (
+        x.unflatten(0, (-1, length)).transpose(1, 2) for x, length in ((q, length_q), (k, length_k), (v, length_k))
+    )  # (S, H, length, D)
+    mask = _causal_mask(length_q, length_k, q.device) if causal and length_q != length_k else None
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(
+        queries, keys, values, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _causal_mask(length_q: int, length_k: int, device: torch.device) -> Tensor:
+    """``(length_q, length_k)`` bool, the last query aligned with the last key."""
+    return torch.ones(length_q, length_k, dtype=torch.bool, device=device).tril(length_k - length_q)
+
+
+@torch.library.custom_op("dataproto::segment_attention", mutates_args=())
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> Tensor:
+    """`segment_sdpa` as one operator, so that compiled layers do not depend on the lengths of the segments."""
+    return segment_sdpa(q, k, v, cu_q, cu_k, scaling, causal).contiguous()
+
+
+@segment_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.custom_op("dataproto::segment_attention_backward", mutates_args=())
+def _segment_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of softmax attention, written out because autograd does not see inside an operator.
+
+    The H query heads are H_kv groups (einsum index h) of G heads (g).
+    """
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for length_q, length_k, q_index, k_index in _equal_lengths(cu_q, cu_k):
+        heads = (-1, length_q, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+        queries, grad_out = (x[q_index].view(heads) for x in (q, grad))
+        keys, values = (x[k_index].unflatten(0, (-1, length_k)) for x in (k, v))
+        scores = torch.einsum("sqhgd,skhd->shgqk", queries, keys).float() * scale
+        if causal:
+            scores = scores.masked_fill(~_causal_mask(length_q, length_k, q.device), float("-inf"))
+        probs = scores.softmax(-1)
+        grad_probs = torch.einsum("sqhgd,skhd->shgqk", grad_out, values).float()
+        grad_scores = (probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale).to(q.dtype)
+        grad_q[q_index] = torch.einsum("shgqk,skhd->sqhgd", grad_scores, keys).flatten(2, 3).flatten(0, 1)
+        grad_k[k_index] = torch.einsum("shgqk,sqhgd->skhd", grad_scores, queries).flatten(0, 1)
+        grad_v[k_index] = torch.einsum("shgqk,sqhgd->skhd", probs.to(q.dtype), grad_out).flatten(0, 1)
+    return grad_q, grad_k, grad_v
+
+
+@_segment_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scaling, ctx.causal = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _segment_attention_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.causal)
+    return (*grads, None, None, None, None)
+
+
+segment_attention.register_autograd(_backward, setup_context=_setup_context)
