@@ -1,4 +1,4 @@
-"""Rollout batches for tests, built by hand: mixed rows with several images, one, none."""
+"""Rollout batches for tests: rows with several images, one image or none."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from helpers.tiny_models import expand, image_inputs, placeholder
 
 
 def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:
-    """One prompt row for each entry: ``texts[i]`` random text tokens and then its images, left-padded.
+    """Left-padded prompt rows: row ``i`` has ``texts[i]`` random text tokens with the images of ``grids_of_rows[i]`` among them.
 
     Rows with equal grids share one media object, as the samples of a prompt do.
     """
@@ -52,7 +52,7 @@ def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts:
 
 
 def with_responses(config: Any, prompts: DataProto, lengths: list[int], width: int, seed: int = 0) -> DataProto:
-    """The prompts with random responses of these lengths, right-padded to ``width``."""
+    """Adds random responses of the given lengths, right-padded to ``width``."""
     family, rng = family_of(config), np.random.default_rng(seed + 1)
     mask = torch.from_numpy((np.arange(width) < np.array(lengths)[:, None]).astype(np.int64))
     responses = torch.from_numpy(rng.integers(1, 240, mask.shape)) * mask
@@ -72,7 +72,7 @@ def with_responses(config: Any, prompts: DataProto, lengths: list[int], width: i
 def padded_log_probs(
     model: Any, data: DataProto, temperature: float = 1.0, banned: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Log-probs ``(B, R)`` from Hugging Face's own padded forward, one row at a time, positions its own too."""
+    """Log-probs ``(B, R)`` from the forward pass of Hugging Face, one row at a time, with its own position ids."""
     family = family_of(model.config)
     width = data["response_mask"].shape[1]
     rows = []

@@ -1,4 +1,4 @@
-"""Whole checkpoint directories of every family, random and tiny, as a user would have them."""
+"""Complete checkpoint directories of every family, with tiny random models."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_
 
 
 def write_checkpoint(model_type: str, path: Path, seed: int = 0) -> str:
-    """Weights, tokenizer, image processor and generation settings."""
+    """Writes weights, tokenizer, image processor and generation config to ``path``, and returns it."""
     torch.manual_seed(seed)
     tokenizer = tiny_tokenizer(model_type)
     model = getattr(transformers, CLASSES[model_type][1])(tiny_prompt_config(model_type))

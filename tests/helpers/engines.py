@@ -1,4 +1,4 @@
-"""A checkpoint with an actor, a vLLM engine and a Hugging Face engine that hold the same weights, and prompts for them."""
+"""An actor, a vLLM engine and a Hugging Face engine with the same weights, and prompts for them."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ ROWS = [
 
 
 def write_published(model_type, path):
-    """A checkpoint with other weights, in the layout of published ones."""
+    """Writes a checkpoint with other weights, under the parameter names of published checkpoints."""
     checkpoint = write_checkpoint(model_type, path, seed=1)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in model.named_parameters())
@@ -40,7 +40,7 @@ def write_published(model_type, path):
 
 
 def start(model_type, path, **options):
-    """A checkpoint's builder, actor and both engines, all with the same weights; ``options`` are vLLM's."""
+    """The prompt builder, actor and both engines of a new checkpoint, with the same weights; ``options`` are vLLM's."""
     checkpoint = write_checkpoint(model_type, path / "actor")
     builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)
     actor = ActorWorker(

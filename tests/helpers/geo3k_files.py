@@ -1,4 +1,4 @@
-"""Parquet files as users have them: the layout of ``hiyouga/geometry3k``, and verl's."""
+"""Parquet files with the columns of the ``hiyouga/geometry3k`` data set."""
 
 import io
 from pathlib import Path
@@ -10,7 +10,7 @@ from PIL import Image as PILImage
 
 
 def drawing(number: int, size: tuple[int, int] = (24, 16)) -> PILImage.Image:
-    """A picture of its own for each number."""
+    """A random picture that differs for each number."""
     rng = np.random.default_rng(number)
     return PILImage.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
@@ -22,7 +22,7 @@ def png(image: PILImage.Image) -> bytes:
 
 
 def geometry3k(count: int, bad: dict[int, Any] | None = None) -> list[dict[str, Any]]:
-    """EasyR1's columns; ``bad`` replaces the images of rows."""
+    """Rows with EasyR1's columns; ``bad`` replaces the images of some rows, by row number."""
     return [
         {
             "images": (bad or {}).get(number, [{"bytes": png(drawing(number)), "path": None}]),
@@ -34,7 +34,7 @@ def geometry3k(count: int, bad: dict[int, Any] | None = None) -> list[dict[str, 
 
 
 def write_geometry3k(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A parquet file with the data set's own features, the images' bytes as given."""
+    """Writes a parquet file with the features of the data set and the image bytes as given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     features = Features(
         {"images": Sequence(Image(decode=False)), "problem": Value("string"), "answer": Value("string")}

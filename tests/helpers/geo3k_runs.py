@@ -1,4 +1,4 @@
-"""Short runs of recipes: the command lines of Geometry3K's, and what any leaves."""
+"""Short runs of recipes: their command line, and comparison of the metrics that they write."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def without_times(rows):
 
 
 def assert_same_run(directory: Path, other: Path) -> None:
-    """The same metrics of the same steps, but for times."""
+    """Asserts that two runs have equal metrics in the same steps, except for times."""
     mine, theirs = without_times(rows_of(directory)), without_times(rows_of(other))
     assert [row["step"] for row in mine] == [row["step"] for row in theirs]
     for row, expected in zip(mine, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""One packed forward and backward pass of a tiny model, by one process or spread over the ranks of a layout."""
+"""One packed forward and backward pass of a tiny model, in one process or over the ranks of a layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,37 +26,39 @@ Result = dict[str, Any]
 
 
 def config_with_heads(model_type: str, heads: int, key_value_heads: int, tied: bool = False) -> Any:
-    """`tiny_config` with other heads; where the config has no head size of its own, they are smaller."""
+    """`tiny_config` with another number of heads; the size of a head shrinks if the config has no option for it."""
     config = tiny_config(model_type)
     text = config.text_config
     if getattr(text, "head_dim", None) is None and "mrope_section" in (text.rope_parameters or {}):
         half = text.hidden_size // heads // 2
         sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
-        text.rope_parameters = text.rope_parameters | {"mrope_section": sections}  # the dict itself is all models'
+        text.rope_parameters = text.rope_parameters | {
+            "mrope_section": sections
+        }  # a new dict, since all models share this one
     text.num_attention_heads, text.num_key_value_heads = heads, key_value_heads
     config.tie_word_embeddings = text.tie_word_embeddings = tied
     return config
 
 
 def mixed_rows(config: Any) -> DataProto:
-    """Two images of unequal size, one, none, an image that two prompts share, samples of one prompt, no response."""
+    """Rows with two images of unequal size, with one and with none; a shared image, samples of one prompt, an empty response."""
     grids = [[(4, 6), (8, 4)], [(6, 6)], [], [(6, 6)]]
     prompts = prompt_batch(config, grids, texts=[4, 7, 5, 3])[[0, 0, 1, 2, 2, 3, 0]]
     return with_responses(config, prompts, lengths=[5, 4, 1, 6, 2, 3, 0], width=6)
 
 
 def text_rows(config: Any) -> DataProto:
-    """No image anywhere; fewer response tokens than ranks."""
+    """Rows without images, with fewer response tokens than ranks."""
     return with_responses(config, prompt_batch(config, [[], []], texts=[3, 2]), lengths=[1, 1], width=1)
 
 
 def one_image(config: Any) -> DataProto:
-    """One image, for however many ranks."""
+    """One row with one image."""
     return with_responses(config, prompt_batch(config, [[(4, 4)]], texts=[5]), lengths=[3], width=4)
 
 
 def odd_rows(config: Any) -> DataProto:
-    """Two images and none, two samples of a prompt, and an odd number of packed tokens."""
+    """Rows with two images and with none, two samples of a prompt, and an odd number of packed tokens."""
     prompts = prompt_batch(config, [[(4, 6), (8, 4)], []], texts=[4, 6])
     tokens = int(prompts["attention_mask"].sum())
     return with_responses(config, prompts[[0, 0, 1]], lengths=[3, 1, 1 + tokens % 2], width=4)
@@ -69,9 +71,9 @@ def run_pass(
     prepare: Callable[[PackedVLM], None] | None = None,
     **options: Any,
 ) -> Result:
-    """Log-probs, entropies and the whole gradients of a weighted sum of both; with dp > 1 each rank has every dp-th row.
+    """Log-probs, entropies and the full gradients of a weighted sum of both. With dp > 1 each rank has every dp-th row.
 
-    ``options`` are those of `ModelConfig`; ``prepare`` changes the model before it is spread.
+    ``options`` are those of `ModelConfig`; ``prepare`` changes the model before it is parallelized.
     """
     ranks = ranks or Ranks()
     model = tiny_model(config.model_type, config=config)
@@ -98,7 +100,7 @@ def run_pass(
 
 
 def differences(found: Result, expected: Result) -> list[str]:
-    """Where a result is off: log-probs and entropies by 1e-5, a gradient by 1e-4 of its norm, or missing."""
+    """Describes values that differ: log-probs and entropies by more than 1e-5, gradients by more than 1e-4 of their norm."""
     wrong = []
     for name in ("log_probs", "entropy"):
         error = float((found[name] - expected[name]).abs().max())
@@ -113,5 +115,5 @@ def differences(found: Result, expected: Result) -> list[str]:
 
 
 def joined(layout: Layout) -> Ranks:
-    """The calling rank's place in ``layout``."""
+    """The calling rank's `Ranks` in ``layout``, on the CPU."""
     return init_ranks(layout, CPU)

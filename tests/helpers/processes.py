@@ -1,4 +1,4 @@
-"""Functions run at the same time on several ranks that talk through gloo, all in one start of the processes."""
+"""Runs functions on several ranks over gloo, with one start of the processes for all functions."""
 
 import multiprocessing
 import os
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 PRELOADED = ("workers.roles.actor",)
-"""Imported once, in the process that the ranks are forked from."""
+"""Imported once, by the process from which the ranks are forked."""
 
 
 def run_ranks(
     size: int, scenarios: Mapping[str, Callable[[], Any]], folder: Path, timeout: float = 120
 ) -> dict[str, list[Any]]:
-    """What each scenario returned on each rank; the text of the exception where it raised.
+    """The result of each scenario on each rank, or the traceback of its exception as text.
 
-    Scenarios are importable functions without arguments; each of them runs on all ranks, one after the other.
+    Scenarios are importable functions without arguments. Each runs on all ranks, one after the other.
     """
     context = _preloaded_context()
     results = context.Queue()
@@ -46,7 +46,7 @@ def run_ranks(
 
 @cache
 def _preloaded_context() -> Any:
-    """Ranks are forked from one process for all tests; another test's, which has not imported what they need, is left."""
+    """A context whose fork server has imported `PRELOADED`; a fork server that another test started is stopped."""
     forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -61,14 +61,16 @@ def _rank(
     environment: dict[str, str],
     results: Any,
 ) -> None:
-    os.environ.update(environment)  # that of the process they are forked from may be older
+    os.environ.update(environment)  # that of the fork server may be older
     torch.set_num_threads(1)
     disable_progress_bar()
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
     for name, scenario in scenarios.items():
         try:
             outcome = scenario()
-        except BaseException:  # told to the test, so that it need not wait for the others
+        except BaseException:  # sent to the test, which then does not wait for the others
             outcome = traceback.format_exc()
-        results.put((name, rank, pickle.dumps(outcome)))  # by value: this process may end before the test looks
+        results.put(
+            (name, rank, pickle.dumps(outcome))
+        )  # by value, since this process may end before the test reads it
     dist.destroy_process_group()

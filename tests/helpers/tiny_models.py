@@ -1,7 +1,4 @@
-"""Random models of the real Hugging Face classes, one for each family, small enough for a CPU.
-
-Put into a package folder on pytest's path: ``from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model``.
-"""
+"""Tiny random models of the Hugging Face classes, one for each family."""
 
 from math import ceil
 from typing import Any
@@ -44,9 +41,9 @@ _VISION = {
 }
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
-TILE = 16  # pixels along each side of InternVL's tiles, 4 x 4 patches, 4 tokens
+TILE = 16  # side of InternVL's tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-# As in the checkpoints' own config.json; Hugging Face's classes take the last two for granted, vLLM reads them.
+# As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
 _QWEN3_TEXT = {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 _TEXT = {"qwen3_vl": _QWEN3_TEXT, "qwen3_vl_moe": _QWEN3_TEXT | _EXPERTS}
@@ -104,9 +101,7 @@ def _tiny_internvl() -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
-    """A model in float32 with sdpa attention, no parameter zero, so that nothing hides behind an initial value; of
-    `tiny_config` unless another is given.
-    """
+    """A float32 model with sdpa attention, by default of `tiny_config`. No parameter is zero, since zeros could hide errors."""
     torch.manual_seed(seed)
     model = getattr(transformers, CLASSES[model_type][1])._from_config(
         tiny_config(model_type) if config is None else config, attn_implementation="sdpa", dtype=torch.float32
@@ -118,8 +113,9 @@ def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
 
 
 def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str = "image") -> dict[str, torch.Tensor]:
-    """``multi_modal_inputs`` of random patches for images of these rows and columns of patches (videos: time first); for
-    InternVL, of as many tiles as hold so many patches.
+    """``multi_modal_inputs`` with random patches. A grid is rows and columns of patches of an image, for videos time first.
+
+    For InternVL the images become the number of tiles that hold these patches.
     """
     vision = config.vision_config
     grid_thw = torch.tensor([(1, *grid)[-3:] for grid in grids])
@@ -134,29 +130,29 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
 
 
 def takes_video(model_type: str) -> bool:
-    """Whether videos are a kind of media of the family's own."""
+    """Whether the family has inputs for videos."""
     return bool(family_of(model_type).media_layout.names("video"))
 
 
 def expand(config: Any, ids: list[int], *grids: tuple[int, int], clip: Any = None, **told: Any) -> Any:
-    """The family's expansion of ``ids`` with images of these grids, and a video's inputs."""
+    """The family's expansion of ``ids`` with images of these grids and the inputs ``clip`` of a video."""
     images = [image_inputs(config, grid) for grid in grids]
     told = {"encode_text": encode_text} | told
     return family_of(config).expand(ids, images if clip is None else [*images, clip], config, **told)
 
 
 def encode_text(text: str) -> list[int]:
-    """Ids of text that families put around media."""
+    """Token ids of the text that families insert around media."""
     return {"<img>": [START], "</img>": [END]}.get(text, [60 + len(text)])
 
 
 def placeholder(model_type: str, kind: int = IMAGE) -> list[int]:
-    """What a chat template writes for an image."""
+    """The token ids that a chat template writes for a medium."""
     return [kind] if any(family_of(model_type).image_text) else [START, kind, END]
 
 
 def forward_positions(positions: torch.Tensor) -> torch.Tensor:
-    """As a model takes them: ``(4, B, L)`` of ``(B, 4, L)``, ``(B, L)`` as it is."""
+    """Position ids as a model expects them: ``(B, 4, L)`` becomes ``(4, B, L)``, ``(B, L)`` is unchanged."""
     return positions.transpose(0, 1) if positions.ndim == 3 else positions
 
 

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with a family's special tokens and chat template, and a small image processor, made on the spot."""
+"""A byte-level tokenizer with the special tokens and chat template of a family, and a small image processor."""
 
 from functools import cache
 from typing import Any
@@ -45,7 +45,7 @@ INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|
 
 
 def tiny_tokenizer(model_type: str = "qwen2_5_vl") -> Any:
-    """256 bytes, a few merges, and the special tokens behind them."""
+    """A tokenizer of 256 bytes, a few merges and the special tokens, in this order."""
     return (
         _tokenizer(INTERNVL_SPECIAL, INTERNVL_TEMPLATE) if model_type == "internvl" else _tokenizer(SPECIAL, TEMPLATE)
     )
@@ -71,7 +71,7 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
 
 
 def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
-    """4-pixel patches merged 2 x 2: an image of 16 x 16 pixels takes 4 tokens."""
+    """An image processor with 4-pixel patches merged 2 x 2: an image of 16 x 16 pixels has 4 tokens."""
     if model_type == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     if model_type == "glm4v":
@@ -81,7 +81,7 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
 
 
 def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
-    """The tiny model's config with this tokenizer's ids."""
+    """`tiny_config` with the token ids of `tiny_tokenizer`."""
     tokenizer, config = tiny_tokenizer(model_type), tiny_config(model_type)
     config.text_config.vocab_size = len(tokenizer)
     if model_type == "internvl":
@@ -97,6 +97,6 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
 
 
 def tiny_builder(model_type: str = "qwen2_5_vl", max_prompt_length: int = 512, **options: Any) -> PromptBuilder:
-    """A builder over the above."""
+    """A `PromptBuilder` of the tiny tokenizer, image processor and config."""
     parts = tiny_tokenizer(model_type), tiny_image_processor(model_type), tiny_prompt_config(model_type)
     return PromptBuilder(*parts, max_prompt_length, **options)
