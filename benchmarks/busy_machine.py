@@ -1,4 +1,4 @@
-"""How much longer a training step takes beside one busy process: ``python benchmarks/busy_machine.py``.
+"""How much one busy process slows down a training step: ``python benchmarks/busy_machine.py``.
 
 A recipe's own command line runs twice, once as it is and once with the spinning of OpenMP's default (GOMP_SPINCOUNT=300000). They
 work in turns, a few steps each, while the other one is paused; first alone, then beside a process that keeps one core busy. What
@@ -22,7 +22,7 @@ ENDLESS = ["--steps", "1000000", "--eval-rows", "8", "--save-every", "0"]
 
 
 class Stoppable:
-    """A process in a session of its own, which this one can pause and resume."""
+    """A process in a new session, which can be paused and resumed."""
 
     def __init__(self, command: list[str], environment: dict[str, str], errors: Path) -> None:
         self.errors = errors
@@ -49,7 +49,7 @@ class Stoppable:
 
 
 class Run(Stoppable):
-    """A recipe that trains without end."""
+    """A recipe that trains until it is ended."""
 
     def __init__(self, recipe: str, folder: Path, environment: dict[str, str]) -> None:
         self.rows = folder / "run" / "metrics.jsonl"
@@ -58,7 +58,7 @@ class Run(Stoppable):
         super().__init__(command, {"HF_HUB_OFFLINE": "1"} | environment, folder / "errors.txt")
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of the next steps; the first one, which may have begun before, does not count."""
+        """Seconds of the next steps, without the first one, which may have begun earlier."""
         before = len(self._seconds())
         self.resume()
         while len(self._seconds()) < before + 1 + count:
@@ -75,7 +75,7 @@ class Run(Stoppable):
 
 
 def measure(recipe: str, rounds: int, steps: int, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of steps alone and beside the busy process, by setting."""
+    """Seconds of steps alone and beside the busy process, for each setting."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SETTINGS}
     with ExitStack() as stack:
         busy = stack.enter_context(Stoppable([sys.executable, "-c", "while True: pass"], {}, folder / "busy.txt"))

@@ -1,6 +1,6 @@
-"""1,024 rows of `tinker`-like data to training columns, beside a loop over tokens: ``python benchmarks/collation.py``.
+"""1,024 rows of `tinker`-like data to training columns, compared with a loop over tokens: ``python benchmarks/collation.py``.
 
-Rollouts and packed rows are timed in ``benchmarks/dataproto.py``. Outputs are compared before anything is timed.
+Rollouts and packed rows are timed in ``benchmarks/dataproto.py``. The outputs are compared before they are timed.
 """
 
 import random
@@ -26,7 +26,7 @@ ROWS, REPEATS = 1024, 5
 
 
 def drawn_data() -> list[Datum]:
-    """Rows of 64 to 1,024 tokens in two chunks, of which the last two thirds are learnt."""
+    """Rows of 64 to 1,024 tokens in two chunks, with the last two thirds of the tokens trained on."""
     draw = random.Random(0)
     data = []
     for _ in range(ROWS):
@@ -39,7 +39,7 @@ def drawn_data() -> list[Datum]:
 
 
 def loop_over_tokens(data: list[Datum], builder: PromptBuilder) -> dict[str, torch.Tensor]:
-    """The same columns, a token at a time."""
+    """The same columns, built token by token."""
     width = max(len(datum.loss_fn_inputs["target_tokens"]) for datum in data) + 1
     columns: dict[str, list[list[Any]]] = {
         name: [] for name in ("input_ids", "attention_mask", "response_mask", "loss_weights")
@@ -68,7 +68,7 @@ def loop_over_tokens(data: list[Datum], builder: PromptBuilder) -> dict[str, tor
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Processor time of the fastest of several runs, as others may be at work on this machine."""
+    """Processor time of the fastest of several runs, since other processes may use this machine."""
     times = []
     for _ in range(REPEATS):
         start = time.process_time()

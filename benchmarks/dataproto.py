@@ -1,13 +1,13 @@
-"""`DataProto` beside verl's and beside the floor, on one core, in one run and one table.
+"""`DataProto` compared with verl's and with a lower bound, on one core, in one run and one table.
 
     python benchmarks/dataproto.py --verl-python /path/to/verl-venv/bin/python
 
-Each side is a process of its own on the same core: this project; verl 0.9.1 (or what a row names instead); and the floor, what
-the row cannot do without: a `memcpy`, the raw torch operation, a dict of arrays through the same channel. They take turns, one
-standing still while the other works; the first round does not count. `--rows` runs the rows whose name contains a text.
+Each side is a separate process on the same core: this project; verl 0.9.1 (or what a row names instead); and the floor, a lower
+bound: a `memcpy`, the raw torch operation, or a dict of arrays through the same channel. The sides take turns, and
+one is idle while another works. The first round is a warm-up. `--rows TEXT` runs the rows whose names contain the text.
 
-Where memory is fresh, most of the time of a copy goes into its pages. `MALLOC_MMAP_THRESHOLD_=4294967296
-MALLOC_TRIM_THRESHOLD_=17179869184` in the environment lets all sides keep what they freed, and shows the copies alone.
+A copy into newly allocated memory spends most of its time on page faults. `MALLOC_MMAP_THRESHOLD_=4294967296
+MALLOC_TRIM_THRESHOLD_=17179869184` in the environment lets all sides reuse freed memory, so that only the copies are measured.
 
 The rows are in `benchmarks/dataproto_rows.py`.
 """
@@ -69,7 +69,7 @@ def finish(rows: dict[int, Any]) -> None:
 
 
 def serve(side: str, number: int, connection: Any) -> None:
-    """One row of one side, in a process of its own: measures whenever asked."""
+    """One row of one side, in a separate process: measures on request."""
     work = ROWS[number].work(side)
     while connection.recv():
         connection.send(None if work is None else once(work, ROWS[number].unit))
@@ -85,7 +85,7 @@ def once(work: Work, unit: str) -> float:
 
 
 class Side:
-    """A process that measures when told to."""
+    """A process that measures on request."""
 
     def __init__(self, python: str, side: str, core: int, errors: IO[str]) -> None:
         self.errors = errors
@@ -121,7 +121,7 @@ class Side:
 
 
 def compare(pythons: dict[str, str], rows: Sequence[int], repeats: int, core: int) -> str:
-    """Lets the sides measure in turns and tells the medians as a table."""
+    """Lets the sides measure in turns and returns the medians as a table."""
     lines = [f"| work | {' | '.join(SIDES[side] for side in pythons)} | ours / verl | target | met |"]
     lines.append("|" + "---|" * (len(pythons) + 4))
     with contextlib.ExitStack() as stack:

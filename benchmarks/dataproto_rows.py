@@ -1,6 +1,6 @@
-"""What `benchmarks/dataproto.py` measures: a function for each row of its table, which makes the work of one side.
+"""The rows of `benchmarks/dataproto.py`: a function for each row of its table, which returns the work of one side.
 
-To add a row, write a function like those below: it prepares and returns what is measured.
+To add a row, write a function like those below: it prepares the data and returns the function to measure.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what is done, and how much of a side's figure (or of a number) ours may be at most."""
+    """A row of the table: its name, and the limit of our figure, relative to another side's or absolute."""
 
     name: str
     work: Callable[[str], Work | None]
@@ -45,9 +45,9 @@ ROWS: list[Row] = []
 
 
 def row(name: str, limit: tuple[str, float] | None = None, unit: str = "ms") -> Callable[[Any], Any]:
-    """Adds a row. Its function takes a side, prepares, and returns the work to time, or ``None`` where the side has none.
+    """Registers a row. Its function takes a side, prepares the data, and returns the work to time, or ``None`` for no work.
 
-    With another unit than ms, the figure is what the work returns.
+    With a unit other than ms, the figure is the return value of the work.
     """
 
     def add(work: Callable[[str], Work | None]) -> Callable[[str], Work | None]:
@@ -190,7 +190,7 @@ def ray_media(side: str) -> Work:
 
 
 class RayBlobs:
-    """Where parts of a batch keep what they share: Ray's object store."""
+    """A blob store in Ray's object store."""
 
     def __init__(self) -> None:
         self.refs: list[Any] = []
@@ -209,9 +209,9 @@ class RayBlobs:
 
 
 def parts_of_samples(side: str) -> Callable[[], tuple[list[Any], list[Any]]]:
-    """Puts 16 images x 8 samples, not grouped, in 8 parts; the floor puts each image and its patches once.
+    """Puts 16 images x 8 samples, not grouped, in 8 parts. The floor puts each image and its patches once.
 
-    What it makes returns the objects of the parts, and the other objects that they need.
+    The work returns the objects of the parts and the other objects that they need.
     """
     import numpy as np
 
@@ -428,7 +428,7 @@ def collate_rollouts(side: str) -> Work:
 
 
 def packed(side: str, lists: bool) -> Work | None:
-    """Rows in bins of 4,096 tokens, found beforehand; the last two thirds of each row are learnt."""
+    """Rows in given bins of 4,096 tokens; the last two thirds of each row are trained on."""
     import numpy as np
     import torch
 

@@ -1,10 +1,10 @@
-"""A whole GRPO step in the shape of the published Geometry3K runs, over the GPUs of a machine: seconds by phase, tokens/s, MFU.
+"""A full GRPO step with the sizes of the published Geometry3K runs, on the GPUs of one machine: seconds by phase, tokens/s, MFU.
 
     python benchmarks/geo3k_step.py --gpus 4 --size 7b                  # 512 prompts x 5 samples, mini-batches of 128, KL
     python benchmarks/geo3k_step.py --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32       # anywhere
 
-Prompts are about 350 tokens with one image; random weights end no response, so its length is drawn: log-normal with mean 400,
-cut at 2,048. Weights, data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
+Prompts are about 350 tokens with one image; random weights never end a response, so its length is sampled: log-normal with mean
+400, at most 2,048. Weights, data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
 """
 
 import argparse
@@ -40,13 +40,13 @@ IMAGE = 420  # pixels; 15 x 15 tokens
 
 
 def drawn_length(seed: int, limit: int) -> int:
-    """Tokens of the response with this random stream: log-normal."""
+    """The number of tokens of a response, log-normal, from its random stream."""
     mean = math.log(MEAN_LENGTH) - LENGTH_SIGMA**2 / 2
     return max(min(int(random.Random(seed).lognormvariate(mean, LENGTH_SIGMA)), limit), 1)
 
 
 def of_drawn_lengths(engine: type) -> type:
-    """An engine whose responses have drawn lengths."""
+    """An engine whose responses have sampled lengths."""
 
     class DrawnLengths(engine):  # type: ignore[misc]
         def _params(self, number: int, sampling: Any) -> Any:
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Problems with a picture each and about 120 tokens of text, as `PromptBuilder` takes them."""
+    """Rows for `PromptBuilder` with one image and about 120 tokens of text each."""
     found = []
     for number in range(count):
         rng = random.Random(number)
@@ -106,7 +106,7 @@ def parse() -> argparse.Namespace:
         default=True,
         help="FSDP frees weights after the forward pass",
     )
-    parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps, after one warm-up step")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
     parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
@@ -148,7 +148,7 @@ def main() -> None:
         layout=Layout(dp=arguments.gpus),
         timeout_s=500,
     ) as roles:
-        print(f"roles are up: {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
         config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
         found = []
         for number in range(1 + arguments.steps):

@@ -1,4 +1,4 @@
-"""Seconds of a whole GRPO step (sample, score, log-probs, update) on a CPU, beside TRL's `GRPOTrainer`.
+"""Seconds of a full GRPO step (sample, score, log-probs, update) on a CPU, compared with TRL's `GRPOTrainer`.
 
     python benchmarks/grpo_step.py --trl-python /path/to/trl-venv/bin/python
 
@@ -47,7 +47,7 @@ Step = dict[str, float]  # seconds by phase, and the counts of `WORK`
 
 
 def prepare(workload: Path, settings: dict[str, Any]) -> None:
-    """Writes what both sides read: ``checkpoint/``, ``problems.json`` with its pictures, ``settings.json``."""
+    """Writes the workload of both sides: ``checkpoint/``, ``problems.json`` with its pictures, ``settings.json``."""
     from transformers import AutoConfig, GenerationConfig
 
     from dataproto.vlm import family_of
@@ -71,7 +71,7 @@ def prepare(workload: Path, settings: dict[str, Any]) -> None:
 
 
 def measure(workload: Path) -> None:
-    """Our side, in this process: steps when it is its turn."""
+    """Our side, in this process: runs a step in each of its turns."""
     import torch
 
     from recipes.grpo import GRPOConfig, grpo_step
@@ -103,7 +103,7 @@ def measure(workload: Path) -> None:
 
 
 def prompt_rows(workload: Path) -> list[dict[str, Any]]:
-    """The workload's problems as `PromptBuilder` takes them."""
+    """The problems of the workload as rows for `PromptBuilder`."""
     return [
         {
             "prompt": [{"role": "user", "content": f"<image>{row['text']}"}],
@@ -129,7 +129,7 @@ def work(data: "DataProto") -> Step:
 
 
 class Side:
-    """A process that steps when told to."""
+    """A process that runs a step on request."""
 
     def __init__(self, command: Sequence[str], workload: Path, threads: int) -> None:
         self.command = command
@@ -169,7 +169,7 @@ class Side:
 
 
 def compare(workload: Path, settings: Mapping[str, Any], commands: Sequence[Sequence[str]]) -> str:
-    """Lets the sides step in turns and tells the measured steps as text."""
+    """Lets the sides step in turns and returns the measured steps as text."""
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         sides = [stack.enter_context(Side(command, workload, settings["threads"])) for command in commands]
@@ -191,7 +191,7 @@ def compare(workload: Path, settings: Mapping[str, Any], commands: Sequence[Sequ
 
 
 def check_same_work(steps: Mapping[str, list[Step]], settings: Mapping[str, Any]) -> None:
-    """Both sides saw the same prompts, step by step, and every row reached the limit."""
+    """Checks that both sides had the same prompts in each step, and that every response reached the limit."""
     rows = settings["prompts"] * settings["samples"]
     prompts = [step["prompt_tokens"] for step in next(iter(steps.values()))]
     expected = [[rows, tokens, rows * settings["max_tokens"]] for tokens in prompts]
@@ -234,7 +234,7 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it, our side runs alone")
     parser.add_argument("--steps", type=int, default=16, help="measured steps of each side (default: 16)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them that do not count (default: 3)")
+    parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default: 3)")
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step (default: 16)")
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt (default: 16)")
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens of each response (default: 16)")

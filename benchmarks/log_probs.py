@@ -1,11 +1,11 @@
-"""Log-probs of chosen tokens from hidden states, forward and backward: ours, Liger's fused losses, and full logits.
+"""Log-probs of target tokens from hidden states, forward and backward: ours, Liger's fused losses, and full logits.
 
     python benchmarks/log_probs.py                                                        # a 7B head on a GPU
     python benchmarks/log_probs.py --tokens 512 --hidden 64 --vocabulary 4096             # on a CPU
 
 Each side ends in one number whose gradient goes to states and weight. Liger (``pip install liger-kernel``, on a GPU) computes
-gradients in its forward pass, where it has to know the loss; it sums the weight's in bfloat16 unless told otherwise, ours does in
-float32. Memory is what a side takes beyond its inputs at its peak.
+gradients in its forward pass, where it has to know the loss; by default it sums the gradient of the weight in bfloat16, ours in
+float32. Memory is the peak beyond the inputs.
 """
 
 import argparse
@@ -27,7 +27,7 @@ REPEATS = 5
 
 
 class Head:
-    """States, weight and targets of one size."""
+    """Hidden states, weight and targets of one size."""
 
     def __init__(self, tokens: int, hidden: int, vocabulary: int, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -46,14 +46,14 @@ class Head:
         logits.log_softmax(-1).gather(1, self.targets[:, None]).mean().backward()
 
     def liger_sides(self) -> dict[str, Callable[[], None]]:
-        """Liger's losses, where they run."""
+        """Liger's losses, if they are installed."""
         if self.device.type != "cuda":
             return {}
         try:
             from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
             from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
         except ImportError:
-            print("liger-kernel is not installed: left out")
+            print("liger-kernel is not installed: skipped")
             return {}
         half, whole = LigerFusedLinearCrossEntropyLoss(), LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
         grpo = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=True, temperature=1.0)
@@ -77,7 +77,7 @@ class Head:
 
 
 def measure(head: Head, side: Callable[[], None]) -> tuple[float, float | None]:
-    """Milliseconds, and GiB beyond the inputs on a GPU."""
+    """Milliseconds, and on a GPU the peak memory beyond the inputs in GiB."""
     on_gpu = head.device.type == "cuda"
     for _ in range(2):
         side()

@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL checkpoint of a real size with random weights, tokenizer and image processor, for machines that reach no hub.
+"""A Qwen2.5-VL checkpoint of a real size with random weights, tokenizer and image processor, for machines without a network.
 
 python benchmarks/random_checkpoint.py 7b OUTPUT_DIRECTORY
 """
@@ -17,7 +17,7 @@ from recipes.tiny import make_tiny_model  # noqa: E402
 
 
 def make(path: Path, size: str) -> Path:
-    """Writes the checkpoint in bfloat16, once: a directory that holds one is left as it is."""
+    """Writes the checkpoint in bfloat16, unless the directory already has one."""
     if (path / "config.json").is_file():
         return path
     make_tiny_model(path)  # tokenizer, image processor, generation settings

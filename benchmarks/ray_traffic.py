@@ -1,9 +1,9 @@
-"""What a GRPO step sends through Ray's object store, beside the size of its distinct images, and the driver's peak memory.
+"""The bytes that a GRPO step puts into Ray's object store, compared with its distinct images, and the driver's peak memory.
 
     python benchmarks/ray_traffic.py                       # 32 prompts x 8 samples, images of 512 pixels, 2 processes
 
-The bytes are Ray's own count of all that any process puts into the store. A batch whose rows own their media would send them once
-for each sample and each call.
+The bytes are Ray's count over all processes. A batch whose rows do not share their media would put them once for each sample and
+call.
 """
 
 import argparse
@@ -35,19 +35,19 @@ MIB = 2**20
 
 
 def put_bytes() -> int:
-    """All bytes that have been put into the store of this machine."""
+    """All bytes that were put into the object store of this machine."""
     state = get_state_from_address(ray.get_runtime_context().gcs_address)
     return int(get_memory_info_reply(state).store_stats.cumulative_created_bytes)
 
 
 def resident() -> int:
-    """Bytes of this process that are its own: pages mapped from the object store do not count."""
+    """Resident bytes of this process, without pages mapped from the object store."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
 class Peak:
-    """The largest `resident` of a block, looked at every few milliseconds."""
+    """The largest `resident` within a block, sampled every few milliseconds."""
 
     def __enter__(self) -> "Peak":
         self.bytes, self._over = resident(), False
@@ -79,7 +79,7 @@ def rows(prompts: int, pixels: int, step: int) -> list[dict[str, Any]]:
 
 
 def media_bytes(prompts: DataProto) -> int:
-    """Pixels as PIL keeps them (four bytes each) and patches, each once."""
+    """Bytes of the distinct pixels, as PIL stores them (four bytes each), and patches."""
     pixels = sum(4 * image.width * image.height for row in prompts["multi_modal_data"] for image in row["image"])
     return pixels + sum(tensor.nbytes for row in prompts["multi_modal_inputs"] for tensor in row.values())
 

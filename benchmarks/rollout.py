@@ -1,10 +1,10 @@
-"""Our vLLM engine beside bare vLLM on one GPU: tokens/s, weight hand-over, sleep and wake, memory, and the actor's log-probs.
+"""Our vLLM engine compared with bare vLLM on one GPU: tokens/s, weight transfer, sleep and wake, memory, and log-probs.
 
-    python benchmarks/rollout.py --size 7b                  # ours, and bare vLLM in a process of its own after it
-    python benchmarks/rollout.py --size 7b --gpus 2 --tensor-parallel 2     # ours alone, the actor sharded by FSDP over the GPUs
+    python benchmarks/rollout.py --size 7b                  # ours, then bare vLLM in a separate process
+    python benchmarks/rollout.py --size 7b --gpus 2 --tensor-parallel 2     # ours only, the actor sharded by FSDP over the GPUs
     python benchmarks/rollout.py --size tiny --requests 8 --max-tokens 32         # on a CPU build of vLLM
 
-Prompts have one image and about 350 tokens; random weights end no response, so every one has ``--max-tokens`` tokens. Bare vLLM
+Prompts have one image and about 350 tokens; random weights never end a response, so each has ``--max-tokens`` tokens. Bare vLLM
 gets the same token ids and images, without log-probs, once with and once without a seed for each request.
 """
 
@@ -46,7 +46,7 @@ def synchronize() -> None:
 
 
 def used_gib() -> float:
-    """Memory of the device that is taken, by whatever."""
+    """Used memory of the device, of all processes."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -97,7 +97,7 @@ class Ours:
             say(name, value, unit)
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """How long ``work`` takes on all ranks, the devices' part included."""
+        """Seconds of ``work`` on all ranks, including the work of the devices."""
         self.wait()
         start = time.perf_counter()
         work()
@@ -116,7 +116,7 @@ class Ours:
         self.engine.load_weights(self.weights())
 
     def one_by_one(self) -> None:
-        """What a plain program does."""
+        """Weight transfer of a plain program: one full tensor after the other."""
         model = self.actor.module.model
         self.engine.load_weights((name, full_tensor(weight)) for name, weight in model.named_parameters())
 
@@ -178,7 +178,7 @@ def ours(path: str, arguments: argparse.Namespace) -> None:
 
 
 def bare(path: str, arguments: argparse.Namespace) -> None:
-    """vLLM as it comes."""
+    """vLLM without our engine."""
     from rollout.vllm import versions as vllm_versions
 
     vllm_versions.set_environment()
@@ -222,9 +222,7 @@ def main() -> None:
     parser.add_argument("--size", default="7b", choices=["tiny", "3b", "7b"])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument(
-        "--cycles", type=int, default=ROUNDS, help="times that the engine sleeps and wakes (default: 3)"
-    )
+    parser.add_argument("--cycles", type=int, default=ROUNDS, help="number of sleep and wake cycles (default: 3)")
     parser.add_argument("--memory-share", type=float, default=0.5, help="of the device, for the engine")
     parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"

@@ -1,4 +1,4 @@
-"""Speed of a training step: packed rows through `ActorWorker.update`, padded ones through plain Hugging Face, a bare text loop.
+"""Speed of a training step: packed rows with `ActorWorker.update`, padded rows with plain Hugging Face, and a bare text loop.
 
     python benchmarks/train_step.py --device cpu --size tiny
     python benchmarks/train_step.py --size 3b                                             # one H200
@@ -61,7 +61,7 @@ def policy_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tensor
 
 
 class Bench:
-    """One model on its device, and the figures of its parts."""
+    """One model on its device, and the results of the parts."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -82,7 +82,7 @@ class Bench:
         self.figures: list[dict[str, Any]] = []
 
     def actor(self) -> ActorWorker:
-        """A worker over random weights, made on the device."""
+        """A worker with random weights, created on the device."""
         a = self.arguments
         options = ActorConfig(
             model_path=str(Path(tempfile.mkdtemp())),
@@ -112,7 +112,7 @@ class Bench:
         return worker
 
     def update(self, worker: ActorWorker, name: str, samples: int) -> None:
-        """Whole updates, batches drawn beforehand."""
+        """Full updates on batches that were generated before."""
         a = self.arguments
         batches = [
             make_batch(self.config, self.shape, a.prompts * self.world, samples, seed=1000 * step)
@@ -132,12 +132,12 @@ class Bench:
         self.record(name, found[a.warmup :])
 
     def share(self, batch: DataProto) -> DataProto:
-        """This rank's rows, as a group hands them out."""
+        """This rank's rows, split as by a group."""
         shares = self.ranks.size("dp")
         return batch if shares == 1 else share_out(batch, shares)[self.ranks.rank("dp")]
 
     def mfu(self, work: Any, seconds: float) -> dict[str, float]:
-        """Of all devices together."""
+        """The MFU of all devices together."""
         peak = peak_flops(self.device)
         if peak is None:
             return {"GFLOP/s": work.total / seconds / 1e9}
@@ -145,7 +145,7 @@ class Bench:
         return {"mfu": work.total / seconds / peak, "mfu_language": work.language / seconds / peak}
 
     def text(self, worker: ActorWorker) -> None:
-        """The ceiling: decoder and head over packed text."""
+        """An upper bound: decoder and head over packed text."""
         batch = make_batch(self.config, self.shape, self.arguments.prompts, 1, seed=1000)
         module = worker.module
         family, model = module.family, module.model
@@ -175,7 +175,7 @@ class Bench:
         self.repeat("text, bare loop", step, work, worker)
 
     def tower(self, worker: ActorWorker) -> None:
-        """The vision tower alone."""
+        """Only the vision tower."""
         merged, count = (16, 64) if self.arguments.size != "tiny" else (4, 16)
         vision = self.config.vision_config
         grids = torch.tensor([[1, 2 * merged, 2 * merged]] * count)
@@ -197,7 +197,7 @@ class Bench:
         return make_batch(self.config, self.shape, 1, 1, seed=0)[:0]
 
     def repeat(self, name: str, step: Callable[[], None], work: Any, worker: ActorWorker, vision: float = 0.0) -> None:
-        """Times a step whose work is always the same; its gradients are dropped."""
+        """Times a step with constant work and discards its gradients."""
         found = []
         for number in range(self.arguments.steps + self.arguments.warmup):
             self.synchronize()
@@ -244,7 +244,7 @@ class Bench:
         self.record("padded, plain Hugging Face", found[1:])
 
     def record(self, name: str, found: list[dict[str, Any]]) -> None:
-        """Medians over the steps, and the last step's own metrics."""
+        """Records medians over the steps, and the metrics of the last step."""
         figure: dict[str, Any] = {"part": name, "tokens/s": median(f["tokens"] / f["seconds"] for f in found)}
         for key in ("seconds", "mfu", "mfu_language", "GFLOP/s", "TFLOP/s"):
             if key in found[0]:
@@ -260,7 +260,7 @@ class Bench:
 
     @contextlib.contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Goes on with the other parts where one needs more memory than there is."""
+        """Continues with the other parts if one runs out of memory."""
         self.free()
         try:
             yield
@@ -345,7 +345,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, on each device (default: 32)")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt in part `shared` (default: 8)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each part (default: 5)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default: 3)")
     parser.add_argument("--token-budget", type=int, default=8192, help="of a micro-batch, on each rank (default: 8192)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])

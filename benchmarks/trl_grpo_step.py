@@ -27,7 +27,7 @@ def score(response: str, answer: str) -> float:
 
 
 def load_rows(workload: Path) -> list[dict[str, Any]]:
-    """The workload's problems, pictures decoded: ``text``, ``answer`` and ``image`` (PIL)."""
+    """The problems of the workload with decoded pictures: ``text``, ``answer`` and ``image`` (PIL)."""
     from PIL import Image
 
     rows = json.loads((workload / "problems.json").read_text())
@@ -35,7 +35,7 @@ def load_rows(workload: Path) -> list[dict[str, Any]]:
 
 
 def in_memory_dataset(rows: Sequence[dict[str, Any]]) -> Any:
-    """A `datasets.Dataset` that hands out pictures decoded once, so that TRL decodes none while it is timed."""
+    """A `datasets.Dataset` with decoded pictures, so that TRL decodes none while it is timed."""
     from datasets import Dataset
 
     def look_up(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
@@ -50,9 +50,9 @@ def in_memory_dataset(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def load_processor(checkpoint: Path) -> Any:
-    """Qwen2.5-VL's processor; where torchvision is missing, which its video half wants, one without that half.
+    """The processor of Qwen2.5-VL; without torchvision, which its video part needs, a processor without that part.
 
-    No video is ever processed here, so what is timed is the same.
+    The workload has no videos, so both take the same time.
     """
     from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLProcessor
 
@@ -66,7 +66,7 @@ def load_processor(checkpoint: Path) -> Any:
 
 
 def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
-    """A `GRPOTrainer` set up as fast as it gets on a CPU: one forward and one optimizer step for all rows of a step.
+    """A `GRPOTrainer` with the fastest settings on a CPU: one forward pass and one optimizer step for all rows of a step.
 
     Its `step` holds the seconds of the current step's phases and the counts of its rows and tokens.
     """
@@ -138,18 +138,18 @@ def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
 
 
 def say(word: str, facts: dict[str, Any]) -> None:
-    """Tells the process that compares: one line of JSON behind a word, among whatever else is printed."""
+    """Reports to the comparing process: one line with a word and JSON, among other output."""
     print(f"\n{word} {json.dumps(facts)}", flush=True)
 
 
 def await_turn() -> None:
-    """Waits for the process that compares; the other half stands still while this one steps."""
+    """Waits for the comparing process. The other half is idle while this one runs a step."""
     if not sys.stdin.readline():
         sys.exit("nobody waits for the next step")
 
 
 def measure(workload: Path, settings: dict[str, Any]) -> None:
-    """Steps when it is this half's turn; each ends when the trainer is ready to load the next one's rows."""
+    """Runs a step in each turn of this half; it ends when the trainer is ready to load the rows of the next step."""
     from transformers import TrainerCallback
 
     trainer = make_trainer(workload, settings)

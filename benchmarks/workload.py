@@ -1,4 +1,4 @@
-"""Models and batches that benchmarks share: Qwen-VL's real sizes with random weights, rows as rollouts leave them."""
+"""Models and batches for benchmarks: the sizes of Qwen-VL with random weights, and rows like those of rollouts."""
 
 import math
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ SIZES = (*TEXT, "moe", "tiny-moe")
 
 @dataclass(frozen=True)
 class Shape:
-    """How long things are, in tokens; images in merged patches along a side."""
+    """Lengths of a batch in tokens; image sizes in merged patches along a side."""
 
     text: tuple[int, int] = (50, 300)
     images: tuple[int, int] = (1, 3)
@@ -139,7 +139,7 @@ def model_config(size: str) -> Any:
 
 
 def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int) -> DataProto:
-    """``prompts`` x ``samples`` rows as a rollout leaves them, samples of a prompt together."""
+    """``prompts`` x ``samples`` rows like those of a rollout, with the samples of a prompt next to each other."""
     family, rng = family_of(config), np.random.default_rng(seed)
     vision, words = config.vision_config, config.image_token_id - 8
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -1,4 +1,4 @@
-"""Writes the table of well-known columns into docs/columns.md: what stands before and behind it stays."""
+"""Replaces the table of well-known columns in docs/columns.md and keeps the text around it."""
 
 from pathlib import Path
 
