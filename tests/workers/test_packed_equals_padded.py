@@ -1,4 +1,4 @@
-"""The packed path against Hugging Face's own forward, row by row, in float32: log-probs within 1e-5 absolute, each
+"""The packed model compared with the forward pass of Hugging Face, row by row, in float32: log-probs within 1e-5 absolute, each
 parameter's gradient within 1e-5 of its norm."""
 
 import copy
@@ -25,13 +25,13 @@ def model(request):
 
 
 def mixed_batch(model):
-    """Two images of unequal size, one, none, a prompt that shares its image with another row, and samples of one prompt."""
+    """Rows with two images of unequal size, with one and with none; a shared image, and samples of one prompt."""
     grids = [[(4, 6), (8, 4)], [(6, 6)], [], [(6, 6)]]
     prompts = prompt_batch(model.config, grids, texts=[4, 7, 5, 3])[[0, 1, 2, 2, 3, 0, 0]]
     return with_responses(model.config, prompts, lengths=[5, 1, 6, 2, 3, 4, 0], width=6)
 
 
-def test_log_probs_and_gradients(model):
+def test_log_probs_and_gradients_are_equal(model):
     data = mixed_batch(model)
     weights = (
         torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(0)) * data["response_mask"]
@@ -76,7 +76,7 @@ def test_entropy_is_that_of_the_policy(model):
     torch.testing.assert_close(outputs.log_probs, log_probs, atol=1e-5, rtol=0)
 
 
-def test_token_types_can_be_told_from_the_prompt(model):
+def test_token_types_can_be_inferred_from_the_prompt(model):
     data = mixed_batch(model)
     packed = PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0)
     assert torch.equal(infer_token_types(packed, data), data["mm_token_type_ids"])
@@ -185,8 +185,8 @@ def test_saving_and_loading_continues_to_the_bit(checkpoint, tmp_path):
         assert torch.equal(a, b), name
 
 
-def test_gradients_of_rows_wanted_twice_are_added_up_in_one_order():
-    """To the last bit those of a loop, also by several threads; the gradient of an index is added up by whoever comes first."""
+def test_gradients_of_repeated_rows_are_added_in_a_fixed_order():
+    """They equal those of a loop bit by bit with several threads. The gradient of an indexing operation does not."""
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(0, 7, (20_000,), generator=generator)
     states = torch.randn(7, 64, generator=generator, requires_grad=True)

@@ -1,3 +1,5 @@
+"""Scores of a reward function, and errors of `launch`."""
+
 import numpy as np
 import pytest
 import torch
@@ -53,7 +55,7 @@ def test_no_rows_are_no_error(checkpoint):
     assert len(worker.score(responses(worker, "x")[:0])) == 0
 
 
-def test_roles_that_were_not_launched_say_how(checkpoint):
+def test_a_role_that_was_not_launched_is_an_error_that_says_how(checkpoint):
     with launch(actor=ActorConfig(checkpoint)) as roles:
         assert not roles.has("reference")
         with pytest.raises(InvalidConfig, match=r"launch\(reward=\.\.\.\)"):
