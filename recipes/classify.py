@@ -8,6 +8,7 @@ label column. Accuracy is that of greedy answers which are exactly right, measur
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -17,10 +18,10 @@ from recipes.data.conversation_rows import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, Templates, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.report.confusion import Confusion, save_confusion
-from recipes.run.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.run.command_line import exit_status, names_a_model, parse_config
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.loop import RunConfig
-from recipes.run.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
+from recipes.run.supervised import RowsConfig, SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.training.optimizer import OptimizerConfig
@@ -70,9 +71,13 @@ TINY = ClassifyConfig(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    return run_from_command_line(run, parse, sys.argv[1:] if arguments is None else arguments)
+    with exit_status() as status:
+        config = parse(arguments)
+        pictures = open_labelled(config.data, config.run.seed)
+        print(f"report: {run_supervised(config, partial(classification_task, config, pictures))}")
+    return status.code
 
 
 def parse(arguments: Sequence[str]) -> ClassifyConfig:
@@ -84,13 +89,8 @@ def parse(arguments: Sequence[str]) -> ClassifyConfig:
     return parse_config(arguments, ClassifyConfig() if names_a_model(arguments) else TINY, __doc__, "recipes.classify")
 
 
-def run(config: ClassifyConfig) -> Path:
-    """Runs the recipe and returns the path of its report."""
-    data = open_labelled(config.data, config.run.seed)
-    return run_supervised(config, lambda model_path: task(config, data, model_path))
-
-
-def task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> Task:
+def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:
+    """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and their confusion."""
     data = config.data
     limits = (data.max_length, data.min_pixels, data.max_pixels)
     builder = SupervisedBuilder.from_pretrained(model_path, *limits)
@@ -121,7 +121,7 @@ def task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> Tas
         metrics |= found | {"val/other_answers": confusion.other_share}
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
-    return Task(builder, loader, evaluate, data.max_length + data.max_response_length)
+    return SupervisedTask(builder, loader, evaluate, data.max_length + data.max_response_length)
 
 
 def open_labelled(data: ClassifyDataConfig, seed: int) -> LabelledData:
@@ -143,4 +143,4 @@ def _has_images(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,15 @@
-"""PPO (arXiv:1707.06347) with a critic, as one function over roles."""
+"""PPO (arXiv:1707.06347) with a critic: ``python -m recipes.ppo``.
 
-from dataclasses import dataclass
+Data, model, reward and report are those of `recipes.grpo`; beside the policy, a critic of the same kind learns the value of each
+token.
+"""
 
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
 from torch import Tensor
 
 from dataproto import DataProto
@@ -9,22 +17,27 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.advantages import gae, whiten
 from recipes.algorithms.losses import value_loss
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.grpo import policy_loss
+from recipes.run.command_line import exit_status
 from recipes.run.dynamic_sampling import More
-from recipes.run.metrics import add_update, timed
+from recipes.run.loop import RunConfig
+from recipes.run.metrics import join_updates, timed
 from recipes.run.phases import (
-    Metrics,
     Progression,
-    add_log_probs,
+    engine_differences,
     entropy_coefficient,
-    roll_out,
+    generate_and_score,
     rows_to_learn,
     shape_rewards,
-    update_actor,
 )
+from recipes.run.policy_gradient import DataConfig, PolicyGradientConfig, parse_with_defaults, run
 from rollout.engine import SamplingParams
 from workers import Roles
 from workers.roles.critic import Values
 from workers.training.forward_pass import LossFn
+from workers.training.optimizer import OptimizerConfig
+
+OUTPUT_DIR = Path("outputs/ppo")
 
 
 @dataclass(frozen=True)
@@ -73,48 +86,95 @@ def ppo_step(
     progression: Progression | None = None,
     more: More | None = None,
 ) -> tuple[DataProto, dict[str, float]]:
-    """Samples, scores and updates critic and policy once over; returns the rollout batch and the metrics of the step.
+    """One step: sample, score, update critic and policy. Returns the rollouts and the metrics.
 
-    Args:
-        progression: what goes on from step to step; needed by the critic's warm-up and by a KL weight that adapts.
-        more: gives further prompts; needed by dynamic sampling.
+    ``progression`` carries state between steps: their number, for the critic's warm-up, and an adaptive KL weight; ``more``
+    returns further prompts, for dynamic sampling.
     """
     progression = progression or Progression(config.kl_controller())
-    metrics: dict[str, float] = {}
-    data = roll_out(roles, prompts, config, sampling, more, metrics)
-    add_log_probs(roles, data, config, config.updates(len(prompts)), metrics)
+    data, metrics = generate_and_score(roles, prompts, config, sampling, more)  # config.n rows for each prompt
+    if config.needs_old_log_probs(config.updates(len(prompts))) and "old_log_probs" not in data:
+        with timed(metrics, "old_log_prob"):
+            data |= roles.actor.log_probs(data, into="old_log_probs")
+    if config.settings.kl_coef:
+        with timed(metrics, "ref"):
+            data |= roles.reference.log_probs(data, into="ref_log_prob")
     with timed(metrics, "values"):
-        data["values"] = roles.critic.values(data)["values"]
+        data |= roles.critic.values(data)
     with timed(metrics, "adv"):
-        shape_rewards(data, config, progression.kl, sampling.max_tokens, metrics)
+        data, shaped = shape_rewards(data, config, progression.kl, sampling.max_tokens)
         add_advantages(data, config)
-        learned = rows_to_learn(data, config, (sampling.seed, progression.steps), metrics)
-    update_critic(roles, learned, config, metrics)
+        learned, corrected = rows_to_learn(data, config, seed=(sampling.seed, progression.steps))
+    metrics |= shaped | corrected
+    if len(learned):
+        with timed(metrics, "update_critic"):
+            found = roles.critic.update(learned, critic_loss(config), config.minibatch, config.critic_epochs)
+        metrics = join_updates(metrics, found)
     progression.steps += 1
     if progression.steps > config.critic_warmup:
-        update_actor(roles, learned, config, entropy_coefficient(data, config), metrics)
-    else:
-        roles.sync_weights()  # the end of a step, whoever has learned
+        metrics["actor/entropy_coeff"] = entropy_coefficient(data, config)
+        if len(learned):
+            loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.settings.aggregation
+            with timed(metrics, "update_actor"):
+                updated = roles.actor.update_and_score(
+                    learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
+                )
+            metrics = join_updates(metrics, updated.metrics) | engine_differences(learned, config, updated.scores)
+    roles.sync_weights()
     return data, metrics
 
 
 def add_advantages(data: DataProto, config: PPOConfig) -> None:
-    """Columns ``advantages`` and ``returns`` ``(B, R)``, of rewards and values."""
+    """Adds the columns ``advantages`` and ``returns`` ``(B, R)``, from rewards and values."""
     mask = data["response_mask"]
     advantages, data["returns"] = gae(data["token_level_rewards"], data["values"], mask, config.gamma, config.lam)
     data["advantages"] = whiten(advantages, mask) if config.whiten else advantages
 
 
-def update_critic(roles: Roles, data: DataProto, config: PPOConfig, metrics: Metrics) -> None:
-    """The critic's update, if there is a row."""
-    if not len(data):
-        return
-    with timed(metrics, "update_critic"):
-        found = roles.critic.update(
-            data,
-            critic_loss(config),
-            minibatch=config.minibatch,
-            epochs=config.critic_epochs,
-            aggregation="token-mean",
-        )
-    add_update(metrics, found)
+@dataclass(frozen=True)
+class PPORunConfig(PolicyGradientConfig):
+    """A run of PPO."""
+
+    algorithm: PPOConfig = field(default_factory=PPOConfig)
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))  # verl's rate
+
+    @property
+    def updates(self) -> dict[str, int]:
+        policy = super().updates["optimizer"]
+        critic = self.algorithm.critic_epochs * policy // self.algorithm.epochs
+        return {"optimizer": policy, "critic_optimizer": critic}
+
+    @property
+    def critic(self) -> OptimizerConfig:
+        return self.critic_optimizer
+
+
+# What a model of under a million parameters learns from drawn problems within minutes on two cores.
+TINY = PPORunConfig(
+    data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
+    algorithm=PPOConfig(n=16, kl_coef=0.1),
+    optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
+    critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=10),
+    run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    with exit_status() as status:
+        print(f"report: {run(parse(arguments), ppo_step)}")
+    return status.code
+
+
+def parse(arguments: Sequence[str]) -> PPORunConfig:
+    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+    """
+    return parse_with_defaults(arguments, PPORunConfig(), TINY, __doc__, "recipes.ppo")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ and ``--data-path`` the same loop trains any checkpoint of a known family on dat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from recipes.data.conversation_rows import Questions, conversation_rows, convers
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.mixture import Mixture
-from recipes.run.command_line import names_a_model, parse_config, run_from_command_line
+from recipes.run.command_line import exit_status, names_a_model, parse_config
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.loop import RunConfig
-from recipes.run.supervised import RowsConfig, SupervisedConfig, Task, held_out_loss, run_supervised
+from recipes.run.supervised import RowsConfig, SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
 from rollout.prompts import PromptBuilder, SupervisedBuilder, Turns
 from workers import Roles
 from workers.training.optimizer import OptimizerConfig
@@ -66,9 +67,12 @@ TINY = SFTConfig(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    return run_from_command_line(run, parse, sys.argv[1:] if arguments is None else arguments)
+    with exit_status() as status:
+        config = parse(arguments)
+        print(f"report: {run_supervised(config, partial(conversation_task, config))}")
+    return status.code
 
 
 def parse(arguments: Sequence[str]) -> SFTConfig:
@@ -80,12 +84,8 @@ def parse(arguments: Sequence[str]) -> SFTConfig:
     return parse_config(arguments, SFTConfig() if names_a_model(arguments) else TINY, __doc__, "recipes.sft")
 
 
-def run(config: SFTConfig) -> Path:
-    """Runs the recipe and returns the path of its report."""
-    return run_supervised(config, lambda model_path: task(config, model_path))
-
-
-def task(config: SFTConfig, model_path: str) -> Task:
+def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:
+    """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions."""
     data = config.data
     limits = (data.max_length, data.min_pixels, data.max_pixels)
     builder = SupervisedBuilder.from_pretrained(model_path, *limits).learning(data.turns)
@@ -111,7 +111,7 @@ def task(config: SFTConfig, model_path: str) -> Task:
             metrics |= evaluate_answers(roles, asked, data.max_response_length, config.run.output_dir, step)[0]
         return metrics | {"data/skipped_eval_rows": len(rows.skipped)}
 
-    return Task(builder, loader, evaluate, data.max_length + data.max_response_length)
+    return SupervisedTask(builder, loader, evaluate, data.max_length + data.max_response_length)
 
 
 def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Any]:
@@ -165,4 +165,4 @@ def _fitting(path: str, split: str, builder: SupervisedBuilder) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from recipes.report.charts import smooth
+from recipes.report.metrics_file import read_metrics
 from recipes.report.samples import RolloutSample, load_rollouts, rollout_steps
-from recipes.run.metrics import read_metrics
 
 REWARD, ACCURACY = "#e0762f", "#2f6fde"
 GOOD, BAD, SOFT = "#11783c", "#b3261e", "#5d6672"
@@ -20,7 +20,7 @@ LINES = 6
 
 def plot_curves(rows: Sequence[Mapping[str, float]], path: str | Path) -> None:
     """Draws sampled reward and held-out accuracy over steps into an image file; ``rows`` as of
-    `recipes.run.metrics.read_metrics`.
+    `recipes.report.read_metrics`.
     """
     figure = Figure(figsize=(8, 3.4), dpi=150, layout="constrained")
     axes = figure.add_subplot()

@@ -25,7 +25,7 @@ from recipes.algorithms.losses import (
     value_loss,
 )
 from recipes.algorithms.mismatch import Differences, correction_metrics, difference_metrics, differences
-from recipes.algorithms.options import AlgorithmConfig, add_loss_columns, outcome_advantage, policy_loss
+from recipes.algorithms.options import AlgorithmConfig, NamedLoss, add_loss_columns, outcome_advantage
 from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
 from recipes.algorithms.registry import ADVANTAGES, LOSSES, Settings
 
@@ -35,6 +35,7 @@ __all__ = [
     "AlgorithmConfig",
     "Differences",
     "KLController",
+    "NamedLoss",
     "Settings",
     "add_loss_columns",
     "clip_cov_loss",
@@ -61,7 +62,6 @@ __all__ = [
     "outcome_advantage",
     "overlong_penalty",
     "penalised_rewards",
-    "policy_loss",
     "random_high_covariance",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",

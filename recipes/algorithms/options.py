@@ -1,5 +1,6 @@
 """The options that all policy-gradient recipes share, and the loss and the advantages that they select."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -10,11 +11,10 @@ from dataproto.errors import InvalidColumn, InvalidConfig
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
 from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
 from recipes.algorithms.penalties import KLController
-from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, call_by_names, takes
+from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, arguments_by_name, takes
 from rollout.engine import SamplingParams
 from workers.model.packed_model import Outputs
 from workers.training.aggregation import AggregationMode
-from workers.training.forward_pass import LossFn
 
 KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl, "k3+": unbiased_k3_kl}
 LOSS_OPTIONS = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
@@ -259,7 +259,7 @@ def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
     function = ADVANTAGES.find(name).function
     if name == "gae":
         raise InvalidConfig("gae needs the values of a critic")
-    found = call_by_names(f"algorithm.advantage={name}", function, _columns(data), config.options())
+    found = function(**arguments_by_name(f"algorithm.advantage={name}", function, _columns(data), config.options()))
     _check_shape(f"algorithm.advantage={name}", found, data["response_mask"])
     advantages: Tensor = found
     return advantages
@@ -268,38 +268,37 @@ def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
 def add_loss_columns(config: AlgorithmConfig, data: DataProto, seed: tuple[int, int]) -> None:
     """Adds the columns that the loss reads and that depend on the whole batch; random ones are drawn with ``seed``."""
     for name, function in LOSSES.find(config.loss).columns.items():
-        data[name] = call_by_names(name, function, _columns(data), config.options() | {"seed": seed})
+        data[name] = function(**arguments_by_name(name, function, _columns(data), config.options() | {"seed": seed}))
 
 
-def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
-    """The selected policy loss as a loss function for the actor, with KL term and entropy bonus.
+@dataclass(frozen=True)
+class NamedLoss:
+    """The function that ``config.loss`` names, and the options that it may take.
 
-    If the batch has the column ``rollout_is_weights``, the loss is multiplied by it.
+    All names are looked up by `find`, so that the processes that compute the loss need not know what users have registered.
     """
-    # Look up all names here, because the loss function also runs in processes where users' names are not registered.
-    what, function, options = f"algorithm.loss={config.loss}", LOSSES.find(config.loss).function, config.options()
-    kl_coef, estimate_kl = config.settings.kl_coef, KL_ESTIMATORS[config.settings.kl]
-    kl_in_loss = config.kl_in_loss
 
-    def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-        # Without old log-probs the policy has not changed since it sampled, so the current log-probs are the old ones.
+    name: str
+    function: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def find(cls, config: AlgorithmConfig) -> "NamedLoss":
+        return cls(f"algorithm.loss={config.loss}", LOSSES.find(config.loss).function, config.options())
+
+    def arguments(self, outputs: Outputs, data: DataProto) -> dict[str, Any]:
+        """What the function takes of the columns, the options, and ``log_probs`` and ``entropy`` of the update.
+
+        Without the column ``old_log_probs`` the policy has not changed since it sampled: its log-probs are the old ones.
+        """
         columns = {"old_log_probs": outputs.log_probs.detach()} | _columns(data)
         columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
-        loss, metrics = call_by_names(what, function, columns, options)
-        for each in (loss, *metrics.values()):
-            _check_shape(what, each, outputs.log_probs)
-        if "rollout_is_weights" in data:
-            loss = loss * data["rollout_is_weights"]
-        metrics = metrics | {"actor/pg_loss": loss, "actor/entropy": outputs.entropy}
-        if entropy_coef:
-            loss = loss - entropy_coef * outputs.entropy
-        if kl_in_loss:
-            kl = estimate_kl(outputs.log_probs, data["ref_log_prob"])
-            loss = loss + kl_coef * kl
-            metrics["actor/kl_loss"] = kl
-        return loss, metrics
+        return arguments_by_name(self.name, self.function, columns, self.options)
 
-    return loss_fn
+    def check(self, outputs: Outputs, *results: object) -> None:
+        """Raises `InvalidColumn` unless the loss and each metric are ``(B, R)``."""
+        for each in results:
+            _check_shape(self.name, each, outputs.log_probs)
 
 
 def _columns(data: DataProto) -> dict[str, Any]:

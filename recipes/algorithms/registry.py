@@ -123,16 +123,16 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def call_by_names(
+def arguments_by_name(
     what: str, function: Callable[..., Any], columns: Mapping[str, Any], options: Mapping[str, Any]
-) -> Any:
-    """Calls a function with the columns and options that its arguments name. Other arguments keep their defaults.
+) -> dict[str, Any]:
+    """The columns and the options that the arguments of a function name; arguments that are neither keep their defaults.
 
     Raises:
         InvalidConfig: an argument without a default is neither a column nor an option.
 
-    >>> call_by_names("sum", lambda a, b, c=3: a + b + c, {"a": 1}, {"b": 2})
-    6
+    >>> arguments_by_name("sum", lambda a, b, c=3: a + b + c, {"a": 1}, {"b": 2})
+    {'a': 1, 'b': 2}
     """
     given = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -148,7 +148,7 @@ def call_by_names(
                 f"{what} has the argument {name!r}, which is neither an option nor a column of this batch; "
                 f"the columns are {', '.join(sorted(columns))}"
             )
-    return function(**given)
+    return given
 
 
 _SEQUENCE_MEAN = {"aggregation": "seq-mean-token-mean"}

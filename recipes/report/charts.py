@@ -94,6 +94,19 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration as minutes and seconds, or hours, minutes and seconds.
+
+    >>> [format_seconds(value) for value in (0.4, 59.9, 61, 3661, 90000, float("nan"))]
+    ['0:00', '1:00', '1:01', '1:01:01', '25:00:00', '?']
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def smooth(points: Sequence[tuple[float, float]]) -> Points:
     """Means over a centred window of about a tenth of the points, half as wide at the ends; so it does not lag behind.
 

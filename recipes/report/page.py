@@ -9,8 +9,7 @@ import io
 import json
 import math
 import platform
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -19,18 +18,16 @@ from typing import Any
 
 from PIL import Image
 
-from dataproto.errors import DataProtoError, FileFormatError
-from recipes.report.charts import COLOURS, Series, line_chart, number, safe_text
+from dataproto.errors import FileFormatError
+from recipes.report.charts import COLOURS, Series, format_seconds, line_chart, number, safe_text
 from recipes.report.confusion import MOST, Confusion, confusion_picture, latest_confusion
-from recipes.report.samples import RolloutSample, load_rollouts, rollout_samples, rollout_steps, save_rollouts
+from recipes.report.metrics_file import METRICS_FILE, read_metrics
+from recipes.report.samples import RolloutSample, load_rollouts, rollout_steps
 from recipes.report.style import PAGE, STYLE
-from recipes.run.metrics import METRICS_FILE, read_metrics
-from recipes.run.progress import format_seconds
-
-__all__ = ["environment", "held_out_accuracy", "load_rollouts", "rollout_samples", "save_rollouts", "write_report"]
 
 Rows = Sequence[Mapping[str, float]]
 
+CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE = "config.json", "environment.json", "report.html"
 MAX_CARDS = 24
 TINY = 160  # pictures narrower than this are shown enlarged
 ACCURACY = "val-core/*/acc/mean@*"
@@ -95,8 +92,8 @@ def write_report(run_dir: str | Path) -> Path:
     rows = read_metrics(run_dir / METRICS_FILE)
     steps = rollout_steps(run_dir)
     shown = {step: load_rollouts(run_dir, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])}
-    config = _read_json(run_dir / "config.json")
-    recorded = _read_json(run_dir / "environment.json")
+    config = _read_json(run_dir / CONFIG_FILE)
+    recorded = _read_json(run_dir / ENVIRONMENT_FILE)
     body = [
         _tiles(rows),
         _section("Curves", "", _charts(rows), "charts"),
@@ -112,7 +109,7 @@ def write_report(run_dir: str | Path) -> Path:
         style=STYLE,
         body="\n".join(filter(None, body)),
     )
-    path, temporary = run_dir / "report.html", run_dir / "report.html.tmp"
+    path, temporary = run_dir / REPORT_FILE, run_dir / f"{REPORT_FILE}.tmp"
     temporary.write_text(page, encoding="utf-8", errors="replace")
     return temporary.replace(path)
 
@@ -349,16 +346,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise FileFormatError(f"{path}: not JSON ({error})") from error
     return found if isinstance(found, dict) else {"value": found}
-
-
-def main(arguments: Iterable[str]) -> int:
-    paths = list(arguments)
-    if len(paths) != 1 or paths[0].startswith("-"):
-        print("usage: python -m recipes.report RUN_DIR", file=sys.stderr)
-        return 0 if paths in (["-h"], ["--help"]) else 2
-    try:
-        print(write_report(paths[0]))
-    except (DataProtoError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0

@@ -1,35 +1,43 @@
-"""What the entry points of recipes share: options from a command line, and an exit status."""
+"""What the commands of all recipes share: options from a command line, their checks, and an exit status."""
 
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import tyro
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import DataProtoError, InvalidConfig
+from rollout.engine import ENGINES
+from workers.ranks.layout import Layout
 
 Config = TypeVar("Config")
 
 
-def run_from_command_line(
-    run: Callable[[Any], Path], parse: Callable[[Sequence[str]], Any], arguments: Sequence[str], made: str = "report"
-) -> int:
-    """Parses, runs, and returns the exit status; a user's mistake is one line on stderr. ``made`` is what a run leaves."""
-    disable_progress_bar()  # of transformers; ours is enough
+@dataclass
+class ExitStatus:
+    """The exit status of a command: 0 unless it failed."""
+
+    code: int = 0
+
+
+@contextlib.contextmanager
+def exit_status() -> Iterator[ExitStatus]:
+    """Sets the exit status of the block: 2 after a user's mistake, which is one line on stderr, and 130 after an interrupt."""
+    disable_progress_bar()  # of transformers; a run shows its own
+    status = ExitStatus()
     try:
-        print(f"{made}: {run(parse(arguments))}")
+        yield status
     except (DataProtoError, OSError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+        status.code = 2
     except KeyboardInterrupt:
         print("\ninterrupted: run the same command with --resume to continue from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+        status.code = 130
 
 
 def parse_config(arguments: Sequence[str], default: Config, description: str | None, prog: str) -> Config:
@@ -52,7 +60,7 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Messages are not broken at the width of the terminal."""
+    """Keeps tyro from breaking its messages at the width of the terminal."""
     width = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -65,14 +73,44 @@ def _unwrapped() -> Iterator[None]:
 
 
 def names_a_model(arguments: Sequence[str]) -> bool:
-    """Whether a command line has ``--model-path``: without it recipes run a small model and its defaults."""
+    """Whether a command line has ``--model-path``; without it recipes train a small model with defaults for it."""
     return _has_any(arguments, "--model-path")
 
 
 def names_an_algorithm(arguments: Sequence[str]) -> bool:
-    """Whether a command line names a loss or an advantage, whose papers then set what it does not."""
+    """Whether a command line names a loss or an advantage, whose paper then sets the options that it leaves out."""
     return _has_any(arguments, "--algorithm.loss", "--algorithm.advantage")
 
 
 def _has_any(arguments: Sequence[str], *options: str) -> bool:
     return any(argument.split("=")[0].replace("_", "-") in options for argument in arguments)
+
+
+class Placed(Protocol):
+    """The fields of a recipe's configuration that say where and in how many processes it runs."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def on(self) -> str: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def max_restarts(self) -> int: ...
+
+
+def check_placement(config: Placed) -> None:
+    """Refuses what no machine can run.
+
+    Raises:
+        InvalidConfig: an unknown engine, a number out of range, or several processes without Ray.
+    """
+    if config.engine not in ENGINES:
+        raise InvalidConfig(f"engine {config.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+    if config.max_restarts < 0:
+        raise InvalidConfig(f"max_restarts={config.max_restarts}: must be at least 0")
+    if config.on == "local" and config.layout.world_size > 1:
+        raise InvalidConfig(f"{config.layout} needs {config.layout.world_size} processes: add --on ray")

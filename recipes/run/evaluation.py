@@ -7,7 +7,6 @@ from dataproto import DataProto
 from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.run.metrics import timed, validation_metrics
 from rollout.engine import SamplingParams
-from rollout.prompts import PromptBuilder
 from workers import Roles
 
 REPORTED_ROLLOUTS = 24  # of each evaluation
@@ -16,8 +15,10 @@ REPORTED_ROLLOUTS = 24  # of each evaluation
 def evaluate_answers(
     roles: Roles, held_out: Iterable[DataProto], max_tokens: int, output_dir: Path, step: int
 ) -> tuple[dict[str, float], list[DataProto]]:
-    """``val-core/<source>/{acc,reward}/mean@1`` of greedy answers, some of which go to ``output_dir/rollouts``; and the
-    scored batches.
+    """Answers held-out problems greedily, and keeps some answers in ``output_dir/rollouts`` for the report.
+
+    Returns:
+        ``val-core/<source>/{acc,reward}/mean@1``, and the scored batches.
     """
     metrics: dict[str, float] = {}
     batches = []
@@ -34,9 +35,3 @@ def evaluate_answers(
     uids = [uid for data in batches for uid in data["uid"]]
     present = {name: values for name, values in columns.items() if len(values) == len(uids)}
     return metrics | validation_metrics(sources, uids, present), batches
-
-
-def save_processors(builder: PromptBuilder, directory: Path) -> None:
-    """Tokenizer and image processor beside exported weights, so that the directory is a whole checkpoint."""
-    builder.tokenizer.save_pretrained(directory)
-    builder.image_processor.save_pretrained(directory)

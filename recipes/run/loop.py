@@ -2,10 +2,11 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -14,20 +15,28 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.packing import MAX_TOKENS
+from recipes.report.metrics_file import MetricsLog
 from recipes.run.dynamic_sampling import More
-from recipes.run.metrics import MetricsLog, rollout_metrics, speed_metrics, timed
+from recipes.run.metrics import rollout_metrics, speed_metrics, timed
 from recipes.run.progress import Progress
+from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
 from workers.training.checkpoint_files import missing_parts
 
 STATE_FILE = "trainer.pt"
 
-# prompts, and what gives more of them -> scored rollouts, metrics
-StepFunction = Callable[[DataProto, More], tuple[DataProto, dict[str, float]]]
-Evaluate = Callable[[int], dict[str, float]]  # step -> metrics
+Evaluate = Callable[[Roles, int], dict[str, float]]  # roles, number of the step -> metrics
 Measure = Callable[[DataProto, Mapping[str, float], int], dict[str, float]]
-"""What a step returned, and how many devices the run has -> further metrics."""
+"""The rows that a step returned, its metrics, and the number of devices of the run -> further metrics."""
+
+
+class StepFunction(Protocol):
+    """One step of an algorithm: returns its rows, scored if `measure_rollouts` is to measure them, and its metrics."""
+
+    def __call__(self, roles: Roles, prompts: DataProto, /, *, more: More) -> tuple[DataProto, dict[str, float]]:
+        """``more(reason)`` returns further prompts, for steps that need them (dynamic sampling)."""
+        ...
 
 
 def measure_rollouts(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
@@ -37,15 +46,25 @@ def measure_rollouts(data: DataProto, metrics: Mapping[str, float], devices: int
 
 
 class Stateful(Protocol):
-    """Something whose position can be saved, as values that `torch.load` reads without running code."""
+    """An object whose position can be saved, as values that `torch.load` reads without running code."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Stateless:
+    """The state of an algorithm that carries nothing from step to step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to load."""
+
+
 class Loader(Stateful, Protocol):
-    """An endless source of prompt batches, each row with a ``uid`` of its own, the same after a resume."""
+    """An endless source of batches. Each row has a unique ``uid``, the same after a resume; see `PromptLoader`."""
 
     @property
     def skipped(self) -> dict[int, str]:
@@ -67,7 +86,7 @@ class RunConfig:
     resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
     overwrite: bool = False  # begin anew, deleting the run that output_dir holds
     seed: int = 0  # of data order and sampling; the tiny model's weights too
-    output_dir: Path = Path("outputs/geo3k_grpo")  # metrics, checkpoints, report
+    output_dir: Path = Path("outputs/grpo")  # metrics, checkpoints, report
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.keep_checkpoints < 1:
@@ -82,86 +101,124 @@ def train(
     run: RunConfig,
     roles: Roles,
     loader: Loader,
-    step_function: StepFunction,
-    evaluate: Evaluate,
-    save_processors: Callable[[Path], None],
-    progression: Stateful,
+    step: StepFunction,
+    evaluate: Evaluate | None = None,
+    builder: PromptBuilder | None = None,
+    progression: Stateful | None = None,
     measure: Measure = measure_rollouts,
 ) -> None:
-    """Runs the steps from wherever the run stands, and writes one metrics row for each.
+    """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
-    Row 0 holds the evaluation before the first step. A checkpoint is written after its step's row; a resumed run drops the
-    rows after its checkpoint, and every step that follows is the one that an uninterrupted run makes.
+    Each step writes one row of ``metrics.jsonl``; row 0 holds the evaluation before the first step. A checkpoint is written
+    after the row of its step. With ``run.resume`` training continues after the newest checkpoint: later rows are dropped, and
+    each step equals that of an uninterrupted run. docs/custom_recipe.py is a whole recipe around it::
+
+        def reinforce_step(roles, prompts, more):
+            data = roles.rollout.generate(prompts, SamplingParams(n=8, max_tokens=64))
+            data |= roles.reward.score(data)
+            data["advantages"] = group_advantage(data["token_level_rewards"], data["uid"], data["response_mask"])
+            metrics = roles.actor.update(data, reinforce_loss)
+            roles.sync_weights()
+            return data, metrics
+
+        run = RunConfig(steps=100, output_dir=Path("outputs/mine"))
+        with recorded_run(run), launch(actor=ActorConfig(checkpoint), reward=reward) as roles:
+            train(run, roles, PromptLoader(rows, builder, batch_size=64), reinforce_step, evaluate)
 
     Args:
-        save_processors: writes tokenizer and image processor beside the exported weights.
-        progression: what the algorithm carries from step to step.
-        measure: statistics of a step's batch.
+        loader: the batches of the steps; its position is part of a checkpoint.
+        step: called as ``step(roles, prompts, more=more)``.
+        evaluate: called as ``evaluate(roles, number)``, before the first step, every ``run.eval_every`` steps and after the last.
+        builder: its tokenizer and image processor are saved beside the exported weights, so that these are a whole model.
+        progression: state that the algorithm carries from step to step; part of a checkpoint.
+        measure: statistics of the rows that a step returns.
+
+    Raises:
+        MissingColumn: a batch of the loader has no ``uid``.
+        CheckpointError: the checkpoint to resume from is damaged, or a checkpoint could not be written.
     """
+    progression = progression or Stateless()
     done = restore(run, roles, loader, progression) if run.resume else None
     first = 1 if done is None else done + 1
     keep = done if done is not None or not run.resume else -1
-    checkpoints = Checkpoints(run, roles, save_processors)
+    checkpoints = Checkpoints(run, roles, builder)
     with (
         MetricsLog(run.output_dir, resume_after=keep) as log,
         Progress(run.steps, first - 1) as progress,
         contextlib.closing(checkpoints),
     ):
+
+        def more(reason: str) -> DataProto:
+            progress.doing(reason)
+            return draw(loader)
+
         if done is None:
             progress.note("evaluating before the first step")
-            log.write(0, evaluate(0))
-        for step in range(first, run.steps + 1):
-            metrics = train_step(loader, step_function, progress, measure, roles.devices)
-            if is_due(step, run.eval_every, run.steps):
-                metrics |= evaluate(step)
-            log.write(step, metrics)
-            progress.update(step, metrics)
-            if is_due(step, run.save_every, run.steps):
-                checkpoints.save(step, loader, progression)
+            log.write(0, evaluate(roles, 0) if evaluate else {})
+        for number in range(first, run.steps + 1):
+            metrics: dict[str, float] = {}
+            with timed(metrics, "step"):
+                with timed(metrics, "data"):
+                    prompts = draw(loader)
+                data, found = step(roles, prompts, more=more)
+            metrics |= found | {"data/skipped_rows": len(loader.skipped)}
+            metrics |= measure(data, metrics, roles.devices)
+            if evaluate and is_due(number, run.eval_every, run.steps):
+                metrics |= evaluate(roles, number)
+            log.write(number, metrics)
+            progress.update(number, metrics)
+            if is_due(number, run.save_every, run.steps):
+                checkpoints.save(number, loader, progression)
 
 
-def with_restarts(attempt: Callable[[RunConfig], None], run: RunConfig, loader: Loader, max_restarts: int) -> None:
-    """Runs ``attempt``; after a worker has failed, again from the last checkpoint, at most ``max_restarts`` times.
+def draw(loader: Loader) -> DataProto:
+    """The loader's next batch.
 
     Raises:
-        WorkerFailed: the last attempt's.
+        MissingColumn: it has no ``uid``. Uids made up later would depend on the process, so no resume would be exact.
+    """
+    prompts = next(loader)
+    require(prompts, "uid")
+    return prompts
+
+
+class Attempt:
+    """One attempt at a run, as a context manager: it suppresses `WorkerFailed` while restarts are left."""
+
+    def __init__(self, run: RunConfig, restarts_left: int) -> None:
+        self.run, self.restarts_left = run, restarts_left
+        self.failed = False
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.failed = isinstance(error, WorkerFailed) and self.restarts_left > 0
+        if self.failed:
+            left = f"{self.restarts_left} restarts left"
+            print(f"{error}\nstarting again from the last checkpoint ({left})", file=sys.stderr)
+        return self.failed
+
+
+def attempts(run: RunConfig, loader: Loader, max_restarts: int) -> Iterator[Attempt]:
+    """Yields an attempt at the run and, each time a worker fails, another one from the last checkpoint.
+
+    ``max_restarts`` limits the further attempts; the error of the last one reaches the caller::
+
+        for attempt in attempts(run, loader, max_restarts=2):
+            with attempt, launch(...) as roles:
+                train(attempt.run, roles, loader, step)
     """
     start = loader.state_dict()
     for restarts_left in range(max_restarts, -1, -1):
-        try:
-            return attempt(run)
-        except WorkerFailed as failure:
-            if not restarts_left:
-                raise
-            print(
-                f"{failure}\nstarting again from the last checkpoint ({restarts_left} restarts left)", file=sys.stderr
-            )
-            loader.load_state_dict(start)  # where there is no checkpoint yet; else `restore` sets it
-            run = replace(run, resume=True, overwrite=False)
-
-
-def train_step(
-    loader: Loader, step_function: StepFunction, progress: Progress, measure: Measure, devices: int
-) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-
-    def draw() -> DataProto:
-        prompts = next(loader)
-        require(
-            prompts, "uid"
-        )  # streams of rows without one are counted from the start of a process, so no resume is exact
-        return prompts
-
-    def more(reason: str) -> DataProto:
-        progress.doing(reason)
-        return draw()
-
-    with timed(metrics, "step"):
-        with timed(metrics, "data"):
-            prompts = draw()
-        data, step_metrics = step_function(prompts, more)
-    metrics |= step_metrics | {"data/skipped_rows": len(loader.skipped)}
-    return metrics | measure(data, metrics, devices)
+        attempt = Attempt(run, restarts_left)
+        yield attempt
+        if not attempt.failed:
+            return
+        loader.load_state_dict(start)  # for a run without a checkpoint; else `restore` sets the position
+        run = replace(run, resume=True, overwrite=False)
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -174,20 +231,21 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, at once or behind its back; whole or not at all."""
+    """Writes the checkpoints of a run, whole or not at all; with ``run.save_behind`` while training goes on."""
 
-    def __init__(self, run: RunConfig, roles: Roles, save_processors: Callable[[Path], None]) -> None:
-        self.run, self.roles, self.save_processors = run, roles, save_processors
-        self.root = run.output_dir.absolute()  # workers may stand in another directory
+    def __init__(self, run: RunConfig, roles: Roles, builder: PromptBuilder | None = None) -> None:
+        """``builder``: its tokenizer and image processor are saved beside the actor's exported weights."""
+        self.run, self.roles, self.builder = run, roles, builder
+        self.root = run.output_dir.absolute()  # workers may have another working directory
         self.models = {"actor": roles.actor} | ({"critic": roles.critic} if roles.has("critic") else {})
         self._open = contextlib.ExitStack()  # the checkpoint that is still being written
         self._writing = False
 
     def save(self, step: int, loader: Loader, progression: Stateful) -> None:
-        """Writes the checkpoint of a step; the one before is finished first.
+        """Writes the checkpoint of a step, after the previous one is complete.
 
         Raises:
-            CheckpointError: what the workers wrote is not where this process looks for it.
+            CheckpointError: this process does not find the files that the workers wrote.
         """
         self.finish()
         state = {
@@ -201,13 +259,15 @@ class Checkpoints:
             stack.push(partial(self._check_written, directory))
             for name, group in self.models.items():
                 group.save(directory / name, behind=self.run.save_behind)
-            self.save_processors(directory / "actor" / "huggingface")
+            if self.builder is not None:
+                for processor in (self.builder.tokenizer, self.builder.image_processor):
+                    processor.save_pretrained(directory / "actor" / "huggingface")
             torch.save(state, directory / STATE_FILE)
             if self.run.save_behind:
                 self._open, self._writing = stack.pop_all(), True
 
     def finish(self) -> None:
-        """Waits until all roles have written the last checkpoint; raises what went wrong, which leaves the one before."""
+        """Waits until all roles have written the last checkpoint; raises their error, which leaves the previous checkpoint."""
         writing, self._writing = self._writing, False
         with self._open.pop_all():
             if writing:
@@ -223,7 +283,7 @@ class Checkpoints:
                 )
 
     def close(self) -> None:
-        """As `finish`; after an error of the run it only says that a checkpoint could not be finished."""
+        """Like `finish`; if the run has failed, a checkpoint that could not be finished is only reported."""
         failed = sys.exc_info()[0] is not None
         try:
             self.finish()
@@ -234,10 +294,13 @@ class Checkpoints:
 
 
 def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful) -> int | None:
-    """Sets everything to where the newest checkpoint was; returns its step, or ``None`` if there is no checkpoint.
+    """Restores models, data position and random states from the newest checkpoint.
+
+    Returns:
+        The step of the checkpoint, or ``None`` if there is none.
 
     Raises:
-        CheckpointError: it is not of this kind of run.
+        CheckpointError: the checkpoint is damaged or of another step.
     """
     found = latest_checkpoint(run.output_dir.absolute())
     if found is None:

@@ -1,20 +1,22 @@
-"""Rollout of the next batch while this one is learned from, on devices of its own: one step off policy.
+"""One step off policy: the engines generate the next batch, on separate devices, while the actor learns from this one.
 
-The engines start on the next prompts before the update, with the weights of the last update but one; they take the new ones
-when both are done. So a batch is at most one update old, its ``old_log_probs`` are those of the policy that sampled it, and the
-loss's ratio corrects for what has changed since.
+The engines start on the next prompts before the update of this batch, and take the new weights when both are done. So a batch is
+at most one update old. Its ``old_log_probs`` are those of the policy that sampled it, so the ratio in the loss corrects for
+that update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dataproto import DataProto
-from recipes.run.loop import Loader
+from recipes.run.loop import Loader, Measure, measure_rollouts
+from recipes.run.phases import Progression
 from rollout.engine import SamplingParams
+from workers import Roles
 
 
 class LookAhead:
-    """A loader that shows its next batch before it is due. Its saved position is that of what has been handed out."""
+    """A loader that can show its next batch early. Its saved position counts only the batches that it has returned."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -27,7 +29,7 @@ class LookAhead:
         return self.loader.skipped
 
     def peek(self) -> DataProto:
-        """The batch that comes next."""
+        """The next batch, which the next call of ``next`` returns."""
         if self._next is None:
             self._position = self.loader.state_dict()
             self._next = next(self.loader)
@@ -51,13 +53,16 @@ class RolloutAhead:
     """A rollout group that generates for the loader's next batch while the caller learns from the current one."""
 
     def __init__(self, group: Any, loader: LookAhead, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """``goes_on`` says whether there is a step after the one that generates now."""
+        """``goes_on`` tells whether another step follows the current one."""
         self.group, self.loader, self.goes_on = group, loader, goes_on
         self.staleness = 0  # updates between the weights that sampled the last batch and those that learn from it
         self._ahead: tuple[DataProto, Any] | None = None  # prompts and the future of their rollouts
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """As the group's; the loader's current prompts may have been generated for already, and the next ones begin."""
+        """Responses to the prompts, as of the group.
+
+        For the loader's current prompts they may be ready, and generation for the next prompts begins.
+        """
         if prompts is not self.loader.current:
             data: DataProto = self.group.generate(prompts, sampling)
             return data
@@ -73,3 +78,19 @@ class RolloutAhead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
+
+
+def generate_ahead(roles: Roles, loader: Loader, progression: Progression, steps: int) -> tuple[LookAhead, Measure]:
+    """Replaces the rollout group by a `RolloutAhead` for a run of ``steps``.
+
+    Returns:
+        The loader of the run, and the measure that adds ``training/staleness``.
+    """
+    batches = LookAhead(loader)
+    group = RolloutAhead(roles.rollout, batches, lambda: progression.steps + 1 < steps)
+    roles.rollout = group
+
+    def measure(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
+        return {"training/staleness": group.staleness} | measure_rollouts(data, metrics, devices)
+
+    return batches, measure

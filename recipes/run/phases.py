@@ -1,6 +1,8 @@
-"""The phases of a step that policy-gradient recipes share; each adds to the step's metrics."""
+"""The phases of a step that policy-gradient recipes share. Each returns its rows and its metrics.
 
-from collections.abc import MutableMapping
+Dimension letters: B rows, R response tokens.
+"""
+
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,15 +15,15 @@ from dataproto.errors import InvalidConfig
 from dataproto.planning import cut_minibatches
 from recipes.algorithms.correction import importance_weights, kept_tokens
 from recipes.algorithms.mismatch import correction_metrics, difference_metrics
-from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns, policy_loss
+from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, add_loss_columns
 from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
 from recipes.run.dynamic_sampling import More, sample_informative_groups
-from recipes.run.metrics import add_update, timed
+from recipes.run.metrics import timed
 from rollout.engine import SamplingParams
 from workers import Roles
 from workers.roles.reward import place_on_last_token
 
-Metrics = MutableMapping[str, float]
+Metrics = dict[str, float]
 
 
 @dataclass
@@ -38,15 +40,22 @@ class Progression:
         self.steps, self.kl.coef = int(state["steps"]), float(state["kl_coef"])
 
 
-def roll_out(
-    roles: Roles,
-    prompts: DataProto,
-    config: AlgorithmConfig,
-    sampling: SamplingParams,
-    more: More | None,
-    metrics: Metrics,
-) -> DataProto:
-    """Samples and scores, ``config.n`` rows for each prompt; with dynamic sampling until all groups teach something."""
+def generate_and_score(
+    roles: Roles, prompts: DataProto, config: AlgorithmConfig, sampling: SamplingParams, more: More | None = None
+) -> tuple[DataProto, Metrics]:
+    """Samples ``config.n`` responses to each prompt and scores them.
+
+    With dynamic sampling it goes on until every group has samples of different scores. ReMax adds the column
+    ``reward_baselines (B,)``, the scores of greedy responses. With ``skip_old_log_probs`` the engine's log-probs are also the
+    column ``old_log_probs``.
+
+    Args:
+        more: returns further prompts; dynamic sampling needs it.
+
+    Raises:
+        InvalidConfig: dynamic sampling without ``more``.
+    """
+    metrics: Metrics = {}
 
     def sample(prompts: DataProto) -> DataProto:
         with timed(metrics, "gen"):
@@ -54,55 +63,41 @@ def roll_out(
         with timed(metrics, "reward"):
             data |= roles.reward.score(data)
         if config.needs_greedy:
-            data["reward_baselines"] = greedy_scores(roles, prompts, sampling, metrics).repeat_interleave(config.n)
+            with timed(metrics, "gen"):
+                greedy: DataProto = roles.rollout.generate(prompts, replace(sampling, n=1, temperature=0.0))
+            with timed(metrics, "reward"):
+                scores: Tensor = roles.reward.score(greedy)["token_level_rewards"].sum(-1)
+            metrics["reward/greedy_baseline"] = float(scores.mean())
+            data["reward_baselines"] = scores.repeat_interleave(config.n)
         return data
 
-    generations = config.settings.dynamic_sampling
-    if not generations:
-        return sample(prompts)
-    if more is None:
-        raise InvalidConfig("dynamic sampling needs further prompts: pass the step what gives them")
-    data, found = sample_informative_groups(sample, prompts, more, generations, config.filter_metric)
-    metrics.update(found)
-    return data
-
-
-def greedy_scores(roles: Roles, prompts: DataProto, sampling: SamplingParams, metrics: Metrics) -> Tensor:
-    """``(B,)`` float32: the scores of the greedy responses to the prompts."""
-    with timed(metrics, "gen"):
-        data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=1, temperature=0.0))
-    with timed(metrics, "reward"):
-        scores: Tensor = roles.reward.score(data)["token_level_rewards"].sum(-1)
-    metrics["reward/greedy_baseline"] = float(scores.mean())
-    return scores
-
-
-def add_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, updates: int, metrics: Metrics) -> None:
-    """Columns ``old_log_probs`` and ``ref_log_prob``, each where it is needed.
-
-    With one update for each batch the old log-probs are those that the update computes itself. A batch that an older policy
-    sampled has them already.
-    """
+    if generations := config.settings.dynamic_sampling:
+        if more is None:
+            raise InvalidConfig("dynamic sampling needs further prompts: pass the step a function `more`")
+        data, found = sample_informative_groups(sample, prompts, more, generations, config.filter_metric)
+        metrics |= found
+    else:
+        data = sample(prompts)
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
-    if config.needs_old_log_probs(updates) and "old_log_probs" not in data:
-        with timed(metrics, "old_log_prob"):
-            data["old_log_probs"] = roles.actor.log_probs(data, into="old_log_probs")["old_log_probs"]
-    if config.settings.kl_coef:
-        with timed(metrics, "ref"):
-            data["ref_log_prob"] = roles.reference.log_probs(data, into="ref_log_prob")["ref_log_prob"]
+    return data, metrics
 
 
 def shape_rewards(
-    data: DataProto, config: AlgorithmConfig, controller: KLController, max_tokens: int, metrics: Metrics
-) -> None:
-    """``token_level_rewards`` less what length and distance from the reference cost; what they were stays as
-    ``token_level_scores``.
+    data: DataProto, config: AlgorithmConfig, controller: KLController, max_tokens: int
+) -> tuple[DataProto, Metrics]:
+    """Subtracts the overlong penalty and the KL penalty from ``token_level_rewards (B, R)``, where they are set.
+
+    The rewards before that become the column ``token_level_scores (B, R)``. The weight of an adaptive KL penalty follows the KL
+    of these rows.
     """
+    metrics: Metrics = {}
     mask, rewards = data["response_mask"], data["token_level_rewards"]
     buffer = config.overlong_tokens(max_tokens)
-    if buffer or config.kl_in_reward:
-        data["token_level_scores"] = rewards
+    if not buffer and not config.kl_in_reward:
+        return data, metrics
+    shaped = data[:]
+    shaped["token_level_scores"] = rewards
     if buffer:
         penalty = config.overlong_penalty * overlong_penalty(mask, max_tokens, buffer)
         rewards = rewards + place_on_last_token(penalty, mask)
@@ -113,18 +108,20 @@ def shape_rewards(
         rewards, mean = penalised_rewards(rewards, kl, mask, controller.coef)
         metrics["actor/reward_kl_penalty"] = mean
         controller.update(mean, rows=len(data))
-    data["token_level_rewards"] = rewards
+    shaped["token_level_rewards"] = rewards
+    return shaped, metrics
 
 
-def rows_to_learn(data: DataProto, config: AlgorithmConfig, seed: tuple[int, int], metrics: Metrics) -> DataProto:
-    """What the update is given: the rows with the columns that the loss reads, and corrected for the engine.
+def rows_to_learn(data: DataProto, config: AlgorithmConfig, seed: tuple[int, int]) -> tuple[DataProto, Metrics]:
+    """The rows of the update, with all columns that the loss reads, corrected for the engine's log-probs if that is set.
 
-    Rejected tokens are 0 in the ``response_mask`` of the result, and so in no denominator; advantages count them still. A
-    mini-batch of which nothing is left is left out, so the result may have no row.
+    A rejected token has 0 in ``response_mask``, so no denominator counts it; its advantage still entered the statistics of its
+    group. A mini-batch with no token left is removed, so the result may have no rows. ``data`` stays as it is.
 
     Args:
-        seed: of what is drawn for the loss.
+        seed: of the random choices that a loss makes.
     """
+    metrics: Metrics = {}
     learned = data[:]
     if config.compares_engine:
         old, engine, mask = data["old_log_probs"], data["rollout_log_probs"], data["response_mask"]
@@ -135,14 +132,14 @@ def rows_to_learn(data: DataProto, config: AlgorithmConfig, seed: tuple[int, int
         if config.rejection != "none":
             kept = kept_tokens(old, engine, mask, config.rejection, config.rejection_bounds)
             learned["response_mask"] = kept
-            learned = without_empty_minibatches(learned, config.minibatch)
-        metrics.update(correction_metrics(old, engine, mask, weights, kept) | difference_metrics(data, old))
+            learned = _without_empty_minibatches(learned, config.minibatch)
+        metrics = correction_metrics(old, engine, mask, weights, kept) | difference_metrics(data, old)
     add_loss_columns(config, learned, seed)
-    return learned
+    return learned, metrics
 
 
-def without_empty_minibatches(data: DataProto, minibatch: int | None) -> DataProto:
-    """The rows less those of mini-batches, of so many prompts, in which no token is left."""
+def _without_empty_minibatches(data: DataProto, minibatch: int | None) -> DataProto:
+    """Removes the rows of mini-batches (of ``minibatch`` prompts each) in which no token is left."""
     while len(data):
         parts = [np.arange(len(data))] if minibatch is None else cut_minibatches(data["uid"], minibatch)
         alive = [rows for rows in parts if bool(data["response_mask"][rows].any())]
@@ -153,48 +150,28 @@ def without_empty_minibatches(data: DataProto, minibatch: int | None) -> DataPro
 
 
 def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
-    """Weight of the entropy bonus for a batch of rollouts; with ``entropy_anneal`` the less, the more answers are right."""
+    """Weight of the entropy bonus for a batch of rollouts; with ``entropy_anneal`` it is multiplied by 1 - accuracy."""
     return config.entropy_coef * (1 - accuracy(data) if config.entropy_anneal else 1)
 
 
-def update_actor(roles: Roles, data: DataProto, config: AlgorithmConfig, entropy_coef: float, metrics: Metrics) -> None:
-    """The policy's update, if there is a row; the engine takes the new weights before it next generates.
-
-    Args:
-        data: what `rows_to_learn` gives.
-        entropy_coef: what `entropy_coefficient` gives for all rollouts of the batch.
-    """
-    if len(data):
-        with timed(metrics, "update_actor"):
-            updated = roles.actor.update_and_score(
-                data,
-                policy_loss(config, entropy_coef),
-                minibatch=config.minibatch,
-                epochs=config.epochs,
-                aggregation=config.settings.aggregation,
-                entropy=True,
-            )
-        add_update(metrics, updated.metrics)
-        if not config.compares_engine:  # else the whole batch has been compared
-            metrics.update(engine_differences(data, updated.scores, config.minibatch))
-    roles.sync_weights()
-    metrics["actor/entropy_coeff"] = entropy_coef
-
-
-def engine_differences(data: DataProto, seen: Tensor, minibatch: int | None) -> dict[str, float]:
+def engine_differences(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> Metrics:
     """How far the engine's log-probs are from the actor's before its update; see `difference_metrics`.
 
-    The actor's are ``old_log_probs``. Where that column is missing or the engine's own, they are those that the update has
-    ``seen (B, R)``, of the rows of its first mini-batch: the others met a policy that had learned. (Of a batch that an older
-    policy sampled, the distance includes what has been learned since.)
+    The actor's log-probs are ``old_log_probs``. Without that column, or if it holds the engine's own, they are the ones that the
+    update computed, of the rows of its first mini-batch: the later mini-batches met a policy that had already learned. (For a
+    batch that an older policy sampled, the distance includes the updates since then.) Empty if `rows_to_learn` has compared
+    all rows already.
+
+    Args:
+        seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
     """
-    if "rollout_log_probs" not in data:
+    if config.compares_engine or "rollout_log_probs" not in data:
         return {}
     if "old_log_probs" in data and not torch.equal(data["old_log_probs"], data["rollout_log_probs"]):
         return difference_metrics(data, data["old_log_probs"])
-    if minibatch is None:
+    if config.minibatch is None:
         return difference_metrics(data, seen)
-    rows = cut_minibatches(data["uid"], minibatch)[0]
+    rows = cut_minibatches(data["uid"], config.minibatch)[0]
     return difference_metrics(data[rows], seen[rows])
 
 

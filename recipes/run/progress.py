@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from recipes.report.charts import format_seconds
+
 REWARD = "critic/score/mean"
 LOSS = "train/loss"
 THROUGHPUT = "perf/throughput"
@@ -96,18 +98,6 @@ class Progress:
 
     def _line(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def format_seconds(seconds: float) -> str:
-    """
-    >>> [format_seconds(value) for value in (0.4, 59.9, 61, 3661, 90000, float("nan"))]
-    ['0:00', '1:00', '1:01', '1:01:01', '25:00:00', '?']
-    """
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:

@@ -1,23 +1,23 @@
-"""A run's directory: new, continued or begun anew, and never somebody else's."""
+"""A run's directory: created, resumed or overwritten, and protected from anything else."""
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.report.page import environment
+from recipes.report.metrics_file import METRICS_FILE
+from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
 from recipes.run.loop import RunConfig
-from recipes.run.metrics import METRICS_FILE
 from workers.training.checkpoint import latest_checkpoint, write_json
 from workers.training.optimizer import OptimizerConfig
 
 Config = TypeVar("Config")
 
-CONFIG, ENVIRONMENT = "config.json", "environment.json"
-# What a resumed run may change: none of it bears on the steps that follow, but for their number.
+# Options that a resumed run may change: they do not affect a step, only the number of steps.
 FREE = (
     "run.resume",
     "run.overwrite",
@@ -29,27 +29,34 @@ FREE = (
     "run.keep_checkpoints",
     "data.num_workers",
 )
-FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps are made
+FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What is recorded of a run without a configuration of its own."""
+
+    run: RunConfig
 
 
 def over_the_run(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
-    """The schedule over so many updates, of which the warm-up leaves at least one, unless it has a length of its own."""
+    """Sets the length of a schedule that has none to ``updates``; its warm-up then leaves at least one of them."""
     if optimizer.total_steps is not None:
         return optimizer
     return replace(optimizer, total_steps=updates, warmup_steps=min(optimizer.warmup_steps, updates - 1))
 
 
 def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
-    """``config`` with the length of each learning-rate schedule that names none itself.
+    """Sets the length of each learning-rate schedule in ``config`` that has none.
 
-    A new run's schedules end with it. A resumed run's are as long as they were, whatever its number of steps is now, so that
-    every step is the one that an uninterrupted run makes.
+    The schedules of a new run end with it. A resumed run keeps the lengths with which it began, whatever its number of steps is
+    now, so that every step equals that of an uninterrupted run.
 
     Args:
-        updates: by the name of an optimizer's field: its steps in one step of the run.
+        updates: optimizer steps in each step of the run, by the name of the optimizer's field.
 
     Raises:
-        CheckpointError: a resumed run has more steps than before, and a schedule that decays ends before they do.
+        CheckpointError: a resumed run has more steps than before, and a decaying schedule ends before they do.
     """
     before = _flatten(_read(run.output_dir)) if run.resume else {}
     changed = {}
@@ -71,15 +78,42 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
     return completed
 
 
-def open_run_directory(run: RunConfig, config: Any) -> Path:
-    """Makes ``run.output_dir`` ready for the run that ``config`` (a dataclass) describes, and writes both down there.
+@contextmanager
+def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
+    """Opens the run's directory for the time of a block, and writes ``report.html`` at its end, also after an error.
+
+    Args:
+        config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
 
     Raises:
-        InvalidConfig: it holds an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite`` is, and it
-            holds something else than a run.
-        CheckpointError: ``resume`` is set, but the run there has other settings, of which it names the first, or nothing says
-            which it has.
+        InvalidConfig, CheckpointError: see `open_run_directory`.
     """
+    with reported(open_run_directory(run, config)) as directory:
+        yield directory
+
+
+@contextmanager
+def reported(directory: Path) -> Iterator[Path]:
+    """Writes the report of a run at the end of a block, also after an error."""
+    try:
+        yield directory
+    finally:
+        write_report(directory)
+
+
+def open_run_directory(run: RunConfig, config: Any = None) -> Path:
+    """Prepares ``run.output_dir``, and writes ``config.json`` and ``environment.json`` there.
+
+    Args:
+        config: the dataclass that describes the run; see `recorded_run`.
+
+    Raises:
+        InvalidConfig: the directory holds an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite`` is
+            set, and it holds something other than a run.
+        CheckpointError: ``resume`` is set, but the settings of the run in the directory differ (the first one is named), or are
+            unknown.
+    """
+    config = RecordedRun(run) if config is None else config
     directory = run.output_dir
     if directory.exists() and not directory.is_dir():
         raise InvalidConfig(f"output_dir {directory} is a file")
@@ -92,15 +126,15 @@ def open_run_directory(run: RunConfig, config: Any) -> Path:
             f"{directory} holds an earlier run: --resume it, --overwrite it, or choose another --output-dir"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / CONFIG, asdict(config))
-    write_json(directory / ENVIRONMENT, environment())
+    write_json(directory / CONFIG_FILE, asdict(config))
+    write_json(directory / ENVIRONMENT_FILE, environment())
     return directory
 
 
 def _remove_run(directory: Path) -> None:
     if not directory.exists() or not any(directory.iterdir()):
         return
-    if not (directory / ENVIRONMENT).is_file() or "run" not in _read(directory):
+    if not (directory / ENVIRONMENT_FILE).is_file() or "run" not in _read(directory):
         raise InvalidConfig(f"{directory} holds something else than a run: it will not be overwritten")
     shutil.rmtree(directory)
 
@@ -110,7 +144,7 @@ def _check_same(directory: Path, config: Any) -> None:
     before = _flatten(_read(directory), now.keys())
     if not before and latest_checkpoint(directory) is not None:
         raise CheckpointError(
-            f"{directory} holds checkpoints, but no {CONFIG} that says with which settings they were made: put it back, or "
+            f"{directory} holds checkpoints, but no {CONFIG_FILE} that says with which settings they were made: put it back, or "
             "choose another --output-dir"
         )
     for name in before:
@@ -125,7 +159,7 @@ def _check_same(directory: Path, config: Any) -> None:
 
 def _read(directory: Path) -> dict[str, Any]:
     try:
-        found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        found = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

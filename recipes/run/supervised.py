@@ -1,4 +1,4 @@
-"""What supervised recipes share: their options, one step, held-out loss, and the run around them."""
+"""Supervised training: the options that its recipes share, one step, the held-out loss, and the run around them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.data.loader import OnBadRow
-from recipes.report.page import write_report
-from recipes.run.evaluation import save_processors
-from recipes.run.loop import Loader, RunConfig, train, with_restarts
+from recipes.report.page import REPORT_FILE
+from recipes.run.command_line import check_placement
+from recipes.run.dynamic_sampling import More
+from recipes.run.loop import Evaluate, Loader, RunConfig, attempts, train
 from recipes.run.metrics import speed_metrics, timed
-from recipes.run.place import check_place
-from recipes.run.run_directory import open_run_directory, over_the_run, with_schedules
+from recipes.run.run_directory import open_run_directory, over_the_run, reported, with_schedules
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
@@ -35,7 +35,7 @@ TINY_MODEL = "model"  # folder of the small model in a run's directory
 
 @dataclass(frozen=True, kw_only=True)
 class RowsConfig:
-    """How rows become batches, whatever they come from."""
+    """How rows become batches, wherever they come from."""
 
     batch_size: int = 64  # rows of a step
     eval_rows: int = 256  # held-out rows
@@ -71,63 +71,54 @@ class SupervisedConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
     def __post_init__(self) -> None:
-        check_place(self)
+        check_placement(self)
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a recipe brings to `run_supervised`."""
+class SupervisedTask:
+    """The data of a supervised recipe, and its evaluation."""
 
     builder: PromptBuilder
     loader: Loader
-    evaluate: Callable[[Roles, int], dict[str, float]]
+    evaluate: Evaluate
     longest: int  # tokens of a question and its answer
 
 
-def run_supervised(config: SupervisedConfig, prepare: Callable[[str], Task]) -> Path:
-    """Runs a recipe and returns the path of its report, which an interrupted run leaves too.
+def run_supervised(config: SupervisedConfig, make_task: Callable[[str], SupervisedTask]) -> Path:
+    """Trains on the rows of a task, with evaluation, checkpoints, resume and report by the options.
 
     Args:
-        prepare: the task, given the path of the model.
+        make_task: called with the path of the model.
+
+    Returns:
+        The path of the report, which an interrupted run leaves too.
     """
     if config.model_path is not None:
-        checkpoint_family(config.model_path)  # refuses what cannot run before anything is written
+        checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
     config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config)
     model_path = config.model_path or str(tiny_model(directory, config.run.seed))
-    task = prepare(model_path)
-
-    def attempt(run: RunConfig) -> None:
-        limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
-        with start(config, model_path, limits) as roles:
-            train(
-                run,
-                roles,
-                task.loader,
-                lambda rows, _: sft_step(roles, rows),
-                lambda step: task.evaluate(roles, step),
-                lambda target: save_processors(task.builder, target),
-                NothingCarried(),
-                measure_rows,
-            )
-
-    try:
-        with_restarts(attempt, config.run, task.loader, config.max_restarts)
-    finally:
-        report = write_report(directory)
-    return report
+    task = make_task(model_path)
+    limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
+    with reported(directory):
+        for attempt in attempts(config.run, task.loader, config.max_restarts):
+            with attempt, launch_supervised(config, model_path, limits) as roles:
+                train(attempt.run, roles, task.loader, sft_step, task.evaluate, task.builder, measure=measure_rows)
+    return directory / REPORT_FILE
 
 
 def tiny_model(directory: Path, seed: int) -> Path:
-    """The small model of a run, random, made if it is not there yet."""
+    """The path of a run's small model, made with random weights if it does not exist yet."""
     path = directory / TINY_MODEL
     return path if (path / "config.json").is_file() else make_tiny_model(path, seed)
 
 
-def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
-    """The roles; an engine that processes images itself is told of ``limits``, which are options of its own.
+def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
+    """Launches the actor, an engine that answers held-out questions, and the reward `exact_match`.
 
-    Without them, for a program that trains step by step, vLLM keeps the weights that it was given while others work.
+    Args:
+        limits: options of vLLM, which processes images itself. Without them, for a program that trains step by step, vLLM keeps
+            its weights while the actor works.
     """
     actor = ActorConfig(
         model_path=model_path,
@@ -145,8 +136,8 @@ def start(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] |
     )
 
 
-def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
-    """One update on the mean log-prob of all tokens to be learnt; returns the rows and the metrics of the step."""
+def sft_step(roles: Roles, rows: DataProto, more: More | None = None) -> tuple[DataProto, dict[str, float]]:
+    """One update on the mean log-prob of the tokens to learn; returns the rows and the metrics. ``more`` is not used."""
     metrics: dict[str, float] = {}
     with timed(metrics, "update_actor"):
         metrics |= roles.actor.update(rows, next_token_loss, aggregation="token-mean")
@@ -161,20 +152,20 @@ def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str
 
 
 def measure_rows(rows: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
-    """Lengths, tokens learnt, images, and speed of a step."""
+    """Row lengths, tokens to learn, rows with media, and speed of a step."""
     lengths, learnt = rows["attention_mask"].sum(1), rows["response_mask"].sum(1)
     sizes = {f"row_length/{name}": float(getattr(lengths.double(), name)()) for name in ("mean", "max", "min")}
-    shown = sum(bool(media) for media in rows["multi_modal_inputs"])
+    with_media = sum(bool(media) for media in rows["multi_modal_inputs"])
     return {
         **sizes,
         "data/learnt_tokens": int(learnt.sum()),
-        "data/rows_with_media": shown,
+        "data/rows_with_media": with_media,
         **speed_metrics(rows, metrics, devices),
     }
 
 
 def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float]:
-    """``val/loss``: the mean over all tokens to be learnt, as that of a step."""
+    """``val/loss``: the mean over all tokens to learn, like ``train/loss``."""
     total, tokens = 0.0, 0
     for rows in batches:
         log_probs = roles.actor.log_probs(rows, into="log_probs")["log_probs"]
@@ -185,20 +176,10 @@ def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float
 
 
 def exact_match(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
-    """1 for an answer that is the truth, but for space around it.
+    """1 for an answer that equals the truth, except for white space around it.
 
     >>> exact_match([RewardRow("a cat ", "a cat"), RewardRow("A cat", "a cat")])
     [{'score': 1.0, 'acc': 1.0}, {'score': 0.0, 'acc': 0.0}]
     """
     right = [float(row.solution_str.strip() == str(row.ground_truth).strip()) for row in rows]
     return [{"score": value, "acc": value} for value in right]
-
-
-class NothingCarried:
-    """Supervised training carries nothing from step to step but weights, optimizer and data position."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to load."""

@@ -1,6 +1,6 @@
 """Programs that drive training step by step, in the manner of the Tinker API: its objects go in, plain values come out.
 
-with start(config, model_path) as roles:
+with launch_supervised(config, model_path) as roles:
     client = TrainingClient(roles, ChunkRenderer(builder))
     client.forward_backward(data, "importance_sampling")
     client.optim_step(tinker.AdamParams(learning_rate=1e-4))

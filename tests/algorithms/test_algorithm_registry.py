@@ -9,9 +9,10 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
-from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss
+from recipes.algorithms.options import AlgorithmConfig, outcome_advantage
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
 from recipes.geo3k_grpo import parse
+from recipes.grpo import policy_loss
 from workers.model.packed_model import Outputs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"

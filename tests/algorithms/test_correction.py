@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.algorithms.correction import importance_weights, kept_tokens
-from recipes.algorithms.mismatch import correction_metrics
-from recipes.algorithms.options import AlgorithmConfig, policy_loss
+from recipes.algorithms.correction import correction_metrics, importance_weights, kept_tokens
+from recipes.algorithms.options import AlgorithmConfig
+from recipes.grpo import policy_loss
 from recipes.run.phases import rows_to_learn
 from workers.model.packed_model import Outputs
 from workers.training.aggregation import aggregate
@@ -176,8 +176,9 @@ def loss_of(config, data):
 
 def test_the_loss_is_weighted():
     plain, _ = loss_of(AlgorithmConfig(n=2), batch())
-    config, metrics = AlgorithmConfig(n=2, correction="token", correction_limit=3.0), {}
-    corrected, _ = loss_of(config, rows_to_learn(batch(), config, (0, 0), metrics))
+    config = AlgorithmConfig(n=2, correction="token", correction_limit=3.0)
+    learned, metrics = rows_to_learn(batch(), config, (0, 0))
+    corrected, _ = loss_of(config, learned)
     weights = importance_weights(OLD, ROLLOUT, MASK, "token", 3.0)
     torch.testing.assert_close(corrected, plain * weights)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(weights[MASK == 1].mean().item())
@@ -185,16 +186,16 @@ def test_the_loss_is_weighted():
 
 def test_masked_importance_sampling_keeps_the_ratio_inside_and_the_scale_of_the_loss():
     """The case that scaled the loss: what is rejected has no part in the denominators, so equal losses keep their mean."""
-    data, metrics = batch(), {}
+    data = batch()
     config = AlgorithmConfig(n=2, correction="token", rejection="token", rejection_bounds=(0.5, 2.0))
-    learned = rows_to_learn(data, config, (0, 0), metrics)
+    learned, metrics = rows_to_learn(data, config, (0, 0))
     loss, _ = loss_of(config, learned)
     assert learned["response_mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
     ratios = [1.5, 1.0, 2 / 3]
     for mode, expected in (("token-mean", -sum(ratios) / 3), ("seq-mean-token-mean", -((1.5 + 1) / 2 + 2 / 3) / 2)):
         assert aggregate(loss, learned["response_mask"], mode).item() == pytest.approx(expected)
     rejected_only = AlgorithmConfig(n=2, rejection="token")
-    learned = rows_to_learn(data, rejected_only, (0, 0), {})
+    learned, _ = rows_to_learn(data, rejected_only, (0, 0))
     assert aggregate(loss_of(rejected_only, learned)[0], learned["response_mask"], "token-mean").item() == -1.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
     assert torch.equal(data["response_mask"], MASK)  # of the batch that is reported on
@@ -204,17 +205,16 @@ def test_masked_importance_sampling_keeps_the_ratio_inside_and_the_scale_of_the_
 def test_a_minibatch_of_which_nothing_is_left_is_left_out():
     data = batch()
     config = AlgorithmConfig(n=2, rejection="sequence", rejection_bounds=(0.1, 5.0))
-    assert rows_to_learn(data, config, (0, 0), {})["response_mask"].tolist() == [[0, 0, 0], [1, 1, 0]]
+    assert rows_to_learn(data, config, (0, 0))[0]["response_mask"].tolist() == [[0, 0, 0], [1, 1, 0]]
     config = AlgorithmConfig(n=2, rejection="sequence", rejection_bounds=(0.1, 5.0), minibatch=1)
-    assert rows_to_learn(data, config, (0, 0), {})["uid"].tolist() == ["b"]
-    config, metrics = AlgorithmConfig(n=2, rejection="max", rejection_bounds=(0.9, 1.1)), {}
-    assert len(rows_to_learn(data, config, (0, 0), metrics)) == 0
+    assert rows_to_learn(data, config, (0, 0))[0]["uid"].tolist() == ["b"]
+    learned, metrics = rows_to_learn(data, AlgorithmConfig(n=2, rejection="max", rejection_bounds=(0.9, 1.1)), (0, 0))
+    assert len(learned) == 0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
 
 
 def test_trusting_the_engine_corrects_nothing():
-    metrics = {}
-    learned = rows_to_learn(batch(), AlgorithmConfig(n=2, skip_old_log_probs=True), (0, 0), metrics)
+    learned, metrics = rows_to_learn(batch(), AlgorithmConfig(n=2, skip_old_log_probs=True), (0, 0))
     assert "rollout_is_weights" not in learned
     assert metrics == {}
     for options in ({"correction": "token"}, {"rejection": "max"}):

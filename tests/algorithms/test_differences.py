@@ -6,6 +6,7 @@ import torch
 
 from dataproto import DataProto
 from recipes.algorithms.mismatch import difference_metrics, differences
+from recipes.algorithms.options import AlgorithmConfig
 from recipes.run.phases import engine_differences
 
 ACTOR = torch.tensor([[0.4, 0.9, 0.5], [0.1, 0.6, 0.5]]).log()
@@ -46,12 +47,15 @@ def test_rows_without_a_token_measure_nothing():
 
 def test_the_actors_log_probs_are_the_old_ones_or_those_of_the_first_minibatch():
     seen = ACTOR - 1
-    own = engine_differences(batch(old_log_probs=ACTOR), seen, 1)
+    single, whole = AlgorithmConfig(n=2, minibatch=1), AlgorithmConfig(n=2)
+    own = engine_differences(batch(old_log_probs=ACTOR), single, seen)
     assert own == difference_metrics(batch(), ACTOR)
-    assert engine_differences(batch(), seen, None) == difference_metrics(batch(), seen)
+    assert engine_differences(batch(), whole, seen) == difference_metrics(batch(), seen)
     trusted = batch()
     trusted["rollout_log_probs"] = trusted["old_log_probs"] = ENGINE.nan_to_num()
-    first = engine_differences(trusted, seen, 1)
+    first = engine_differences(trusted, single, seen)
     assert first == difference_metrics(trusted[:1], seen[:1])
     assert not any("text" in name for name in first)
-    assert engine_differences(DataProto.from_dict({"response_mask": torch.ones(1, 1)}), seen, None) == {}
+    assert engine_differences(DataProto.from_dict({"response_mask": torch.ones(1, 1)}), whole, seen) == {}
+    compared = AlgorithmConfig(n=2, correction="token")  # all rows, before the update
+    assert engine_differences(batch(old_log_probs=ACTOR), compared, seen) == {}

@@ -8,9 +8,9 @@ from dataproto.errors import InvalidConfig
 from recipes import geo3k_grpo, geo3k_ppo
 from recipes.algorithms import advantages, losses
 from recipes.algorithms.kl import k1_kl, k2_kl
-from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, policy_loss, spelled_out
+from recipes.algorithms.options import AlgorithmConfig, outcome_advantage, spelled_out
 from recipes.algorithms.registry import Settings
-from recipes.grpo import GRPOConfig
+from recipes.grpo import GRPOConfig, policy_loss
 from workers.model.packed_model import Outputs
 
 

@@ -11,7 +11,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig, MissingColumn
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.algorithms.penalties import KLController
 from recipes.run.dynamic_sampling import sample_informative_groups, verdicts
-from recipes.run.phases import Progression, accuracy, entropy_coefficient, roll_out, shape_rewards
+from recipes.run.phases import Progression, accuracy, entropy_coefficient, generate_and_score, shape_rewards
 from rollout.engine import SamplingParams
 
 
@@ -135,18 +135,18 @@ class Group:
 def test_remax_asks_for_one_greedy_response_a_prompt():
     roles, group = SimpleNamespace(), Group()
     roles.rollout = roles.reward = group
-    metrics = {}
     config = AlgorithmConfig(n=2, advantage="remax")
-    data = roll_out(roles, prompts("x", "yy"), config, SamplingParams(temperature=0.7), None, metrics)
+    data, metrics = generate_and_score(roles, prompts("x", "yy"), config, SamplingParams(temperature=0.7))
     assert data["greedy"].tolist() == [False] * 4
     assert data["reward_baselines"].tolist() == [0.75, 0.75, 1.75, 1.75]
     assert metrics["reward/greedy_baseline"] == 1.25
-    assert "reward_baselines" not in roll_out(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams(), None, {})
+    plain, _ = generate_and_score(roles, prompts("x"), AlgorithmConfig(n=2), SamplingParams())
+    assert "reward_baselines" not in plain
 
 
 def test_dynamic_sampling_without_a_source_of_prompts_says_so():
     with pytest.raises(InvalidConfig, match="further prompts"):
-        roll_out(None, prompts("a"), AlgorithmConfig(n=2, dynamic_sampling=2), SamplingParams(), None, {})
+        generate_and_score(None, prompts("a"), AlgorithmConfig(n=2, dynamic_sampling=2), SamplingParams())
 
 
 def scored(**columns):
@@ -156,9 +156,8 @@ def scored(**columns):
 
 
 def test_length_costs_reward_near_the_limit():
-    data, metrics = scored(), {}
     config = AlgorithmConfig(overlong_buffer=2, overlong_penalty=0.5)
-    shape_rewards(data, config, config.kl_controller(), 4, metrics)
+    data, metrics = shape_rewards(scored(), config, config.kl_controller(), 4)
     assert data["token_level_rewards"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0.0]]
     assert data["token_level_scores"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0.5]]
     assert metrics == {"reward/overlong_penalty": -0.25}
@@ -166,10 +165,10 @@ def test_length_costs_reward_near_the_limit():
 
 def test_distance_from_the_reference_costs_reward_and_moves_the_weight():
     log_probs = torch.full((2, 4), -1.0)
-    data, metrics = scored(old_log_probs=log_probs, ref_log_prob=log_probs - 0.5), {}
+    unshaped = scored(old_log_probs=log_probs, ref_log_prob=log_probs - 0.5)
     config = AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_target=0.25, kl_horizon=10)
     controller = config.kl_controller()
-    shape_rewards(data, config, controller, 4, metrics)
+    data, metrics = shape_rewards(unshaped, config, controller, 4)
     expected = torch.tensor([[-0.05, 0.95, 0.0, 0.0], [-0.05, -0.05, -0.05, 0.45]])
     torch.testing.assert_close(data["token_level_rewards"], expected)
     assert metrics == {"actor/reward_kl_penalty_coeff": 0.1, "actor/reward_kl_penalty": pytest.approx(0.5)}
@@ -177,10 +176,9 @@ def test_distance_from_the_reference_costs_reward_and_moves_the_weight():
 
 
 def test_without_shaping_nothing_changes():
-    data, metrics = scored(), {}
-    before = data["token_level_rewards"].clone()
-    shape_rewards(data, AlgorithmConfig(), KLController(0.0), 4, metrics)
-    assert torch.equal(data["token_level_rewards"], before)
+    before = scored()
+    data, metrics = shape_rewards(before, AlgorithmConfig(), KLController(0.0), 4)
+    assert torch.equal(data["token_level_rewards"], before["token_level_rewards"])
     assert "token_level_scores" not in data
     assert metrics == {}
 

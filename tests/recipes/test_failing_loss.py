@@ -12,7 +12,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidColumn, WorkerFailed
 from helpers.batches import prompt_batch, with_responses
 from helpers.tiny_models import tiny_config, tiny_model
-from recipes.run.loop import RunConfig, with_restarts
+from recipes.run.loop import RunConfig, attempts
 from workers import Roles, launch
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
@@ -128,17 +128,15 @@ def test_the_run_starts_again_from_its_checkpoint(config, data, tmp_path, capsys
     expected = [alone.update(data, likelihood)["actor/loss"] for _ in range(2)]
     losses = []
 
-    def attempt(run: RunConfig) -> None:
-        with start(config) as roles:
-            if run.resume:
+    for attempt in attempts(RunConfig(steps=2), NoRows(), max_restarts=1):
+        with attempt, start(config) as roles:
+            if attempt.run.resume:
                 roles.actor.load(tmp_path)
             else:
                 losses.append(roles.actor.update(data, likelihood)["actor/loss"])
                 roles.actor.save(tmp_path)
                 roles.actor.update(data, refusing("prompt-0", InvalidColumn("row 0: not this one")))
             losses.append(roles.actor.update(data, likelihood)["actor/loss"])
-
-    with_restarts(attempt, RunConfig(steps=2), NoRows(), max_restarts=1)
     assert losses == pytest.approx(expected, rel=1e-4)
     told = capsys.readouterr().err
     assert "failed in 'actor.update': InvalidColumn: row 0: not this one; rank" in told

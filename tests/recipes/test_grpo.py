@@ -6,7 +6,8 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.grpo import GRPOConfig, accuracy, policy_loss
+from recipes.grpo import GRPOConfig, policy_loss
+from recipes.run.phases import accuracy
 from workers.model.packed_model import Outputs
 
 

@@ -6,7 +6,8 @@ import torch
 
 from dataproto import DataProto
 from recipes.algorithms.mismatch import differences
-from recipes.parity import main, table
+from recipes.parity import comparison_table
+from recipes.parity.__main__ import main
 from recipes.tiny import make_tiny_model
 
 FEW = ["--rows", "4", "--n", "2", "--max-response-length", "8"]
@@ -61,5 +62,5 @@ def test_rows_are_told_apart_by_hand():
     assert found["text"].max == pytest.approx(np.log(2))
     assert found["all"].mean == pytest.approx(np.log(2) / 2)
     assert found["all"].ratio_off == 0.5
-    assert table(found)[-1] == "max 6.931e-01"
+    assert comparison_table(found)[-1] == "max 6.931e-01"
     assert "text" not in differences(data[:1], actor[:1])

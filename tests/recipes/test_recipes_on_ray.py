@@ -9,9 +9,9 @@ from PIL import Image
 
 from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from helpers.checkpoints import write_checkpoint
-from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
+from helpers.geo3k_runs import REWARD, assert_same_run, select_rows
 from recipes import classify, geo3k_ppo, sft
-from recipes.run.supervised import SupervisedConfig, start
+from recipes.run.supervised import SupervisedConfig, launch_supervised
 from recipes.serve.training_client import TrainingClient
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
@@ -48,7 +48,7 @@ def test_ppo_with_its_critic(model, tmp_path):
     for name, place in (("one", ()), ("two", TWO)):
         given = [*paths, "--output-dir", str(tmp_path / name), *settings.split(), *place]
         assert geo3k_ppo.main(given) == 0
-    assert rows_of(tmp_path / "one")[2]["critic/values/mean"] != 0
+    assert select_rows(tmp_path / "one")[2]["critic/values/mean"] != 0
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
@@ -61,7 +61,7 @@ def test_supervised_training(recipe, model, tmp_path):
     for name, place in (("one", ()), ("two", TWO)):
         given = ["--model-path", model, "--output-dir", str(tmp_path / name), *settings.split(), *place]
         assert recipe.main(given) == 0
-    assert rows_of(tmp_path / "one")[-1]["val/loss"] < rows_of(tmp_path / "one")[0]["val/loss"]
+    assert select_rows(tmp_path / "one")[-1]["val/loss"] < select_rows(tmp_path / "one")[0]["val/loss"]
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
@@ -110,7 +110,9 @@ def test_step_by_step(model, tmp_path):
     renderer = ChunkRenderer(PromptBuilder.from_pretrained(model, 512))
 
     def numbers(name: str, **place) -> list[float]:
-        with start(SupervisedConfig(model_path=model, compute=ModelConfig(token_budget=120), **place), model) as roles:
+        with launch_supervised(
+            SupervisedConfig(model_path=model, compute=ModelConfig(token_budget=120), **place), model
+        ) as roles:
             return program(TrainingClient(roles, renderer), tmp_path / name)
 
     expected = numbers("alone")

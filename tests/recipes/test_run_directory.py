@@ -8,8 +8,9 @@ import pytest
 
 from dataproto.errors import CheckpointError
 from recipes import classify, geo3k_grpo, geo3k_ppo, sft
+from recipes.report.page import CONFIG_FILE
 from recipes.run.loop import RunConfig
-from recipes.run.run_directory import CONFIG, open_run_directory, with_schedules
+from recipes.run.run_directory import open_run_directory, with_schedules
 from recipes.sft import SFTConfig
 from workers.ranks.layout import Layout
 from workers.training.optimizer import OptimizerConfig, learning_rate_factor
@@ -73,11 +74,11 @@ def test_a_constant_rate_goes_on_for_as_long_as_one_likes_after_the_warm_up_that
 
 def test_the_schedule_of_a_run_that_did_not_write_its_length_down_is_that_of_its_steps(tmp_path):
     opened(config(tmp_path, steps=10))
-    settings = json.loads((tmp_path / CONFIG).read_text())
+    settings = json.loads((tmp_path / CONFIG_FILE).read_text())
     settings["optimizer"]["total_steps"] = None
-    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(settings))
     assert opened(config(tmp_path, steps=7, resume=True)).optimizer.total_steps == 20
-    (tmp_path / CONFIG).write_text(json.dumps(settings))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="ends with step 10"):
         opened(config(tmp_path, steps=11, resume=True))
 
@@ -121,9 +122,9 @@ def test_checkpoints_without_the_settings_they_were_made_with_are_not_gone_on_fr
     given = config(tmp_path, steps=10, resume=True)
     opened(given)  # there is nothing to go on from
     (tmp_path / "global_step_3").mkdir()
-    for damage in (lambda: (tmp_path / CONFIG).write_text("{"), (tmp_path / CONFIG).unlink):
+    for damage in (lambda: (tmp_path / CONFIG_FILE).write_text("{"), (tmp_path / CONFIG_FILE).unlink):
         opened(given)
         damage()
-        with pytest.raises(CheckpointError, match=f"holds checkpoints, but no {CONFIG}"):
+        with pytest.raises(CheckpointError, match=f"holds checkpoints, but no {CONFIG_FILE}"):
             opened(given)
-        (tmp_path / CONFIG).write_text(json.dumps({"run": {"steps": 10}}))
+        (tmp_path / CONFIG_FILE).write_text(json.dumps({"run": {"steps": 10}}))

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from helpers.checkpoints import write_checkpoint
-from recipes.export import main
+from recipes.export.__main__ import main
 from workers import ActorConfig, ActorWorker
 
 

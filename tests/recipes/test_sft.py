@@ -13,8 +13,8 @@ from PIL import Image
 from dataproto.planning import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
 from recipes.data.loader import PromptLoader
-from recipes.run.metrics import read_metrics
-from recipes.run.supervised import exact_match, held_out_loss, measure_rows, sft_step, start
+from recipes.report.metrics_file import read_metrics
+from recipes.run.supervised import exact_match, held_out_loss, launch_supervised, measure_rows, sft_step
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
 from rollout.prompts import SupervisedBuilder
 from workers.model.model_config import ModelConfig
@@ -143,7 +143,7 @@ def test_packed_and_mixed_rows_give_plain_hugging_faces_loss(model_type, checkpo
             )
             tokens += int(batch["response_mask"][row].sum())
     config = SFTConfig(model_path=path, compute=ModelConfig(token_budget=150))
-    with start(config, path) as roles:
+    with launch_supervised(config, path) as roles:
         held_out = held_out_loss(roles, [batch])["val/loss"]
         _, metrics = sft_step(roles, batch)
         assert held_out_loss(roles, [batch])["val/loss"] < held_out

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from dataproto.chunks import Datum, EncodedTextChunk, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.checkpoints import write_checkpoint
-from recipes.run.supervised import SupervisedConfig, next_token_loss, start
+from recipes.run.supervised import SupervisedConfig, launch_supervised, next_token_loss
 from recipes.serve.training_client import TrainingClient
 from rollout.prompts import ChunkRenderer, PromptBuilder
 from workers.model.model_config import ModelConfig
@@ -30,7 +30,7 @@ def path(tmp_path_factory):
 
 @contextmanager
 def client_of(path):
-    with start(SupervisedConfig(model_path=path, compute=ModelConfig(token_budget=120)), path) as roles:
+    with launch_supervised(SupervisedConfig(model_path=path, compute=ModelConfig(token_budget=120)), path) as roles:
         yield TrainingClient(roles, ChunkRenderer(PromptBuilder.from_pretrained(path, 512)))
 
 

@@ -37,7 +37,7 @@ class Worker:
 
 
 def save(run: RunConfig, worker: Worker, step: int, critic: Worker | None = None) -> Checkpoints:
-    checkpoints = Checkpoints(run, Roles(worker, None, {"critic": critic}), lambda path: None)
+    checkpoints = Checkpoints(run, Roles(worker, None, {"critic": critic}))
     stateful = SimpleNamespace(state_dict=dict)
     checkpoints.save(step, stateful, stateful)
     return checkpoints

@@ -10,16 +10,9 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
+from recipes.report.metrics_file import MetricsLog, read_metrics, truncate_after
 from recipes.run.loop import measure_rollouts
-from recipes.run.metrics import (
-    MetricsLog,
-    read_metrics,
-    rollout_metrics,
-    speed_metrics,
-    timed,
-    truncate_after,
-    validation_metrics,
-)
+from recipes.run.metrics import rollout_metrics, speed_metrics, timed, validation_metrics
 
 
 def batch():

@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import FileFormatError
-from recipes.report.page import environment, held_out_accuracy, main, write_report
+from recipes.report.__main__ import main
+from recipes.report.metrics_file import MetricsLog
+from recipes.report.page import environment, held_out_accuracy, write_report
 from recipes.report.samples import RolloutSample, save_rollouts
-from recipes.run.metrics import MetricsLog
 
 ACCURACY = "val-core/synthetic/angles/acc/mean@1"
 VOID = {"meta", "img"}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from workers.model.engine_config import EngineConfig, compute_dtype
+from workers.model.model_config import ModelConfig, compute_dtype
 from workers.model.patches import call_after_gradient, place_parameter
 from workers.ranks.mesh import Ranks
 
@@ -26,7 +26,7 @@ from workers.ranks.mesh import Ranks
 class Precision:
     """The dtype that one model computes in, in its layout."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, options: EngineConfig, device_type: str) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks, options: ModelConfig, device_type: str) -> None:
         self.dtype = compute_dtype(options.dtype, device_type)
         self.device_type = device_type
         half, sharded = self.dtype == torch.bfloat16, ranks.size("dp", "sp") > 1
@@ -46,7 +46,7 @@ class Precision:
 
 
 def mixed_precision(dtype: str, device_type: str) -> MixedPrecisionPolicy:
-    """How FSDP casts weights of a model with `EngineConfig.dtype`; gradients are summed in float32.
+    """How FSDP casts weights of a model with `ModelConfig.dtype`; gradients are summed in float32.
 
     Inputs are not cast: rotary angles of vision towers have to stay in float32.
     """

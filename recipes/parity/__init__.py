@@ -4,24 +4,22 @@ The engine takes the weights of the actor and answers prompts with and without i
 vLLM and the small model in float32. Ends with status 1 where a difference exceeds ``--tolerance``.
 """
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers.utils.logging import disable_progress_bar
-
-from dataproto.errors import DataProtoError, InvalidConfig
+from dataproto.errors import InvalidConfig
 from recipes.algorithms.mismatch import Differences, differences
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.problem_rows import load_rows
-from recipes.run.command_line import parse_config
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import ENGINES, SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
 from workers.roles.actor import ActorConfig
 from workers.roles.rollout_worker import RolloutConfig
+
+__all__ = ["ParityConfig", "compare_log_probs", "comparison_table"]
 
 MARKER = "<image>"
 
@@ -53,39 +51,21 @@ class ParityConfig:
             raise InvalidConfig(f"rows={self.rows}: must be at least 1")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, compares, prints, and returns the exit status."""
-    disable_progress_bar()
-    try:
-        options = sys.argv[1:] if arguments is None else arguments
-        config = parse_config(options, ParityConfig(), __doc__, "recipes.parity")
-        found, differing = compare(config)
-    except (DataProtoError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    print("\n".join(table(found)))
-    if config.check_weights:
-        print(f"weights that differ: {', '.join(differing) or 'none'}")
-    too_far = config.tolerance is not None and not found["all"].max <= config.tolerance  # NaN is too far
-    if too_far:
-        print(f"the largest difference exceeds --tolerance {config.tolerance:g}")
-    return int(too_far or bool(differing))
-
-
-def compare(config: ParityConfig) -> tuple[dict[str, Differences], list[str]]:
-    """Differences over all rows, those with images and those without (where there are any), and weights that differ."""
+def compare_log_probs(config: ParityConfig) -> tuple[dict[str, Differences], list[str]]:
+    """The differences over all rows, over rows with images and over rows without, and the names of weights that differ."""
     path = str(tiny_checkpoint(config.seed)) if config.model_path is None else config.model_path
     builder = PromptBuilder.from_pretrained(path, config.max_prompt_length)
     prompts = builder([_with_uid(row, number) for number, row in enumerate(prompt_rows(config))])
     sampling = SamplingParams(config.n, config.temperature, max_tokens=config.max_response_length, seed=config.seed)
-    with start(config, path, builder) as roles:
+    with launch_pair(config, path, builder) as roles:
         data = roles.rollout.generate(prompts, sampling)
         data |= roles.actor.log_probs(data, into="old_log_probs")
         differing = roles.rollout.differing_weights() if config.check_weights else []
     return differences(data, data["old_log_probs"]), differing
 
 
-def start(config: ParityConfig, path: str, builder: PromptBuilder) -> Roles:
+def launch_pair(config: ParityConfig, path: str, builder: PromptBuilder) -> Roles:
+    """Launches the actor and the engine with the same weights and dtype."""
     actor = ActorConfig(path, temperature=config.temperature, dtype=config.dtype)
     options: dict[str, Any] = {"dtype": config.dtype}
     if config.engine == "vllm":
@@ -95,7 +75,7 @@ def start(config: ParityConfig, path: str, builder: PromptBuilder) -> Roles:
 
 
 def prompt_rows(config: ParityConfig) -> list[Mapping[str, Any]]:
-    """The first rows of the data, or drawn problems of which every second one has lost its picture."""
+    """The first rows of the data; or drawn problems, every second one without its picture."""
     if config.data_path is not None:
         rows = load_rows(config.data_path, "train")
         return [rows[number] for number in range(min(config.rows, len(rows)))]
@@ -103,8 +83,8 @@ def prompt_rows(config: ParityConfig) -> list[Mapping[str, Any]]:
     return [_without_images(problems[number]) if number % 2 else problems[number] for number in range(config.rows)]
 
 
-def table(found: Mapping[str, Differences]) -> list[str]:
-    """Lines for a person, and one ``max ...`` for a script."""
+def comparison_table(found: Mapping[str, Differences]) -> list[str]:
+    """The differences as lines of a table, and a last line ``max ...`` for scripts."""
     lines = [f"{'rows':8}{'tokens':>8}{'mean':>11}{'99 %':>11}{'max':>11}{'ratio':>11}{'off by 1 %':>12}"]
     for kind, one in found.items():
         values = f"{one.mean:11.2e}{one.p99:11.2e}{one.max:11.2e}{one.ratio_mean:11.6f}{one.ratio_off:12.2%}"
@@ -123,7 +103,3 @@ def _without_images(row: Mapping[str, Any]) -> dict[str, Any]:
     else:
         messages = [{**message, "content": message["content"].replace(MARKER, "")} for message in messages]
     return {**row, "prompt": messages, "images": []}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,6 @@ that they are served in, which `from_pretrained`, vLLM and ``--model-path`` take
 """
 
 import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,33 +14,24 @@ import tyro
 from transformers import AutoModelForImageTextToText
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.run.command_line import parse_config, run_from_command_line
+
+__all__ = ["ModelExportConfig", "export_model"]
 
 
 @dataclass(frozen=True)
-class ExportConfig:
-    """What is exported and how."""
+class ModelExportConfig:
+    """What is exported, and how."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a run's global_step_N, or the actor directory in it
     output: Annotated[Path, tyro.conf.Positional]  # a directory that does not exist yet
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, exports, and returns the exit status; a user's mistake is one line on stderr."""
-    default = ExportConfig(tyro.MISSING, tyro.MISSING)
-
-    def parse(arguments: Sequence[str]) -> ExportConfig:
-        return parse_config(arguments, default, __doc__, "recipes.export")
-
-    return run_from_command_line(export, parse, sys.argv[1:] if arguments is None else arguments, made="model")
-
-
-def export(config: ExportConfig) -> Path:
+def export_model(config: ModelExportConfig) -> Path:
     """Writes model, tokenizer and image processor to ``config.output``, and returns it.
 
     Raises:
-        CheckpointError: there is no whole checkpoint.
+        CheckpointError: the checkpoint is missing or incomplete.
         InvalidConfig: the output exists already.
     """
     actor = config.checkpoint / "actor" if (config.checkpoint / "actor").is_dir() else config.checkpoint
@@ -62,7 +51,3 @@ def export(config: ExportConfig) -> Path:
             shutil.copy2(file, draft / file.name)
     draft.rename(config.output)
     return config.output
-
-
-if __name__ == "__main__":
-    sys.exit(main())

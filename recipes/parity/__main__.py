@@ -1,0 +1,32 @@
+"""``python -m recipes.parity``: how far an engine's log-probs are from the actor's."""
+
+import sys
+from collections.abc import Sequence
+
+from transformers.utils.logging import disable_progress_bar
+
+from dataproto.errors import DataProtoError
+from recipes import parity
+from recipes.run.command_line import parse_config
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses the command line, compares, prints, and returns the exit status."""
+    disable_progress_bar()
+    try:
+        config = parse_config(arguments, parity.ParityConfig(), parity.__doc__, "recipes.parity")
+        found, differing = parity.compare_log_probs(config)
+    except (DataProtoError, OSError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    print("\n".join(parity.comparison_table(found)))
+    if config.check_weights:
+        print(f"weights that differ: {', '.join(differing) or 'none'}")
+    too_far = config.tolerance is not None and not found["all"].max <= config.tolerance  # NaN is too far
+    if too_far:
+        print(f"the largest difference exceeds --tolerance {config.tolerance:g}")
+    return int(too_far or bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

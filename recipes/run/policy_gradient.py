@@ -1,0 +1,275 @@
+"""Policy-gradient training of a vision-language model on problems with images, whatever the algorithm.
+
+`PolicyGradientConfig` holds all options, `run` the rest of a recipe around its step function.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tyro
+from torch.utils.data import Subset
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.options import AlgorithmConfig, spelled_out
+from recipes.data.drawn_rows import ProblemRows
+from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
+from recipes.data.problem_rows import INSTRUCTION, load_rows
+from recipes.report.page import REPORT_FILE
+from recipes.rewards import RewardFunction, load_reward
+from recipes.run.command_line import check_placement, names_a_model, names_an_algorithm, parse_config
+from recipes.run.evaluation import evaluate_answers
+from recipes.run.loop import Loader, Measure, RunConfig, attempts, measure_rollouts, train
+from recipes.run.one_step_off import generate_ahead
+from recipes.run.phases import Progression
+from recipes.run.run_directory import over_the_run, recorded_run, with_schedules
+from recipes.synthetic import LEVELS
+from recipes.tiny import tiny_checkpoint
+from rollout.engine import SamplingParams
+from rollout.prompts import PromptBuilder
+from workers import Roles, launch
+from workers.cluster.ray_config import RayConfig
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig
+from workers.roles.critic import CriticConfig
+from workers.roles.rollout_worker import RolloutConfig
+from workers.training.loading import checkpoint_family
+from workers.training.optimizer import OptimizerConfig
+
+AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
+"""``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: where they come from and what fits."""
+
+    data_path: str | None = None  # parquet file, folder, or data set name; drawn problems by default
+    # held-out problems; default: the "test" split of --data-path, or a single file's last rows
+    eval_data_path: str | None = None
+    level: int = 1  # of the drawn problems
+    batch_size: int = 512  # prompts of a step
+    eval_rows: int = 256  # held-out problems: the first ones of their split
+    max_prompt_length: int = 2048  # tokens, image tokens included; longer prompts are left out
+    max_response_length: int = 2048  # tokens
+    min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
+    max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
+    on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
+    instruction: str = INSTRUCTION  # added to the problem of a row in EasyR1's schema
+    num_workers: int = 0  # processes that prepare images ahead
+
+    def __post_init__(self) -> None:
+        if self.eval_data_path and not self.data_path:
+            raise InvalidConfig("eval_data_path without data_path: drawn problems come with held-out ones of their own")
+        for name in ("batch_size", "eval_rows", "max_prompt_length", "max_response_length"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.level not in LEVELS:
+            raise InvalidConfig(f"level={self.level}: choose one of {sorted(LEVELS)}")
+        if self.num_workers < 0:
+            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
+
+
+@dataclass(frozen=True)
+class PolicyGradientConfig:
+    """All options of a run; written to config.json in its directory."""
+
+    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
+    reward: str | None = None  # FILE.py:FUNCTION in verl's or TRL's form; Geo3K's reward by default
+    engine: str = "hf"  # what generates: hf or vllm
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
+    compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
+    on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
+    layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
+    ray: RayConfig = field(default_factory=RayConfig)
+    max_restarts: int = 0  # after a worker has failed: start again from the last checkpoint, at most so often
+    one_step_off: bool = False  # generate the next batch during the update, on --ray.rollout-processes of its own
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        check_placement(self)
+        if self.one_step_off and (
+            self.on == "local" or not self.ray.rollout_processes or self.algorithm.settings.dynamic_sampling
+        ):
+            raise InvalidConfig(
+                "one_step_off overlaps the engines' work with the actor's: give the engines devices of their own by --on ray "
+                "--ray.rollout-processes N, and leave dynamic sampling off"
+            )
+        if self.one_step_off and self.algorithm.compares_engine:
+            raise InvalidConfig(
+                f"algorithm.correction={self.algorithm.correction}, rejection={self.algorithm.rejection} compare the actor's old "
+                "log-probs with the engine's, which one_step_off takes for equal: choose one"
+            )
+        if self.one_step_off and self.algorithm.needs_greedy:
+            raise InvalidConfig(
+                f"algorithm.advantage={self.algorithm.settings.advantage} asks the engines for greedy responses, which are busy "
+                "with the next batch in one_step_off: choose one"
+            )
+        minibatch, batch = self.algorithm.minibatch, self.data.batch_size
+        if minibatch is not None and minibatch > batch:
+            raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
+        longest = self.data.max_response_length
+        buffer = self.algorithm.overlong_tokens(longest)
+        if buffer > longest:
+            raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """Optimizer steps in each step of the run, by the name of the optimizer's field."""
+        return {"optimizer": self.algorithm.updates(self.data.batch_size)}
+
+    @property
+    def critic(self) -> OptimizerConfig | None:
+        """The optimizer of the critic; ``None`` without one."""
+        return None
+
+    def sampling(self) -> SamplingParams:
+        """How responses are sampled for training."""
+        return self.algorithm.sampling(self.data.max_response_length, self.run.seed)
+
+
+Config = TypeVar("Config", bound=PolicyGradientConfig)
+
+
+def parse_with_defaults(
+    arguments: Sequence[str], real: Config, tiny: Config, description: str | None, prog: str
+) -> Config:
+    """The configuration of a command line: over the defaults ``real`` if it has ``--model-path``, else over ``tiny``.
+
+    The KL term of ``tiny`` is dropped where the command line names an algorithm, whose paper then sets it.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+    """
+    default = real if names_a_model(arguments) else tiny
+    if default is tiny and names_an_algorithm(arguments):
+        default = replace(tiny, algorithm=replace(tiny.algorithm, kl_coef=None))
+    return parse_config(arguments, default, description, prog)
+
+
+def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
+    """Trains by an algorithm's step function, with data, reward, evaluation, checkpoints, resume and report by the options.
+
+    An algorithm of your own needs a step function and nothing else::
+
+        def my_step(roles, prompts, config, sampling, progression, more):
+            data = roles.rollout.generate(prompts, sampling)
+            data |= roles.reward.score(data)
+            data["advantages"] = my_advantage(data["token_level_rewards"], data["response_mask"])
+            metrics = roles.actor.update(data, policy_loss(config, entropy_coef=0.0), config.minibatch)
+            roles.sync_weights()
+            return data, metrics
+
+        run(recipes.grpo.parse(["--steps", "10", "--output-dir", "outputs/mine"]), my_step)
+
+    Args:
+        config: e.g. from `recipes.grpo.parse`, or `recipes.ppo.parse` for a step that has a critic.
+        step: see `AlgorithmStep`; ``config`` is ``config.algorithm``, ``sampling`` has its ``n`` and temperature.
+
+    Returns:
+        The path of the report, which an interrupted run leaves too.
+
+    Raises:
+        InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
+    """
+    config = with_schedules(config.run, config, **config.updates)
+    reward = load_reward(config.reward or "geo3k")
+    model_path = str(tiny_checkpoint(config.run.seed)) if config.model_path is None else config.model_path
+    checkpoint_family(model_path)  # refuses an unknown model before anything is written
+    data = config.data
+    builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    loader, held_out = load_data(config, builder)
+    evaluate = partial(evaluate_held_out, held_out=held_out, config=config)
+    with recorded_run(config.run, replace(config, algorithm=spelled_out(config.algorithm))) as directory:
+        for attempt in attempts(config.run, loader, config.max_restarts):
+            progression = Progression(config.algorithm.kl_controller())
+            options = {"config": config.algorithm, "sampling": config.sampling(), "progression": progression}
+            with attempt, launch_roles(config, model_path, builder, reward) as roles:
+                batches: Loader = loader
+                measure: Measure = measure_rollouts
+                if config.one_step_off:
+                    batches, measure = generate_ahead(roles, loader, progression, attempt.run.steps)
+                train(attempt.run, roles, batches, partial(step, **options), evaluate, builder, progression, measure)
+    return directory / REPORT_FILE
+
+
+def launch_roles(
+    config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction
+) -> Roles:
+    """The roles of a run: actor, engine and reward; a reference for a KL term; a critic if the options have one."""
+    actor = ActorConfig(
+        model_path,
+        temperature=config.algorithm.temperature,
+        optimizer=over_the_run(config.optimizer, config.run.steps * config.updates["optimizer"]),
+        **vars(config.compute),
+    )
+    options: dict[str, Any] = {}
+    if config.engine == "vllm":  # it processes images itself
+        options["max_model_len"] = config.data.max_prompt_length + config.data.max_response_length
+        options["image_options"] = builder.image_options
+    return launch(
+        actor=actor,
+        reference=actor.frozen() if config.algorithm.settings.kl_coef else None,
+        reward=reward,
+        rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options)),
+        on=config.on,
+        layout=config.layout,
+        critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,
+        **(vars(config.ray) if config.on == "ray" else {}),
+    )
+
+
+def load_data(config: PolicyGradientConfig, builder: PromptBuilder) -> tuple[PromptLoader, EvaluationLoader]:
+    """Training prompts without end, and the held-out ones."""
+    data, seed = config.data, config.run.seed
+    if data.data_path is None:
+        train_rows: Any = ProblemRows(data.level, seed, "train", data.instruction)
+        test_rows: Any = ProblemRows(data.level, 0, "test", data.instruction)[: data.eval_rows]
+    else:
+        train_rows, test_rows = open_data_set(data, builder)
+    loader = PromptLoader(
+        train_rows,
+        builder,
+        data.batch_size,
+        seed,
+        shuffle=data.data_path is not None,
+        on_bad_row=data.on_bad_row,
+        num_workers=data.num_workers,
+    )
+    return loader, EvaluationLoader(test_rows, builder, data.batch_size * config.algorithm.n, data.on_bad_row)
+
+
+def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
+    """Training and held-out rows that fit; a single file gives its last rows, at most a fifth, as held-out ones."""
+    path = str(data.data_path)
+    rows = fitting_rows(path, "train", data, builder)
+    if data.eval_data_path or not Path(path).is_file():
+        held_out = fitting_rows(data.eval_data_path or path, "test", data, builder)
+        return rows, Subset(held_out, range(min(data.eval_rows, len(held_out))))
+    kept = len(rows) - min(data.eval_rows, len(rows) // 5)
+    if kept == len(rows):
+        raise InvalidConfig(f"{path} has {len(rows)} rows, too few to hold some out: give --eval-data-path")
+    return Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
+
+
+def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder) -> Any:
+    """The rows of a data set whose prompts are not too long; says how many were."""
+    rows, dropped = drop_overlong(load_rows(path, split, instruction=data.instruction), builder)
+    if dropped:
+        print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")
+    return rows
+
+
+def evaluate_held_out(
+    roles: Roles, step: int, held_out: EvaluationLoader, config: PolicyGradientConfig
+) -> dict[str, float]:
+    """Greedy answers to the held-out problems: their metrics, and some of them kept for the report."""
+    metrics, _ = evaluate_answers(roles, held_out, config.data.max_response_length, config.run.output_dir, step)
+    return metrics | {"data/skipped_eval_rows": len(held_out.skipped)}

@@ -1,0 +1,21 @@
+"""The public names of recipe packages: adding or losing one is a decision."""
+
+from importlib import import_module
+
+import pytest
+
+EXPORTS = {
+    "recipes.run": """PolicyGradientConfig Progression RunConfig StepFunction SupervisedConfig SupervisedTask attempts
+        evaluate_answers launch_supervised measure_rollouts next_token_loss recorded_run run run_supervised train""",
+    "recipes.report": "MetricsLog read_metrics write_report",
+    "recipes.serve": "ForwardBackwardOutput SampledSequence TrainingClient",
+    "recipes.export": "ModelExportConfig export_model",
+    "recipes.parity": "ParityConfig compare_log_probs comparison_table",
+}
+
+
+@pytest.mark.parametrize("package", EXPORTS)
+def test_a_package_exports_these_names(package):
+    module = import_module(package)
+    assert sorted(module.__all__) == sorted(EXPORTS[package].split())
+    assert all(hasattr(module, name) for name in module.__all__)

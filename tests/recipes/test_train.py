@@ -1,0 +1,122 @@
+"""The loop around a step function: what it asks of batches, records, evaluates and saves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import MissingColumn
+from recipes.run import RunConfig, recorded_run, train
+from workers import Roles
+from workers.training.checkpoint import checkpoint_steps
+from workers.training.checkpoint_files import write
+
+
+class Actor:
+    """Counts what it learns, and saves the count."""
+
+    ended: str | None = None
+    learned = 0
+
+    def save(self, directory: Path, behind: bool = False) -> None:
+        write({"learned": torch.tensor(self.learned)}, directory / "training")
+        (directory / "huggingface").mkdir()
+        (directory / "learned").write_text(str(self.learned))
+
+    def load(self, directory: Path) -> None:
+        self.learned = int((directory / "learned").read_text())
+
+    def finish_save(self) -> None:
+        """Everything is on disk already."""
+
+
+class Rollout:
+    def mark_stale(self) -> None:
+        """There are no weights."""
+
+
+class Batches:
+    """One row each, numbered from 0."""
+
+    def __init__(self, column: str = "uid") -> None:
+        self.column, self.drawn = column, 0
+        self.skipped: dict[int, str] = {}
+
+    def __next__(self) -> DataProto:
+        self.drawn += 1
+        return DataProto.from_dict(non_tensors={self.column: [str(self.drawn - 1)]})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+def two_draws(roles, prompts, more):
+    roles.actor.learned += 1
+    return DataProto.concat([prompts, more("wanted")]), {"first": float(prompts["uid"][0])}
+
+
+def rows(data, metrics, devices):
+    return {"rows": len(data) * devices}
+
+
+def start():
+    return Roles(Actor(), Rollout(), {}, devices=3)
+
+
+def select_rows(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(row):
+    return {name: value for name, value in row.items() if not name.startswith("timing_s/")}
+
+
+def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
+    run = RunConfig(steps=3, eval_every=2, save_every=2, output_dir=tmp_path)
+    with recorded_run(run), start() as roles:
+        train(run, roles, Batches(), two_draws, lambda roles, step: {"evaluated": roles.actor.learned}, measure=rows)
+    written = select_rows(tmp_path)
+    assert without_times(written[0]) == {"step": 0, "evaluated": 0}
+    assert without_times(written[1]) == {"step": 1, "first": 0, "data/skipped_rows": 0, "rows": 6}
+    assert [row.get("evaluated") for row in written] == [0, None, 2, 3]
+    assert {"timing_s/step", "timing_s/data"} <= written[1].keys()
+    assert checkpoint_steps(tmp_path) == [2, 3]
+    assert (tmp_path / "report.html").is_file()
+    assert json.loads((tmp_path / "config.json").read_text())["run"]["steps"] == 3
+
+
+def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
+    for steps, resume in ((2, False), (4, True)):
+        run = RunConfig(steps=steps, resume=resume, save_every=1, output_dir=tmp_path)
+        with recorded_run(run), start() as roles:
+            train(run, roles, Batches(), two_draws, measure=rows)
+            assert roles.actor.learned == steps
+    assert [row["step"] for row in select_rows(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [row["first"] for row in select_rows(tmp_path)[1:]] == [0, 2, 4, 6]
+
+
+def test_the_report_is_written_after_an_error_too(tmp_path):
+    run = RunConfig(output_dir=tmp_path)
+    with pytest.raises(ZeroDivisionError), recorded_run(run), start() as roles:
+        train(run, roles, Batches(), lambda roles, prompts, more: 1 / 0, measure=rows)
+    assert (tmp_path / "report.html").is_file()
+
+
+class Unnamed(Batches):
+    """Batches without uids from the second on."""
+
+    def __next__(self) -> DataProto:
+        data = super().__next__()
+        return data if self.drawn == 1 else data.rename("uid", "index")
+
+
+@pytest.mark.parametrize("batches", [Batches("index"), Unnamed()])
+def test_prompts_without_uids_are_refused(batches, tmp_path):
+    """Those of a step, and further ones that it asks for."""
+    with pytest.raises(MissingColumn, match="'uid'"):
+        train(RunConfig(steps=1, output_dir=tmp_path), start(), batches, two_draws, measure=rows)
