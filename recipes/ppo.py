@@ -21,7 +21,7 @@ from recipes.grpo import policy_loss
 from recipes.run.command_line import exit_status
 from recipes.run.dynamic_sampling import More
 from recipes.run.loop import RunConfig
-from recipes.run.metrics import join_updates, timed
+from recipes.run.metrics import merge_updates, timed
 from recipes.run.phases import (
     Progression,
     engine_differences,
@@ -109,7 +109,7 @@ def ppo_step(
     if len(learned):
         with timed(metrics, "update_critic"):
             found = roles.critic.update(learned, critic_loss(config), config.minibatch, config.critic_epochs)
-        metrics = join_updates(metrics, found)
+        metrics = merge_updates(metrics, found)
     progression.steps += 1
     if progression.steps > config.critic_warmup:
         metrics["actor/entropy_coeff"] = entropy_coefficient(data, config)
@@ -119,7 +119,7 @@ def ppo_step(
                 updated = roles.actor.update_and_score(
                     learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
                 )
-            metrics = join_updates(metrics, updated.metrics) | engine_differences(learned, config, updated.scores)
+            metrics = merge_updates(metrics, updated.metrics) | engine_differences(learned, config, updated.scores)
     roles.sync_weights()
     return data, metrics
 

@@ -1,28 +1,37 @@
 """What the documents promise."""
 
-import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+from recipes.report.metrics_file import METRICS_FILE, read_metrics
 from recipes.tiny import make_tiny_model
 from workers.roles.reward import RewardRow
+from workers.training.checkpoint import checkpoint_steps
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow
-def test_the_custom_recipe_is_short_and_learns(tmp_path, capsys):
+def test_the_custom_recipe_is_short_and_learns(tmp_path):
     source = ROOT / "docs" / "custom_recipe.py"
     assert len(source.read_text().splitlines()) < 70
-    recipe = runpy.run_path(str(source))
-    recipe["main"](str(make_tiny_model(tmp_path)))
-    named = [float(share) for share in re.findall(r"^step \d+: named ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    recipe, run = runpy.run_path(str(source)), tmp_path / "run"
+    model = str(make_tiny_model(tmp_path / "model"))
+    recipe["main"](model, run)
+    named = [row["critic/score/mean"] for row in read_metrics(run / METRICS_FILE)[1:]]
     chance, few = 1 / len(recipe["COLOURS"]), 8  # steps of 256 answers
     assert sum(named[:few]) / few < chance + 0.1
     assert sum(named[-few:]) / few > 0.55  # chance is 0.33
+    recipe["main"](model, run, 102)  # continues after step 100
+    rows = read_metrics(run / METRICS_FILE)
+    assert [row["step"] for row in rows] == list(range(103))
+    held_out = [row["step"] for row in rows if "val-core/colours/reward/mean@1" in row]
+    assert held_out == [0, 50, 100, 102]
+    assert checkpoint_steps(run) == [100, 102]
+    assert (run / "report.html").is_file()
 
 
 def test_the_custom_recipe_rewards_the_right_name_alone():

@@ -1,15 +1,36 @@
 """The run around a step function: options, data, evaluation, checkpoints, resume, metrics and report.
 
-`run` trains by a policy-gradient algorithm with the options of `recipes.grpo`. `train` is the loop alone, for roles, rows and
-rewards of your own; see docs/custom_recipe.py.
+`run` trains by a policy-gradient algorithm of your own with the options of `recipes.grpo`. `train` is the loop alone, for roles,
+rows and rewards of your own; docs/custom_recipe.py is a whole recipe around it::
+
+    def reinforce_step(roles, prompts, more):
+        data = roles.rollout.generate(prompts, SamplingParams(n=8, max_tokens=64))
+        data |= roles.reward.score(data)
+        data["advantages"] = group_advantage(data["token_level_rewards"], data["uid"], data["response_mask"])
+        metrics = roles.actor.update(data, reinforce_loss)
+        roles.sync_weights()
+        return data, metrics
+
+    run = RunConfig(steps=100, resume=True, output_dir=Path("outputs/mine"))
+    evaluate = greedy_evaluation(EvaluationLoader(held_out, builder, 64), 64, run.output_dir)
+    with recorded_run(run), launch(actor=ActorConfig(checkpoint), reward=reward) as roles:
+        train(run, roles, PromptLoader(rows, builder, 64), reinforce_step, evaluate, builder)
+
+`recorded_run` prepares the run's directory and writes its report; `attempts` starts a run again after a worker has failed.
 """
 
-from recipes.run.evaluation import evaluate_answers
+from recipes.run.evaluation import evaluate_answers, greedy_evaluation
 from recipes.run.loop import RunConfig, StepFunction, attempts, measure_rollouts, train
 from recipes.run.phases import Progression
 from recipes.run.policy_gradient import PolicyGradientConfig, run
 from recipes.run.run_directory import recorded_run
-from recipes.run.supervised import SupervisedConfig, SupervisedTask, launch_supervised, next_token_loss, run_supervised
+from recipes.run.supervised import (
+    SupervisedConfig,
+    SupervisedTask,
+    launch_supervised,
+    next_token_loss,
+    run_supervised,
+)
 
 __all__ = [
     "PolicyGradientConfig",
@@ -20,6 +41,7 @@ __all__ = [
     "SupervisedTask",
     "attempts",
     "evaluate_answers",
+    "greedy_evaluation",
     "launch_supervised",
     "measure_rollouts",
     "next_token_loss",

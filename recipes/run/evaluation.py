@@ -1,13 +1,16 @@
 """Greedy answers to held-out problems, scored and kept for the report."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dataproto import DataProto
+from recipes.data.loader import EvaluationLoader
 from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.run.metrics import timed, validation_metrics
 from rollout.engine import SamplingParams
 from workers import Roles
+
+Evaluate = Callable[[Roles, int], dict[str, float]]  # roles, number of the step -> metrics
 
 REPORTED_ROLLOUTS = 24  # of each evaluation
 
@@ -35,3 +38,13 @@ def evaluate_answers(
     uids = [uid for data in batches for uid in data["uid"]]
     present = {name: values for name, values in columns.items() if len(values) == len(uids)}
     return metrics | validation_metrics(sources, uids, present), batches
+
+
+def greedy_evaluation(held_out: EvaluationLoader, max_tokens: int, output_dir: Path) -> Evaluate:
+    """`evaluate_answers` for `recipes.run.train`; counts the rows that could not be used as ``data/skipped_eval_rows``."""
+
+    def evaluate(roles: Roles, step: int) -> dict[str, float]:
+        metrics, _ = evaluate_answers(roles, held_out, max_tokens, output_dir, step)
+        return metrics | {"data/skipped_eval_rows": len(held_out.skipped)}
+
+    return evaluate

@@ -17,6 +17,7 @@ from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.packing import MAX_TOKENS
 from recipes.report.metrics_file import MetricsLog
 from recipes.run.dynamic_sampling import More
+from recipes.run.evaluation import Evaluate
 from recipes.run.metrics import rollout_metrics, speed_metrics, timed
 from recipes.run.progress import Progress
 from rollout.prompts import PromptBuilder
@@ -26,7 +27,6 @@ from workers.training.checkpoint_files import missing_parts
 
 STATE_FILE = "trainer.pt"
 
-Evaluate = Callable[[Roles, int], dict[str, float]]  # roles, number of the step -> metrics
 Measure = Callable[[DataProto, Mapping[str, float], int], dict[str, float]]
 """The rows that a step returned, its metrics, and the number of devices of the run -> further metrics."""
 
@@ -109,28 +109,15 @@ def train(
 ) -> None:
     """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
-    Each step writes one row of ``metrics.jsonl``; row 0 holds the evaluation before the first step. A checkpoint is written
-    after the row of its step. With ``run.resume`` training continues after the newest checkpoint: later rows are dropped, and
-    each step equals that of an uninterrupted run. docs/custom_recipe.py is a whole recipe around it::
-
-        def reinforce_step(roles, prompts, more):
-            data = roles.rollout.generate(prompts, SamplingParams(n=8, max_tokens=64))
-            data |= roles.reward.score(data)
-            data["advantages"] = group_advantage(data["token_level_rewards"], data["uid"], data["response_mask"])
-            metrics = roles.actor.update(data, reinforce_loss)
-            roles.sync_weights()
-            return data, metrics
-
-        run = RunConfig(steps=100, output_dir=Path("outputs/mine"))
-        with recorded_run(run), launch(actor=ActorConfig(checkpoint), reward=reward) as roles:
-            train(run, roles, PromptLoader(rows, builder, batch_size=64), reinforce_step, evaluate)
+    Each step writes one row of ``metrics.jsonl``, and row 0 holds the evaluation before the first step. With ``run.resume`` it
+    continues after the newest checkpoint, and each step equals that of an uninterrupted run. See `recipes.run` for an example.
 
     Args:
-        loader: the batches of the steps; its position is part of a checkpoint.
+        loader: the batches of the steps.
         step: called as ``step(roles, prompts, more=more)``.
         evaluate: called as ``evaluate(roles, number)``, before the first step, every ``run.eval_every`` steps and after the last.
         builder: its tokenizer and image processor are saved beside the exported weights, so that these are a whole model.
-        progression: state that the algorithm carries from step to step; part of a checkpoint.
+        progression: state that the algorithm carries from step to step; checkpoints hold it.
         measure: statistics of the rows that a step returns.
 
     Raises:
@@ -139,27 +126,25 @@ def train(
     """
     progression = progression or Stateless()
     done = restore(run, roles, loader, progression) if run.resume else None
-    first = 1 if done is None else done + 1
     keep = done if done is not None or not run.resume else -1
-    checkpoints = Checkpoints(run, roles, builder)
     with (
         MetricsLog(run.output_dir, resume_after=keep) as log,
-        Progress(run.steps, first - 1) as progress,
-        contextlib.closing(checkpoints),
+        Progress(run.steps, done or 0) as progress,
+        contextlib.closing(Checkpoints(run, roles, builder)) as checkpoints,
     ):
 
         def more(reason: str) -> DataProto:
             progress.doing(reason)
-            return draw(loader)
+            return next_batch(loader)
 
         if done is None:
             progress.note("evaluating before the first step")
             log.write(0, evaluate(roles, 0) if evaluate else {})
-        for number in range(first, run.steps + 1):
+        for number in range((done or 0) + 1, run.steps + 1):
             metrics: dict[str, float] = {}
             with timed(metrics, "step"):
                 with timed(metrics, "data"):
-                    prompts = draw(loader)
+                    prompts = next_batch(loader)
                 data, found = step(roles, prompts, more=more)
             metrics |= found | {"data/skipped_rows": len(loader.skipped)}
             metrics |= measure(data, metrics, roles.devices)
@@ -171,7 +156,7 @@ def train(
                 checkpoints.save(number, loader, progression)
 
 
-def draw(loader: Loader) -> DataProto:
+def next_batch(loader: Loader) -> DataProto:
     """The loader's next batch.
 
     Raises:

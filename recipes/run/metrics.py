@@ -109,10 +109,10 @@ def speed_metrics(data: DataProto, timings: Mapping[str, float], devices: int) -
     return metrics
 
 
-def join_updates(*updates: Mapping[str, float]) -> dict[str, float]:
+def merge_updates(*updates: Mapping[str, float]) -> dict[str, float]:
     """The metrics of several updates together; of the peaks of a device's memory, the highest.
 
-    >>> join_updates({"perf/max_memory_allocated_gb": 40.0}, {"perf/max_memory_allocated_gb": 30.0, "actor/loss": 0.5})
+    >>> merge_updates({"perf/max_memory_allocated_gb": 40.0}, {"perf/max_memory_allocated_gb": 30.0, "actor/loss": 0.5})
     {'perf/max_memory_allocated_gb': 40.0, 'actor/loss': 0.5}
     """
     metrics: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Policy-gradient training of a vision-language model on problems with images, whatever the algorithm.
+"""Policy-gradient training of a vision-language model on problems with images, for any algorithm.
 
 `PolicyGradientConfig` holds all options, `run` the rest of a recipe around its step function.
 """
@@ -21,7 +21,7 @@ from recipes.data.problem_rows import INSTRUCTION, load_rows
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
 from recipes.run.command_line import check_placement, names_a_model, names_an_algorithm, parse_config
-from recipes.run.evaluation import evaluate_answers
+from recipes.run.evaluation import greedy_evaluation
 from recipes.run.loop import Loader, Measure, RunConfig, attempts, measure_rollouts, train
 from recipes.run.one_step_off import generate_ahead
 from recipes.run.phases import Progression
@@ -157,7 +157,7 @@ def parse_with_defaults(
 def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     """Trains by an algorithm's step function, with data, reward, evaluation, checkpoints, resume and report by the options.
 
-    An algorithm of your own needs a step function and nothing else::
+    Your own algorithm needs only a step function::
 
         def my_step(roles, prompts, config, sampling, progression, more):
             data = roles.rollout.generate(prompts, sampling)
@@ -186,7 +186,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     data = config.data
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     loader, held_out = load_data(config, builder)
-    evaluate = partial(evaluate_held_out, held_out=held_out, config=config)
+    evaluate = greedy_evaluation(held_out, data.max_response_length, config.run.output_dir)
     with recorded_run(config.run, replace(config, algorithm=spelled_out(config.algorithm))) as directory:
         for attempt in attempts(config.run, loader, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
@@ -265,11 +265,3 @@ def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder
     if dropped:
         print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")
     return rows
-
-
-def evaluate_held_out(
-    roles: Roles, step: int, held_out: EvaluationLoader, config: PolicyGradientConfig
-) -> dict[str, float]:
-    """Greedy answers to the held-out problems: their metrics, and some of them kept for the report."""
-    metrics, _ = evaluate_answers(roles, held_out, config.data.max_response_length, config.run.output_dir, step)
-    return metrics | {"data/skipped_eval_rows": len(held_out.skipped)}

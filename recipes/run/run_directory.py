@@ -34,7 +34,7 @@ FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What is recorded of a run without a configuration of its own."""
+    """The configuration of a run that has no other."""
 
     run: RunConfig
 
@@ -166,7 +166,7 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _options(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of all options by their names on the command line; one that is a dictionary is one value."""
+    """The values of all options by their names on the command line; a dictionary is one value."""
     found: dict[str, Any] = {}
     for field in fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
@@ -175,7 +175,7 @@ def _options(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _flatten(value: Any, names: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """The values of what `_read` found by their names as in `_options`, down to those that are in ``names``."""
+    """The values of a recorded configuration by their names as in `_options`; a value in ``names`` is not divided further."""
     if prefix in names or not isinstance(value, Mapping):
         return {prefix: value}
     parts = (_flatten(inner, names, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())

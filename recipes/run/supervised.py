@@ -14,7 +14,8 @@ from recipes.data.loader import OnBadRow
 from recipes.report.page import REPORT_FILE
 from recipes.run.command_line import check_placement
 from recipes.run.dynamic_sampling import More
-from recipes.run.loop import Evaluate, Loader, RunConfig, attempts, train
+from recipes.run.evaluation import Evaluate
+from recipes.run.loop import Loader, RunConfig, attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.run_directory import open_run_directory, over_the_run, reported, with_schedules
 from recipes.tiny import make_tiny_model
