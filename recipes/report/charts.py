@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """A named line; values that are not finite leave a gap."""
+    """A named line, with a gap where a value is not finite."""
 
     label: str
     points: Sequence[tuple[float, float]]  # (step, value), steps rising
@@ -108,7 +108,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def smooth(points: Sequence[tuple[float, float]]) -> Points:
-    """Means over a centred window of about a tenth of the points, half as wide at the ends; so it does not lag behind.
+    """Means over a centred window of about a tenth of the points, half as wide at the ends. Centred, so it does not lag.
 
     >>> smooth([(0, 0.0), (1, 3.0), (2, 0.0), (3, 3.0)])
     [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
@@ -120,7 +120,7 @@ def smooth(points: Sequence[tuple[float, float]]) -> Points:
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> Points:
-    """At most ``limit`` points: means of equal stretches.
+    """At most ``limit`` points: means of equally many neighbouring points.
 
     >>> thin([(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0)], limit=2)
     [(0.5, 2.0), (2.5, 6.0)]
@@ -170,7 +170,7 @@ def _x_tick(across: float, text: str) -> str:
 
 
 def safe_text(value: Any) -> str:
-    """Safe to stand in a page: escaped, control characters made visible, very long text cut.
+    """Text that is safe in a page: escaped, with control characters made visible, cut if it is very long.
 
     >>> safe_text("<b>\\x00")
     '&lt;b&gt;\ufffd'

@@ -1,4 +1,4 @@
-"""Which class was taken for which: counted, kept in the run's directory, and drawn for its report."""
+"""Confusion of classes: counted, saved in the run's directory, and drawn for its report."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ CELL, MOST = 14, 110  # pixels; classes that are drawn
 
 @dataclass(frozen=True)
 class Confusion:
-    """``counts[i][j]``: how often class i was answered as class j; the last column is every other answer.
+    """``counts[i][j]`` is the number of times that the answer to class i was class j; the last column counts other answers.
 
     >>> confusion = Confusion.of(["cat", "dog"], [("cat", "cat"), ("cat", "dog"), ("dog", "a dog")])
     >>> confusion.counts, round(confusion.accuracy, 2)
@@ -42,12 +42,12 @@ class Confusion:
 
     @property
     def other_share(self) -> float:
-        """How many of the answers are of no class."""
+        """The share of answers that name no class."""
         total = sum(map(sum, self.counts))
         return sum(row[-1] for row in self.counts) / total if total else 0.0
 
     def worst(self, number: int = 5) -> list[tuple[str, str, int]]:
-        """The commonest mistakes: class, answer, how often."""
+        """The most frequent mistakes: class, answer, count."""
         names = [*self.classes, "(another answer)"]
         mistakes = [
             (self.classes[i], names[j], count)
@@ -69,7 +69,7 @@ def save_confusion(directory: Path, step: int, confusion: Confusion) -> Path:
 
 
 def latest_confusion(directory: Path) -> tuple[int, Confusion] | None:
-    """The last one that a run kept, and its step.
+    """The step and the confusion of a run's last evaluation; ``None`` if it saved none.
 
     Raises:
         FileFormatError: the file is damaged.
@@ -88,7 +88,7 @@ def latest_confusion(directory: Path) -> tuple[int, Confusion] | None:
 
 
 def confusion_picture(confusion: Confusion) -> str:
-    """The table as inline SVG: classes downwards, answers to the right, the darker the more often within the row."""
+    """The table as inline SVG: one row a class, one column an answer; the most frequent answers of a row are the darkest."""
     classes = confusion.classes[:MOST]
     size = len(classes)
     names = 8 * max((min(len(name), 24) for name in classes), default=0)

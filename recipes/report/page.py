@@ -1,7 +1,7 @@
 """A run as one self-contained page: ``python -m recipes.report RUN_DIR`` writes ``RUN_DIR/report.html``.
 
-It reads ``metrics.jsonl``, ``config.json``, ``environment.json`` and ``rollouts/``, whatever of them is there. All text that
-comes from models and data is escaped; the page fetches nothing and runs nothing.
+It reads those of ``metrics.jsonl``, ``config.json``, ``environment.json`` and ``rollouts/`` that exist. All text that
+comes from models and data is escaped; the page loads nothing and runs no code.
 """
 
 import base64
@@ -36,7 +36,7 @@ PACKAGES = ("torch", "transformers", "tensordict", "numpy", "pillow", "vllm", "r
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of some metrics: name patterns, each with the label of its line (``None``: what ``*`` stands for)."""
+    """A chart of some metrics: name patterns, each with the label of its line (``None``: the text that ``*`` matches)."""
 
     title: str
     note: str
@@ -84,7 +84,7 @@ def write_report(run_dir: str | Path) -> Path:
     """Writes ``report.html`` into a run's directory and returns its path.
 
     Raises:
-        FileFormatError: the directory is absent, or a file in it is damaged.
+        FileFormatError: the directory is missing, or a file in it is damaged.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -115,7 +115,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Versions of what a run stands on, for ``environment.json``."""
+    """Versions of Python and of the packages that a run depends on, for ``environment.json``."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for package in PACKAGES:
         try:
@@ -173,11 +173,11 @@ def _charts(rows: Rows) -> list[str]:
 
 
 def _series(rows: Rows, chart: Chart) -> list[Series]:
-    """The chart's lines that most steps add to, at most as many as there are colours; matches of ``*`` largest first."""
+    """The lines of a chart, at most `COLOURS`, without rare metrics; the matches of ``*`` are in descending order."""
     lines = []
     for pattern, label in chart.lines.items():
         found = [Series(label or _star(pattern, name), _finite(rows, name)) for name in _names(rows, pattern)]
-        often = max((len(line.points) for line in found), default=0) / 2  # what happens seldom would hide the rest
+        often = max((len(line.points) for line in found), default=0) / 2  # rare metrics would hide the rest
         lines += sorted((line for line in found if len(line.points) > often), key=lambda line: -line.points[-1][1])
     return lines[:COLOURS]
 
@@ -214,7 +214,7 @@ def _change(pairs: Sequence[tuple[RolloutSample, RolloutSample]]) -> str:
 
 
 def _confusion(found: tuple[int, Confusion] | None) -> str:
-    """Which class was taken for which at the last evaluation."""
+    """The confusion of classes at the last evaluation."""
     if found is None:
         return ""
     step, confusion = found
@@ -315,7 +315,7 @@ def _names(rows: Rows, pattern: str) -> list[str]:
 
 
 def _star(pattern: str, name: str) -> str:
-    """What the first ``*`` of a pattern stands for in a name.
+    """The text that the first ``*`` of a pattern matches in a name.
 
     >>> _star("val-core/*/acc/mean@*", "val-core/geo/3k/acc/mean@1")
     'geo/3k'

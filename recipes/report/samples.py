@@ -1,4 +1,4 @@
-"""Rollouts kept for the reader: a few prompts, pictures, answers and rewards of an evaluation, in the run's directory."""
+"""Sampled answers for the report: a few prompts, images, answers and rewards of an evaluation, in the run's directory."""
 
 import hashlib
 import json
@@ -23,8 +23,7 @@ MAX_SIDE = 448  # pixels; larger pictures are stored smaller
 class RolloutSample:
     """One response to one problem.
 
-    ``key`` names the problem and is the same at every evaluation; ``accuracy`` is ``None`` where right and wrong have no
-    meaning.
+    ``key`` names the problem and is the same at every evaluation; ``accuracy`` is ``None`` where answers are not right or wrong.
     """
 
     key: str
@@ -42,7 +41,7 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
     Args:
         data: with object columns ``response_text`` (B,) and ``score`` (B,); if present, ``acc``, ``raw_prompt`` (messages),
             ``reward_model``, ``multi_modal_data``, ``data_source``; and ``index`` or ``uid``, which name the problem.
-        limit: how many at most.
+        limit: the largest number of samples.
     """
     samples: dict[str, RolloutSample] = {}
     for row in range(len(data)):
@@ -66,7 +65,7 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
 
 
 def prompt_text(messages: Any) -> str:
-    """The text of the users' turns, without markers of pictures.
+    """The text of the user's turns, without media markers.
 
     >>> prompt_text([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Find x."}]}])
     'Find x.'
@@ -101,16 +100,16 @@ def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample
 
 
 def rollout_steps(directory: str | Path) -> list[int]:
-    """The steps whose rollouts a run kept, in order."""
+    """The steps whose rollouts a run saved, in order."""
     names = (re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (Path(directory) / FOLDER).glob("step_*.jsonl"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
-    """Reads back what `save_rollouts` wrote. A picture that is gone or broken is left out.
+    """Reads the rollouts that `save_rollouts` wrote, without images that are missing or broken.
 
     Raises:
-        FileFormatError: a line is not a rollout; names the line.
+        FileFormatError: a line is not a rollout; the message names the line.
     """
     folder = Path(directory) / FOLDER
     path = folder / f"step_{step}.jsonl"

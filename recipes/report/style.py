@@ -1,4 +1,4 @@
-"""The frame and the style of `recipes.report.page`'s page: nothing is fetched, nothing runs."""
+"""HTML frame and style sheet of the report: it loads nothing and runs no code."""
 
 from string import Template
 

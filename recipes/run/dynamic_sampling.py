@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): generate until a batch is full of groups that teach something."""
+"""DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): generate until a batch is full of informative groups."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from dataproto.errors import InvalidColumn
 from dataproto.packing import equally_wide
 from recipes.algorithms.advantages import informative_rows
 
-More = Callable[[str], DataProto]  # why more prompts are wanted, for whoever watches -> the next ones
+More = Callable[[str], DataProto]  # the reason, for the progress display -> further prompts
 
 
 def sample_informative_groups(
@@ -21,19 +21,19 @@ def sample_informative_groups(
     generations: int,
     metric: str | None = None,
 ) -> tuple[DataProto, dict[str, float]]:
-    """Rows of as many groups as there are ``prompts``, the first ones whose samples are not all equally good.
+    """Samples until there is one informative group for each of the ``prompts``: a group whose samples differ in their score.
 
-    Groups of equally good samples, in the sense of `verdicts`, are dropped and others are sampled in their place, whole batches
-    of prompts at a time; what is left over when the batch is full is dropped too, so that where a run stands is where its loader
-    stands. After ``generations`` the first dropped groups fill the batch up (deviation: verl stops the run with an error).
+    A group whose samples are all equally good (see `verdicts`) is dropped, and a whole further batch of prompts is sampled. When
+    the batch is full, groups that are left over are dropped too, so that the loader's position is the whole state of a run.
+    After ``generations`` the first dropped groups fill the batch (deviation: verl stops the run with an error).
 
     Args:
-        sample: prompts to scored rollout rows, those of a prompt next to each other.
+        sample: prompts to scored rollout rows; the rows of a group are next to each other.
         metric: the column that says how good a sample is.
 
     Returns:
-        The rows, and verl's ``train/num_gen_batches`` beside ``train/filtered_groups``, how many were dropped, and
-        ``train/sampled_score/mean`` over all rows that were sampled.
+        The rows, and the metrics ``train/num_gen_batches`` (verl's name), ``train/filtered_groups`` (the number of dropped
+        groups) and ``train/sampled_score/mean`` (over all sampled rows).
     """
     wanted = len(prompts)
     kept: list[DataProto] = []
@@ -63,11 +63,11 @@ def sample_informative_groups(
 def verdicts(data: DataProto, metric: str | None = None) -> list[float]:
     """How good each sample is: the column ``metric``; by default ``acc`` where the reward gives one, else ``score``.
 
-    A score that also counts the format differs within a group of answers that are all wrong, which ``acc`` does not.
+    In a group of wrong answers a score that includes the format may differ; ``acc`` does not.
 
     Raises:
-        MissingColumn: there is no such column.
-        InvalidColumn: it has no finite number in a row; names the row.
+        MissingColumn: the column is missing.
+        InvalidColumn: a row has no finite number; the message names the row.
     """
     if metric is None:
         right = data["acc"] if "acc" in data else [None] * len(data)

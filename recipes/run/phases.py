@@ -45,7 +45,7 @@ def generate_and_score(
 ) -> tuple[DataProto, Metrics]:
     """Samples ``config.n`` responses to each prompt and scores them.
 
-    With dynamic sampling it goes on until every group has samples of different scores. ReMax adds the column
+    Dynamic sampling repeats this until the samples of every group differ in their score. ReMax adds the column
     ``reward_baselines (B,)``, the scores of greedy responses. With ``skip_old_log_probs`` the engine's log-probs are also the
     column ``old_log_probs``.
 

@@ -1,4 +1,4 @@
-"""How far a run is: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 import math
 import time
@@ -17,10 +17,10 @@ THROUGHPUT = "perf/throughput"
 
 
 class Progress:
-    """Step, reward, tokens per second and device, and time left.
+    """Shows step, reward, tokens per second and device, and the time left.
 
     On a terminal this is one bar that is redrawn. Elsewhere (a log file, a CI job) it is a plain line at the first step, at
-    the last one, and between them at most every ``interval`` seconds.
+    the last step, and in between at most every ``interval`` seconds.
 
     >>> import sys
     >>> with Progress(2, console=Console(file=sys.stdout, width=100)) as progress:
@@ -38,7 +38,7 @@ class Progress:
         interval: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``total`` steps, of which an earlier process did ``done``."""
+        """``total``: steps of the run; ``done``: steps that an earlier process made."""
         self.total, self.done, self.interval, self.clock = total, done, interval, clock
         self.console = console or Console()
         self._printed: float | None = None
@@ -77,7 +77,7 @@ class Progress:
             self._line(" · ".join([f"step {step}/{self.total}", *parts]))
 
     def doing(self, text: str) -> None:
-        """What the step that runs is at, until its end: beside the bar, or elsewhere a line as often as steps are."""
+        """Shows what the current step is doing: beside the bar; elsewhere as a line, at most every ``interval`` seconds."""
         if self._bar is not None:
             self._bar.update(self._task, description=text)
         elif self._printed is None or self.clock() - self._printed >= self.interval:
@@ -89,7 +89,7 @@ class Progress:
         self._line(text)
 
     def _left(self, step: int, now: float) -> float:
-        """Seconds to the end at the mean pace since the first step, which is slower and so left out when it can be."""
+        """Seconds to the end at the mean pace of the steps after the first one, which is slower than the others."""
         if self._first is not None and step > self._first:
             pace = (now - self._first_ended) / (step - self._first)
         else:

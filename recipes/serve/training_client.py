@@ -1,4 +1,4 @@
-"""Programs that drive training step by step, in the manner of the Tinker API: its objects go in, plain values come out.
+"""Training driven step by step by a program, as with the Tinker API: its objects are arguments, results are plain values.
 
 with launch_supervised(config, model_path) as roles:
     client = TrainingClient(roles, ChunkRenderer(builder))
@@ -34,8 +34,10 @@ CLIENT_FILE = "client.json"
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """``metrics`` are sums over tokens (``loss:sum``); ``loss_fn_outputs``, if asked for, hold for each datum ``logprobs``
-    ``(its input tokens,)``, 0 where a target has no log-prob.
+    """The result of a pass over data.
+
+    ``metrics`` are sums over tokens (``loss:sum``). ``loss_fn_outputs``, if requested, has one dictionary for each datum:
+    ``logprobs`` of shape ``(input tokens,)``, 0 where a target has no log-prob.
     """
 
     metrics: dict[str, float]
@@ -48,7 +50,7 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One answer: its tokens, their log-probs under the policy, and why it ended."""
+    """One sampled response: its tokens, their log-probs under the policy, and the reason why it ended."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -56,14 +58,14 @@ class SampledSequence:
 
 
 class TrainingClient:
-    """One policy that is sampled from and trained, by calls that are each usable alone.
+    """Samples from one policy and trains it, by calls that can be used independently.
 
-    Inputs, data and parameters are those of the ``tinker`` package or of `dataproto.chunks`. Gradients add up until
+    Inputs, data and parameters are those of the ``tinker`` package or of `dataproto.chunks`. Gradients accumulate until
     `optim_step`; samples come from the weights of the last `save_weights_for_sampler`.
     """
 
     def __init__(self, roles: Roles, renderer: ChunkRenderer) -> None:
-        """Gives the engine that samples the weights as they are now."""
+        """Gives the current weights to the engine."""
         self.roles = roles
         self.renderer = renderer
         self._samplings = 0
@@ -76,7 +78,7 @@ class TrainingClient:
         loss_fn_config: Mapping[str, Any] | None = None,
         per_token: bool = False,
     ) -> ForwardBackwardOutput:
-        """The loss, without gradients. ``per_token`` also returns the log-probs of all targets, which costs a little."""
+        """Computes the loss without gradients. ``per_token`` also returns the log-probs of all targets."""
         return self._pass(self.roles.actor.forward, data, loss_fn, loss_fn_config, per_token)
 
     def forward_backward(
@@ -86,14 +88,14 @@ class TrainingClient:
         loss_fn_config: Mapping[str, Any] | None = None,
         per_token: bool = False,
     ) -> ForwardBackwardOutput:
-        """The loss, and its gradients added to those that stand.
+        """Computes the loss and adds its gradients to the accumulated ones.
 
         Args:
             loss_fn: a name of `DATUM_LOSSES`, or a function ``(outputs, rows) -> (B, R)`` losses, metrics.
             loss_fn_config: the named loss's options.
 
         Raises:
-            InvalidRow: a datum cannot be used; names its number.
+            InvalidRow: a datum cannot be used; the message names its number.
             InvalidConfig, MissingColumn: see `datum_loss`.
         """
         return self._pass(self.roles.actor.forward_backward, data, loss_fn, loss_fn_config, per_token)
@@ -113,29 +115,39 @@ class TrainingClient:
         return ForwardBackwardOutput(dict(passed.metrics), outputs)
 
     def optim_step(self, params: Any) -> dict[str, float]:
-        """One AdamW step with a ``tinker.AdamParams`` or `AdamParams`; ``grad_norm`` before clipping, ``lr``."""
+        """Makes one AdamW step with a ``tinker.AdamParams`` or `AdamParams`.
+
+        Returns:
+            ``grad_norm`` before clipping, and ``lr``.
+        """
         metrics: dict[str, float] = self.roles.actor.optim_step(AdamParams.of(params))
         return metrics
 
     def compute_logprobs(self, prompt: Any) -> list[float | None]:
-        """Of each token of a prompt, given those before; ``None`` for the first, and where images are or begin or end."""
+        """The log-prob of each token of a prompt given the tokens before it.
+
+        ``None`` for the first token, for the tokens of images and for the tokens at their borders.
+        """
         model_input = read_model_input(prompt)
-        targets = [*self.renderer.token_ids(model_input)[1:], 0]  # of the last nothing is wanted
+        targets = [*self.renderer.token_ids(model_input)[1:], 0]  # the last target is not used
         rows = self.renderer.rows([Datum(model_input, {"target_tokens": targets})])
         found = self.roles.actor.compute_logprobs(rows)[0, : len(targets)].tolist()
         return [None if math.isnan(value) else value for value in found]
 
     def sample(self, prompt: Any, num_samples: int = 1, sampling_params: Any = None) -> list[SampledSequence]:
-        """Answers to a prompt, by a ``tinker.SamplingParams`` or any object with some of its attributes.
+        """Samples responses to a prompt.
+
+        Args:
+            sampling_params: a ``tinker.SamplingParams``, or any object with some of its attributes.
 
         Raises:
             InvalidRow: the prompt cannot be rendered.
-            InvalidConfig: impossible parameters; a stop sequence of more than one token, or none at all.
+            InvalidConfig: impossible parameters; a stop sequence of several tokens, or an empty list of them.
         """
         sampling = self._sampling(sampling_params, num_samples)
         self._samplings += 1
         prompts = self.renderer.prompts([prompt])
-        prompts["uid"] = np.array(["prompt"], dtype=object)  # what is sampled depends on the seed alone
+        prompts["uid"] = np.array(["prompt"], dtype=object)  # the samples depend on the seed alone
         data = self.roles.sample(prompts, sampling)
         answers = []
         for row, (length, cut) in enumerate(zip(data["response_mask"].sum(1).tolist(), data["truncated"].tolist())):
@@ -157,7 +169,7 @@ class TrainingClient:
         )
 
     def _stop_tokens(self, stop: Any) -> tuple[int, ...]:
-        """Besides the model's own."""
+        """The stop tokens in addition to the model's own."""
         if stop is None:
             return ()
         stops = [stop] if isinstance(stop, str) else list(stop)
@@ -172,19 +184,21 @@ class TrainingClient:
         return tuple(tokens)
 
     def save_state(self, path: str | Path) -> None:
-        """Writes weights, optimizer and how often was sampled to a directory."""
+        """Writes weights, optimizer and the number of `sample` calls to a directory."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.roles.actor.save_state(Path(path).absolute())
         (Path(path) / CLIENT_FILE).write_text(json.dumps({"samplings": self._samplings}))
 
     def load_state(self, path: str | Path) -> None:
-        """Reads what `save_state` wrote. Samples still come from the weights last given to the sampler; those without a seed of
-        their own go on with the random streams that follow.
+        """Reads the state that `save_state` wrote.
+
+        Samples still come from the weights of the last `save_weights_for_sampler`. Calls of `sample` without a seed continue the
+        sequence of random streams.
         """
         self.roles.actor.load_state(Path(path).absolute())
         if (Path(path) / CLIENT_FILE).exists():
             self._samplings = int(json.loads((Path(path) / CLIENT_FILE).read_text())["samplings"])
 
     def save_weights_for_sampler(self) -> None:
-        """Gives the weights as they are now to the engine that samples."""
+        """Gives the current weights to the engine."""
         self.roles.save_weights_for_sampler()
