@@ -163,7 +163,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
             data = roles.rollout.generate(prompts, sampling)
             data |= roles.reward.score(data)
             data["advantages"] = my_advantage(data["token_level_rewards"], data["response_mask"])
-            metrics = roles.actor.update(data, policy_loss(config, entropy_coef=0.0), config.minibatch)
+            metrics = roles.actor.update(data, policy_loss(config, entropy_coef=0.0), config.minibatch, entropy=True)
             roles.sync_weights()
             return data, metrics
 

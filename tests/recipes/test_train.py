@@ -1,4 +1,4 @@
-"""The loop around a step function: what it asks of batches, records, evaluates and saves."""
+"""The loop around a step function: its records, evaluations, checkpoints and reports, and the batches that it refuses."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,10 @@ import torch
 
 from dataproto import DataProto
 from dataproto.errors import MissingColumn
-from recipes.run import RunConfig, recorded_run, train
-from workers import Roles
+from helpers.checkpoints import write_checkpoint
+from recipes.grpo import parse, policy_loss
+from recipes.run import RunConfig, recorded_run, run, train
+from workers.cluster.launch import Roles
 from workers.training.checkpoint import checkpoint_steps
 from workers.training.checkpoint_files import write
 
@@ -120,3 +122,27 @@ def test_prompts_without_uids_are_refused(batches, tmp_path):
     """Those of a step, and further ones that it asks for."""
     with pytest.raises(MissingColumn, match="'uid'"):
         train(RunConfig(steps=1, output_dir=tmp_path), start(), batches, two_draws, measure=rows)
+
+
+def best_of_prompt(roles, prompts, config, sampling, progression, more):
+    """REINFORCE on the samples that score best in the batch."""
+    data = roles.rollout.generate(prompts, sampling)
+    data |= roles.reward.score(data)
+    scores = data["token_level_rewards"].sum(1, keepdim=True)
+    data["advantages"] = (scores == scores.max()) * data["response_mask"].float()
+    metrics = roles.actor.update(data, policy_loss(config, entropy_coef=0.0), config.minibatch, entropy=True)
+    roles.sync_weights()
+    return data, metrics | {"mine/samples": len(data)}
+
+
+def test_an_algorithm_of_a_user_runs_with_the_options_of_grpo(tmp_path):
+    given = (
+        "--steps 2 --batch-size 2 --algorithm.n 3 --eval-rows 2 --max-prompt-length 500 --max-response-length 4"
+        f" --model-path {write_checkpoint('qwen2_5_vl', tmp_path / 'model')} --output-dir {tmp_path / 'run'}"
+    )
+    assert run(parse(given.split()), best_of_prompt) == tmp_path / "run" / "report.html"
+    written = rows_of(tmp_path / "run")
+    assert [row.get("mine/samples") for row in written] == [None, 6, 6]
+    assert all("critic/score/mean" in row and row["actor/grad_norm"] > 0 for row in written[1:])
+    assert any(name.startswith("val-core/") for name in written[-1])
+    assert checkpoint_steps(tmp_path / "run") == [2]
