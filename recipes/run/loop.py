@@ -113,7 +113,6 @@ def train(
     continues after the newest checkpoint, and each step equals that of an uninterrupted run. See `recipes.run` for an example.
 
     Args:
-        loader: the batches of the steps.
         step: called as ``step(roles, prompts, more=more)``.
         evaluate: called as ``evaluate(roles, number)``, before the first step, every ``run.eval_every`` steps and after the last.
         builder: its tokenizer and image processor are saved beside the exported weights, so that these are a whole model.
@@ -121,8 +120,7 @@ def train(
         measure: statistics of the rows that a step returns.
 
     Raises:
-        MissingColumn: a batch of the loader has no ``uid``.
-        CheckpointError: the checkpoint to resume from is damaged, or a checkpoint could not be written.
+        MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
     """
     progression = progression or Stateless()
     done = restore(run, roles, loader, progression) if run.resume else None
@@ -132,14 +130,10 @@ def train(
         Progress(run.steps, done or 0) as progress,
         contextlib.closing(Checkpoints(run, roles, builder)) as checkpoints,
     ):
-
-        def more(reason: str) -> DataProto:
-            progress.doing(reason)
-            return next_batch(loader)
-
-        if done is None:
+        more = partial(further_batch, loader, progress)
+        if evaluate and done is None:
             progress.note("evaluating before the first step")
-            log.write(0, evaluate(roles, 0) if evaluate else {})
+            log.write(0, evaluate(roles, 0))
         for number in range((done or 0) + 1, run.steps + 1):
             metrics: dict[str, float] = {}
             with timed(metrics, "step"):
@@ -165,6 +159,12 @@ def next_batch(loader: Loader) -> DataProto:
     prompts = next(loader)
     require(prompts, "uid")
     return prompts
+
+
+def further_batch(loader: Loader, progress: Progress, reason: str) -> DataProto:
+    """The loader's next batch in the middle of a step; the progress display shows the reason."""
+    progress.doing(reason)
+    return next_batch(loader)
 
 
 class Attempt:
