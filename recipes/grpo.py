@@ -40,7 +40,9 @@ class GRPOConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.settings.advantage == "gae":
-            raise InvalidConfig("algorithm.advantage=gae needs the values of a critic: run recipes.geo3k_ppo")
+            raise InvalidConfig(
+                "algorithm.advantage=gae needs the values of a critic: run recipes.ppo or recipes.geo3k_ppo"
+            )
 
 
 def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:

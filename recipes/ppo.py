@@ -56,7 +56,7 @@ class PPOConfig(AlgorithmConfig):
         super().__post_init__()
         if self.settings.advantage != "gae":
             raise InvalidConfig(
-                f"algorithm.advantage={self.settings.advantage} has no use for a critic: run recipes.geo3k_grpo"
+                f"algorithm.advantage={self.settings.advantage} does not use a critic: run recipes.grpo or recipes.geo3k_grpo"
             )
         if not 0 <= self.lam <= 1:
             raise InvalidConfig(f"algorithm.lam={self.lam}: must be from 0 to 1")

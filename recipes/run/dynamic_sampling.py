@@ -49,7 +49,7 @@ def sample_informative_groups(
         if found >= wanted or generation == generations:
             break
         prompts = more(
-            f"{found} of {wanted} groups teach something: generation {generation + 1} of at most {generations}"
+            f"{found} of {wanted} groups are informative: generation {generation + 1} of at most {generations}"
         )
     rows = DataProto.concat(equally_wide([part for part in (*kept, *dropped) if len(part)]))
     chosen = set(list(dict.fromkeys(rows["uid"]))[:wanted])
@@ -75,7 +75,9 @@ def verdicts(data: DataProto, metric: str | None = None) -> list[float]:
     require(data, metric)
     for row, value in enumerate(data[metric]):
         if value is None or not math.isfinite(value):
-            raise InvalidColumn(f"{metric!r}, row {row}: {value} is no number to filter groups by; see filter_metric")
+            raise InvalidColumn(
+                f"{metric!r}, row {row}: {value} is not a finite number to compare samples by; see filter_metric"
+            )
     return [float(value) for value in data[metric]]
 
 

@@ -264,7 +264,7 @@ class Checkpoints:
             if missing := missing_parts(training):
                 raise CheckpointError(
                     f"{training} lacks {missing[:3]}, which the workers of {name!r} have written: on several machines "
-                    f"{self.root} has to be on a file system that all of them share; the checkpoint is left out"
+                    f"{self.root} must be on a file system that all of them share; the checkpoint is discarded"
                 )
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.eval_data_path and not self.data_path:
-            raise InvalidConfig("eval_data_path without data_path: drawn problems come with held-out ones of their own")
+            raise InvalidConfig("eval_data_path without data_path: drawn problems have their own held-out problems")
         for name in ("batch_size", "eval_rows", "max_prompt_length", "max_response_length"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
@@ -99,18 +99,18 @@ class PolicyGradientConfig:
             self.on == "local" or not self.ray.rollout_processes or self.algorithm.settings.dynamic_sampling
         ):
             raise InvalidConfig(
-                "one_step_off overlaps the engines' work with the actor's: give the engines devices of their own by --on ray "
+                "one_step_off generates during the update: give the engines separate devices with --on ray "
                 "--ray.rollout-processes N, and leave dynamic sampling off"
             )
         if self.one_step_off and self.algorithm.compares_engine:
             raise InvalidConfig(
                 f"algorithm.correction={self.algorithm.correction}, rejection={self.algorithm.rejection} compare the actor's old "
-                "log-probs with the engine's, which one_step_off takes for equal: choose one"
+                "log-probs with the engine's, which one_step_off assumes to be equal: choose one of them"
             )
         if self.one_step_off and self.algorithm.needs_greedy:
             raise InvalidConfig(
-                f"algorithm.advantage={self.algorithm.settings.advantage} asks the engines for greedy responses, which are busy "
-                "with the next batch in one_step_off: choose one"
+                f"algorithm.advantage={self.algorithm.settings.advantage} needs greedy responses, but with one_step_off the "
+                "engines generate the next batch: choose one of them"
             )
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:

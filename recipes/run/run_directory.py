@@ -67,7 +67,7 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
         if optimizer.total_steps is None and optimizer.schedule != "constant" and run.steps > max(steps, total // each):
             raise CheckpointError(
                 f"--resume with --steps {run.steps}, but the {optimizer.schedule} schedule of {name} ends with step "
-                f"{total // each}: give --{name.replace('_', '-')}.total-steps {run.steps * each} to go on with a longer one, "
+                f"{total // each}: give --{name.replace('_', '-')}.total-steps {run.steps * each} to continue with a longer one, "
                 "which changes the learning rate from here on"
             )
         warmup = before.get(f"{name}.warmup_steps")
@@ -135,7 +135,7 @@ def _remove_run(directory: Path) -> None:
     if not directory.exists() or not any(directory.iterdir()):
         return
     if not (directory / ENVIRONMENT_FILE).is_file() or "run" not in _read(directory):
-        raise InvalidConfig(f"{directory} holds something else than a run: it will not be overwritten")
+        raise InvalidConfig(f"{directory} does not hold a run, so it is not overwritten")
     shutil.rmtree(directory)
 
 
@@ -144,8 +144,8 @@ def _check_same(directory: Path, config: Any) -> None:
     before = _flatten(_read(directory), now.keys())
     if not before and latest_checkpoint(directory) is not None:
         raise CheckpointError(
-            f"{directory} holds checkpoints, but no {CONFIG_FILE} that says with which settings they were made: put it back, or "
-            "choose another --output-dir"
+            f"{directory} holds checkpoints, but no {CONFIG_FILE} with their settings: restore that file, or choose another "
+            "--output-dir"
         )
     for name in before:
         free = name in FREE or name.split(".")[0] in FREE_PLACES

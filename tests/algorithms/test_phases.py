@@ -51,7 +51,7 @@ def test_the_batch_is_filled_with_groups_that_differ():
 
     data, metrics = sample_informative_groups(sampler(SCORES), prompts("a", "b", "c"), more, generations=5)
     assert data["uid"].tolist() == ["a", "a", "d", "d", "e", "e"]  # f is left over
-    assert asked == ["1 of 3 groups teach something: generation 2 of at most 5"]
+    assert asked == ["1 of 3 groups are informative: generation 2 of at most 5"]
     assert metrics == {
         "train/num_gen_batches": 2,
         "train/filtered_groups": 2,

@@ -90,10 +90,10 @@ def test_a_saved_position_does_not_count_what_was_only_looked_at():
 
 def test_a_correction_that_would_do_nothing_is_refused():
     options = ["--one-step-off", "--on", "ray", "--ray.rollout-processes", "1", "--algorithm.correction", "token"]
-    with pytest.raises(InvalidConfig, match=r"algorithm\.correction=token.* one_step_off takes for equal"):
+    with pytest.raises(InvalidConfig, match=r"algorithm\.correction=token.* one_step_off assumes to be equal"):
         parse(options)
-    with pytest.raises(InvalidConfig, match=r"rejection=max .* one_step_off takes for equal"):
+    with pytest.raises(InvalidConfig, match=r"rejection=max .* one_step_off assumes to be equal"):
         parse([*options[:-2], "--algorithm.rejection", "max"])
-    with pytest.raises(InvalidConfig, match="remax asks the engines for greedy responses"):
+    with pytest.raises(InvalidConfig, match="remax needs greedy responses"):
         parse([*options[:-2], "--algorithm.advantage", "remax"])
     assert parse(options[:-2]).one_step_off
