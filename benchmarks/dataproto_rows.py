@@ -299,7 +299,7 @@ def reorder(side: str) -> Work:
 
 
 @row("`select_idxs` of half the rows", ("floor", 1.2))
-def select_rows(side: str) -> Work:
+def rows_of(side: str) -> Work:
     tensors, rows = numbers(5), order()[:512]
     if side == "floor":
         return lambda: {name: each.index_select(0, rows) for name, each in tensors.items()}

@@ -11,7 +11,7 @@ from recipes.algorithms.advantages import group_advantage
 
 
 def outcome(scores, width=3):
-    """Scores (B,) as token-level rewards (B, R) on the last token, with everything sampled."""
+    """Token-level rewards (B, R) with the scores (B,) on the last token, and a mask of ones."""
     rewards = torch.zeros(len(scores), width)
     rewards[:, -1] = torch.tensor(scores)
     return rewards, torch.ones(len(scores), width, dtype=torch.int64)
@@ -87,7 +87,7 @@ def test_an_empty_batch():
     assert group_advantage(torch.zeros(0, 4), [], torch.zeros(0, 4)).shape == (0, 4)
 
 
-def test_mismatched_arguments_are_named():
+def test_mismatched_arguments_raise_an_error_that_names_them():
     rewards, mask = outcome([1.0, 0.0])
     with pytest.raises(RowCountMismatch, match="3 uids"):
         group_advantage(rewards, ["a", "a", "a"], mask)

@@ -1,4 +1,4 @@
-"""Losses and advantages by name: users' own ones, from code and from files, and what is wrong with them."""
+"""Losses and advantages that users register or name as FILE.py:FUNCTION, and their errors."""
 
 import re
 import sys
@@ -52,7 +52,7 @@ def outputs():
     return Outputs(torch.tensor([[-1.0, -2.0]]), torch.tensor([[0.5, 0.25]]))
 
 
-def test_functions_of_a_file_take_columns_and_options_by_name(mine):
+def test_functions_of_a_file_get_columns_and_options_by_name(mine):
     options = ["--algorithm.loss", f"{mine}:loss", "--algorithm.advantage", f"{mine}:advantage"]
     config = parse(["--model-path", "x", *options, "--algorithm.gamma", "0.5", "--algorithm.clip", "0", "0"]).algorithm
     assert outcome_advantage(config, batch()).tolist() == [[1.0, 1.0]]
@@ -70,19 +70,19 @@ def test_functions_of_a_file_take_columns_and_options_by_name(mine):
         (":loss", "use file.py:function"),
     ],
 )
-def test_a_function_that_is_not_there_is_an_error_of_one_line(mine, name, reason):
+def test_a_missing_function_is_an_error_of_one_line(mine, name, reason):
     for option in ("loss", "advantage"):
         with pytest.raises(InvalidConfig, match=reason):
             parse(["--model-path", "x", f"--algorithm.{option}", name.format(mine)])
 
 
-def test_a_file_that_cannot_be_run_says_why(tmp_path):
+def test_a_file_that_cannot_be_imported_is_an_error_with_the_reason(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(InvalidConfig, match="ZeroDivisionError"):
         AlgorithmConfig(loss=f"{tmp_path / 'broken.py'}:loss")
 
 
-def test_what_a_function_gets_and_gives_is_checked(mine):
+def test_arguments_and_results_of_a_function_are_checked(mine):
     with pytest.raises(
         InvalidConfig,
         match=r"wanting has the argument 'unheard_of', which is neither .* nor a column .* columns are adv",
@@ -113,14 +113,14 @@ def test_the_example_of_the_document_runs():
         ADVANTAGES.remove("score_above_half")
 
 
-def test_names_are_taken_once_and_papers_set_only_what_they_may():
+def test_names_are_unique_and_papers_set_only_known_options():
     with pytest.raises(InvalidConfig, match="loss 'ppo' is already registered"):
         LOSSES.register("ppo", lambda log_probs: (log_probs, {}))
     with pytest.raises(InvalidConfig, match=r"paper sets \['epochs'\], but may only set"):
         LOSSES.register("other", lambda log_probs: (log_probs, {}), paper={"epochs": 2})
 
 
-def test_the_loss_of_a_file_travels_with_its_code_to_processes_that_do_not_have_the_file(mine):
+def test_the_loss_of_a_file_is_sent_with_its_code_to_processes_without_the_file(mine):
     import ray
 
     from workers.cluster.ray_group import pickle_unimportable_modules_by_value

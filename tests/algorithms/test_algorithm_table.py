@@ -1,4 +1,4 @@
-"""What docs/algorithms.md says of options, roles and columns is so."""
+"""docs/algorithms.md agrees with the code on options, roles and columns."""
 
 import re
 import shlex
@@ -37,7 +37,7 @@ OPTIONS = table("## The options")
 
 
 @pytest.mark.parametrize("row", ALGORITHMS, ids=lambda row: row[0])
-def test_commands_are_understood_and_need_the_roles_that_are_named(row):
+def test_commands_parse_and_need_the_listed_roles(row):
     name, paper, command, roles, _ = row
     assert re.search(r"arxiv\.org/abs/\d{4}\.\d{5}", paper), name
     recipe, *given = shlex.split(command.strip("`"))
@@ -54,7 +54,7 @@ def test_commands_are_understood_and_need_the_roles_that_are_named(row):
         assert changed, f"{name}: {option} is what it is without the option"
 
 
-def test_every_value_of_a_choice_is_in_the_table_and_no_other():
+def test_the_table_lists_exactly_the_values_of_each_choice():
     listed = {option.strip("`"): set(re.findall(r"`([\w-]+)`", values)) for option, values, _ in OPTIONS}
     assert listed["advantage"] == set(ADVANTAGES.names) | {"geo3k_ppo"}
     assert listed["loss"] == set(LOSSES.names)
@@ -65,7 +65,7 @@ def test_every_value_of_a_choice_is_in_the_table_and_no_other():
     assert estimators == set(KL_ESTIMATORS)
 
 
-def test_what_names_set_is_in_the_table():
+def test_the_table_lists_the_options_that_names_set():
     listed = {}
     for name, option, sets in table("## What a name sets"):
         found = re.findall(r"`(\w+)` (\([^)]*\)|[^,]+)", sets)
@@ -78,13 +78,13 @@ def test_what_names_set_is_in_the_table():
     assert listed == {key: paper for key, paper in registered.items() if paper}
 
 
-def test_every_correction_in_the_table_is_understood():
+def test_every_correction_in_the_table_parses():
     for _, options, _ in table("## Corrections for the engine"):
         config = geo3k_grpo.parse(["--model-path", "anything", *shlex.split(options.strip("`"))])
         assert config.algorithm.compares_engine
 
 
-def test_names_in_the_option_comments_are_those_that_there_are():
+def test_option_comments_list_all_names():
     source = Path(geo3k_grpo.__file__).with_name("algorithms").joinpath("options.py").read_text()
     for registry, field in ((ADVANTAGES, "    advantage: str"), (LOSSES, "    loss: str")):
         comment = source.split(field)[0].rsplit("\n    #", 3)
@@ -92,7 +92,7 @@ def test_names_in_the_option_comments_are_those_that_there_are():
         assert all(re.search(rf"\b{name}\b", text) for name in registry.names if name != "gae"), registry.kind
 
 
-def test_every_option_is_in_the_table_and_no_other():
+def test_the_table_lists_exactly_the_options():
     listed = {name for option, _, _ in OPTIONS for name in re.findall(r"`(\w+)`", option)}
     assert listed == {field.name for field in fields(PPOConfig)}
     of_ppo = {

@@ -1,4 +1,4 @@
-"""Importance weights and rejection against plain loops, and what they do to a loss and its denominators."""
+"""Importance weights and rejection compared with plain loops, and their effect on a loss and its denominators."""
 
 import math
 
@@ -62,7 +62,7 @@ def make(batch):
     draw = torch.Generator().manual_seed(seed)
     old = -torch.rand(rows, width, generator=draw, dtype=torch.float64) * 3
     engine = old + spread * torch.randn(rows, width, generator=draw, dtype=torch.float64)
-    mask = (torch.rand(rows, width, generator=draw) < 0.6).long()  # ragged, with holes and rows without a token
+    mask = (torch.rand(rows, width, generator=draw) < 0.6).long()  # ragged, with holes and rows without tokens
     return old, torch.where(mask == 1, engine, math.nan), mask
 
 
@@ -110,7 +110,7 @@ def test_equal_policies_are_not_corrected_and_no_weight_exceeds_the_limit(kind, 
 
 
 def test_weights_make_the_sampling_of_another_policy_unbiased():
-    """The mean over samples of the engine, weighted, is the actor's, where no weight is cut."""
+    """The weighted mean over samples of the engine is the mean under the actor, if no weight is truncated."""
     actor, engine = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.2, 0.3])
     values = torch.tensor([1.0, 5.0, -2.0])
     log_probs = actor.log()[:, None], engine.log()[:, None]
@@ -118,14 +118,14 @@ def test_weights_make_the_sampling_of_another_policy_unbiased():
     torch.testing.assert_close((engine * weights * values).sum(), (actor * values).sum())
 
 
-def test_a_ratio_that_is_no_number_is_rejected_and_stays_visible_as_a_weight():
+def test_a_nan_ratio_is_rejected_but_stays_nan_as_a_weight():
     old = torch.tensor([[-1.0, math.nan]])
     assert kept_tokens(old, torch.full((1, 2), -1.0), torch.ones(1, 2), "token", (0.5, 2.0)).tolist() == [[1, 0]]
     assert importance_weights(old, torch.full((1, 2), -1.0), torch.ones(1, 2), "token", 2.0)[0, 1].isnan()
 
 
 @pytest.mark.parametrize("limit", [1.0, 0.5, (0.5, 0.9), (1.1, 2.0), (-0.1, 2.0)])
-def test_impossible_limits(limit):
+def test_invalid_limits_raise_an_error(limit):
     with pytest.raises(InvalidConfig, match="correction_limit"):
         importance_weights(OLD, ROLLOUT, MASK, "token", limit)
     if isinstance(limit, tuple):
@@ -185,7 +185,7 @@ def test_the_loss_is_weighted():
 
 
 def test_masked_importance_sampling_keeps_the_ratio_inside_and_the_scale_of_the_loss():
-    """The case that scaled the loss: what is rejected has no part in the denominators, so equal losses keep their mean."""
+    """Rejected tokens do not count in the denominators, so the mean of equal losses does not change."""
     data = batch()
     config = AlgorithmConfig(n=2, correction="token", rejection="token", rejection_bounds=(0.5, 2.0))
     learned, metrics = rows_to_learn(data, config, (0, 0))
@@ -198,11 +198,11 @@ def test_masked_importance_sampling_keeps_the_ratio_inside_and_the_scale_of_the_
     learned, _ = rows_to_learn(data, rejected_only, (0, 0))
     assert aggregate(loss_of(rejected_only, learned)[0], learned["response_mask"], "token-mean").item() == -1.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
-    assert torch.equal(data["response_mask"], MASK)  # of the batch that is reported on
+    assert torch.equal(data["response_mask"], MASK)  # the reported batch does not change
     assert "rollout_is_weights" not in data
 
 
-def test_a_minibatch_of_which_nothing_is_left_is_left_out():
+def test_minibatches_without_remaining_tokens_are_removed():
     data = batch()
     config = AlgorithmConfig(n=2, rejection="sequence", rejection_bounds=(0.1, 5.0))
     assert rows_to_learn(data, config, (0, 0))[0]["response_mask"].tolist() == [[0, 0, 0], [1, 1, 0]]
@@ -213,7 +213,7 @@ def test_a_minibatch_of_which_nothing_is_left_is_left_out():
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
 
 
-def test_trusting_the_engine_corrects_nothing():
+def test_skipping_old_log_probs_uses_those_of_the_engine():
     learned, metrics = rows_to_learn(batch(), AlgorithmConfig(n=2, skip_old_log_probs=True), (0, 0))
     assert "rollout_is_weights" not in learned
     assert metrics == {}

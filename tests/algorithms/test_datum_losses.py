@@ -41,10 +41,10 @@ def test_cross_entropy_is_a_weighted_sum():
 def test_importance_sampling_weighs_by_the_ratio():
     loss, grad = slope(importance_sampling, numbers(Q), numbers(A))
     assert loss == pytest.approx([-2.0, 2.0, 0.5])
-    assert grad == pytest.approx([-2.0, 2.0, 0.5])  # of exp(p - q) by p is itself
+    assert grad == pytest.approx([-2.0, 2.0, 0.5])  # the derivative of exp(p - q) by p is exp(p - q)
 
 
-def test_ppo_takes_the_worse_of_clipped_and_unclipped():
+def test_ppo_takes_the_larger_of_clipped_and_unclipped_loss():
     loss, grad = slope(ppo, numbers(Q), numbers(A))
     # A > 0, r = 2: min(2, 1.2); A < 0, r = 1: -2; A < 0, r = 0.5: min(-0.5, -0.8)
     assert loss == pytest.approx([-1.2, 2.0, 0.8])
@@ -60,7 +60,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     assert grad == pytest.approx([-1.2, 2.0, 0.8])
 
 
-def test_dro_holds_on_to_the_sampler_by_a_square():
+def test_dro_has_a_squared_penalty():
     beta = 0.1
     loss, grad = slope(dro, numbers(Q), numbers(A), beta=beta)
     distance = [p - q for p, q in zip(P, Q)]
@@ -90,7 +90,7 @@ def test_options_reach_the_loss():
         datum_loss("dro", beta=-1)(Outputs(torch.tensor([P])), data)
 
 
-def test_unknown_losses_and_options_are_refused():
+def test_unknown_losses_and_options_raise_an_error():
     with pytest.raises(InvalidConfig, match="'gspo' is unknown: choose one of cross_entropy"):
         datum_loss("gspo")
     with pytest.raises(InvalidConfig, match="'cross_entropy' has no option 'beta': it has none"):

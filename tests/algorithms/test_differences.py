@@ -32,20 +32,20 @@ def test_by_hand():
     assert found[f"{PREFIX}ratio_off"] == pytest.approx(4 / 5)
 
 
-def test_the_99th_percentile_leaves_one_in_a_hundred_above():
+def test_one_percent_of_the_differences_exceed_the_99th_percentile():
     engine = torch.zeros(1, 200)
     data = DataProto.from_dict({"response_mask": torch.ones(1, 200), "rollout_log_probs": engine})
     actor = torch.arange(200.0).unsqueeze(0)[:, torch.randperm(200, generator=torch.Generator().manual_seed(0))]
     assert differences(data, actor)["all"].p99 == 197
 
 
-def test_rows_without_a_token_measure_nothing():
+def test_rows_without_tokens_give_no_metrics():
     data = batch()
     data["response_mask"] = torch.zeros(2, 3)
     assert difference_metrics(data, ACTOR) == {}
 
 
-def test_the_actors_log_probs_are_the_old_ones_or_those_of_the_first_minibatch():
+def test_the_engine_is_compared_with_old_log_probs_or_the_first_minibatch():
     seen = ACTOR - 1
     single, whole = AlgorithmConfig(n=2, minibatch=1), AlgorithmConfig(n=2)
     own = engine_differences(batch(old_log_probs=ACTOR), single, seen)

@@ -1,4 +1,4 @@
-"""SAPO, Clip-Cov and KL-Cov, and which tokens the latter two choose: by hand, and against plain loops."""
+"""SAPO, Clip-Cov and KL-Cov, and the tokens that the latter two select, compared with plain loops."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_on_policy_all_have_the_gradient_of_reinforce(loss_fn):
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("place", ["new", "old"])
-def test_garbage_in_masked_places_gives_no_gradient(loss_fn, garbage, place):
+def test_values_outside_the_mask_give_no_gradient(loss_fn, garbage, place):
     new, old = rows((-1.0, -1.0, -2.0)), rows((-1.1, -1.1, -2.0))
     (new if place == "new" else old)[0, 1] = garbage
     new.requires_grad_()
@@ -48,7 +48,7 @@ def test_garbage_in_masked_places_gives_no_gradient(loss_fn, garbage, place):
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_far_ratios_stay_finite_and_nan_is_not_hidden(loss_fn):
+def test_extreme_ratios_stay_finite_and_nan_is_not_hidden(loss_fn):
     far, zero = rows((-1e4, 1e4)), torch.zeros(1, 2)
     assert loss_fn(far, zero, -torch.ones(1, 2))[0].isfinite().all()
     assert loss_fn(rows((math.nan, 0.0)), zero, torch.ones(1, 2))[0][0, 0].isnan()
@@ -71,19 +71,19 @@ def test_sapo_equals_a_plain_loop(tokens, positive, negative):
         assert log_probs.grad[0, column].item() == pytest.approx(-advantage * 4 * s * (1 - s) * w, rel=1e-6, abs=1e-9)
 
 
-def test_a_temperature_of_nothing_is_refused():
+def test_a_temperature_of_zero_raises_an_error():
     with pytest.raises(InvalidConfig, match="sapo_temperatures"):
         gated_policy_loss(rows((0.0,)), rows((0.0,)), rows((1.0,)), (1.0, 0.0))
 
 
-def test_chosen_tokens_are_held_back():
+def test_selected_tokens_have_no_gradient_or_a_penalty():
     new = rows((0.2, 0.2, -0.2)).requires_grad_()
     chosen, advantages = torch.tensor([[True, False, True]]), rows((1.0, 1.0, -1.0))
     loss, metrics = clip_cov_loss(new, torch.zeros(1, 3), advantages, chosen, clip=(0.1, 0.1))
     torch.testing.assert_close(loss.detach(), rows((0.0, -1.1, 0.0)))
     assert metrics["actor/pg_clipfrac"].tolist() == [[1.0, 0.0, 1.0]]
     loss.sum().backward()
-    assert new.grad.tolist() == [[0.0, 0.0, 0.0]]  # two are chosen, one is clipped
+    assert new.grad.tolist() == [[0.0, 0.0, 0.0]]  # two are selected, one is clipped
     loss, _ = kl_cov_loss(new, torch.zeros(1, 3), advantages, chosen, kl_cov_coef=0.5)
     expected = rows((-math.exp(0.2) + 0.1, -math.exp(0.2), math.exp(-0.2) + 0.1))
     torch.testing.assert_close(loss.detach(), expected)
@@ -116,12 +116,14 @@ def test_highest_covariances_equal_a_plain_loop(batch, share):
     count = max(int(share * len(found)), 1) if found else 0
     chosen = highest_covariance(log_probs, advantages, mask, share)
     assert chosen.dtype == torch.bool
-    values = [found[tuple(cell)] for cell in chosen.nonzero().tolist()]  # of two tokens both are equal but for rounding
+    values = [
+        found[tuple(cell)] for cell in chosen.nonzero().tolist()
+    ]  # with two tokens, both are equal up to rounding
     assert sorted(values, reverse=True) == pytest.approx(sorted(found.values(), reverse=True)[:count], abs=1e-9)
 
 
 @given(batches, st.floats(0.01, 1.0), st.integers(0, 5))
-def test_drawn_covariances_lie_within_the_bounds_and_follow_the_seed(batch, share, seed):
+def test_drawn_covariances_are_within_the_bounds_and_depend_on_the_seed(batch, share, seed):
     log_probs, advantages, mask = make(batch)
     found = naive_covariances(log_probs, advantages, mask)
     within = {cell for cell, value in found.items() if 0.1 < value < 1.0}
@@ -133,7 +135,7 @@ def test_drawn_covariances_lie_within_the_bounds_and_follow_the_seed(batch, shar
     assert torch.equal(chosen, random_high_covariance(log_probs, advantages, mask, share, (0.1, 1.0), (seed, 1)))
 
 
-def test_other_steps_draw_others():
+def test_each_step_draws_other_tokens():
     log_probs, advantages, mask = torch.arange(100.0)[None], torch.arange(100.0)[None], torch.ones(1, 100)
     draws = [random_high_covariance(log_probs, advantages, mask, 0.1, (0.0, 1e9), (0, step)) for step in range(3)]
     assert all(draw.sum() == 10 for draw in draws)

@@ -32,7 +32,7 @@ def test_equal_policies_give_exactly_zero(estimator):
 
 
 def test_expectations_over_a_whole_distribution():
-    """k1 and k3 average to the true KL under the policy; k3's spread is the smaller."""
+    """The expectation of k1 and of k3 under the policy is the KL; k3 has the smaller variance."""
     policy = torch.tensor([0.5, 0.3, 0.2])
     reference = torch.tensor([0.4, 0.4, 0.2])
     true = (policy * (policy / reference).log()).sum()
@@ -44,7 +44,7 @@ def test_expectations_over_a_whole_distribution():
     assert (policy * (k3 - true).square()).sum() < (policy * (k1 - true).square()).sum()
 
 
-def test_expected_gradients_are_as_the_table_says():
+def test_expected_gradients_agree_with_the_table():
     logits = torch.tensor([0.2, -0.4, 0.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()
 
@@ -54,7 +54,7 @@ def test_expected_gradients_are_as_the_table_says():
     def log_policy():
         return logits.log_softmax(0)
 
-    def expected(estimator):  # of the loss term alone: samples carry no gradient
+    def expected(estimator):  # of the loss term only: samples have no gradient
         return gradient((log_policy().exp().detach() * estimator(log_policy(), reference)).sum())
 
     forward = gradient((log_policy().exp() * (log_policy() - reference)).sum())
@@ -67,7 +67,7 @@ def test_expected_gradients_are_as_the_table_says():
 
 
 @given(st.floats(-100, 0, width=32), st.floats(-100, 0, width=32))
-def test_k3_lies_between_zero_and_ten(log_prob, ref):
+def test_k3_is_between_zero_and_ten(log_prob, ref):
     value = k3_kl(torch.tensor([[log_prob]]), torch.tensor([[ref]])).item()
     d = max(min(log_prob - ref, 20.0), -20.0)
     assert 0.0 <= value <= 10.0
@@ -76,7 +76,7 @@ def test_k3_lies_between_zero_and_ten(log_prob, ref):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_garbage_in_masked_places_gives_no_gradient(estimator, garbage):
+def test_values_outside_the_mask_give_no_gradient(estimator, garbage):
     log_probs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     reference = torch.tensor([[-1.5, garbage]])
     aggregate(estimator(log_probs, reference), torch.tensor([[1, 0]]), "token-mean").backward()

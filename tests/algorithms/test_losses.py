@@ -21,11 +21,11 @@ def loss_of(ratio, advantage, **options):
     [
         (1.0, 2.0, -2.0, 0, 0),
         (1.1, 2.0, -2.2, 0, 0),
-        (1.5, 2.0, -2.0 * 1.28, 1, 0),  # no more pay above 1 + high
-        (0.5, 2.0, -1.0, 0, 0),  # a good action that became rarer is pushed in full
-        (0.5, -2.0, 2.0 * 0.8, 1, 0),  # no more pay below 1 - low
-        (1.5, -2.0, 3.0, 0, 0),  # a bad action that became more frequent is pushed in full
-        (5.0, -2.0, 6.0, 0, 1),  # until the dual clip at 3
+        (1.5, 2.0, -2.0 * 1.28, 1, 0),  # no gain above 1 + high
+        (0.5, 2.0, -1.0, 0, 0),  # a good action that became less likely has the full gradient
+        (0.5, -2.0, 2.0 * 0.8, 1, 0),  # no gain below 1 - low
+        (1.5, -2.0, 3.0, 0, 0),  # a bad action that became more likely has the full gradient
+        (5.0, -2.0, 6.0, 0, 1),  # up to the dual clip at 3
         (5.0, 0.0, 0.0, 0, 0),
     ],
 )
@@ -43,7 +43,7 @@ def test_without_dual_clip():
     assert metrics["actor/pg_clipfrac_lower"] == 0
 
 
-def test_low_and_high_are_separate():
+def test_low_and_high_clips_are_separate():
     assert loss_of(1.5, 1.0, clip=(0.1, 0.4))[0] == pytest.approx(-1.4)
     assert loss_of(0.5, -1.0, clip=(0.1, 0.4))[0] == pytest.approx(0.9)
 
@@ -55,7 +55,7 @@ def gradient_of(ratio, advantage):
 
 
 def test_gradients():
-    assert gradient_of(1.0, 2.0) == pytest.approx(-2.0)  # on policy: plain policy gradient
+    assert gradient_of(1.0, 2.0) == pytest.approx(-2.0)  # on-policy: the plain policy gradient
     assert gradient_of(0.5, 2.0) == pytest.approx(-1.0)
     assert gradient_of(1.5, 2.0) == 0.0
     assert gradient_of(0.5, -2.0) == 0.0
@@ -66,7 +66,7 @@ def test_gradients():
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30, -1e30])
 @pytest.mark.parametrize("place", ["new", "old", "both"])
 @pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
-def test_garbage_in_masked_places_gives_no_gradient(garbage, place, advantage):
+def test_values_outside_the_mask_give_no_gradient(garbage, place, advantage):
     new, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.1, -1.1]])
     new[0, 1] = garbage if place != "old" else -1.0
     old[0, 1] = garbage if place != "new" else -1.0
@@ -83,7 +83,7 @@ def test_a_nan_in_a_sampled_token_is_not_hidden():
     assert loss.isnan().all()
 
 
-def test_far_ratios_stay_finite():
+def test_extreme_ratios_stay_finite():
     log_probs = torch.tensor([[-1e4, 1e4]], requires_grad=True)
     loss, metrics = clipped_policy_loss(log_probs, torch.zeros(1, 2), -torch.ones(1, 2), dual_clip=None)
     loss.sum().backward()
@@ -95,7 +95,7 @@ def test_far_ratios_stay_finite():
 @pytest.mark.parametrize(
     "options", [{"dual_clip": 1.0}, {"dual_clip": 0.5}, {"clip": (-0.1, 0.2)}, {"clip": (0.2, -1)}]
 )
-def test_impossible_clips(options):
+def test_invalid_clips_raise_an_error(options):
     with pytest.raises(InvalidConfig, match=next(iter(options))):
         loss_of(1.0, 1.0, **options)
 

@@ -1,4 +1,4 @@
-"""Which options go together, and that each selects what it names."""
+"""Valid combinations of options, and the functions that they select."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ from workers.model.packed_model import Outputs
         ({"overlong_penalty": -1.0}, "overlong_penalty"),
     ],
 )
-def test_what_does_not_go_together_is_refused_and_says_why(wrong, reason):
+def test_invalid_combinations_raise_an_error_with_the_reason(wrong, reason):
     with pytest.raises(InvalidConfig, match=reason):
         AlgorithmConfig(**wrong)
 
@@ -78,7 +78,10 @@ CONSTANT = {"aggregation": "seq-mean-token-sum-norm"}
     [
         ({}, {}),
         ({"loss": "gspo"}, SEQUENCES | {"clip": (3e-4, 4e-4)}),
-        ({"loss": "gspo", "aggregation": "token-mean"}, {"clip": (3e-4, 4e-4)}),  # the default's value, but explicit
+        (
+            {"loss": "gspo", "aggregation": "token-mean"},
+            {"clip": (3e-4, 4e-4)},
+        ),  # the value of the default, given explicitly
         ({"loss": "gspo", "clip": (0.2, 0.2)}, SEQUENCES),
         ({"loss": "dr_grpo"}, CONSTANT | {"advantage": "dr_grpo"}),
         ({"advantage": "dr_grpo"}, CONSTANT | {"advantage": "dr_grpo"}),
@@ -104,7 +107,7 @@ def test_a_name_sets_what_its_paper_sets_and_an_option_overrides_it(given, expec
     assert spelled_out(config).settings == config.settings
 
 
-def test_names_on_the_command_line_leave_the_tiny_models_kl_term_alone():
+def test_naming_an_algorithm_removes_the_kl_term_of_the_tiny_model():
     assert geo3k_grpo.parse([]).algorithm.settings.kl_coef == 0.1
     assert geo3k_grpo.parse(["--algorithm.kl-coef", "0.2"]).algorithm.settings.kl_coef == 0.2
     named = geo3k_grpo.parse(["--algorithm.loss=gspo"]).algorithm
@@ -116,7 +119,7 @@ def test_names_on_the_command_line_leave_the_tiny_models_kl_term_alone():
     )
 
 
-def test_a_buffer_below_one_is_a_share_of_the_longest_response():
+def test_a_buffer_below_one_is_a_share_of_the_maximum_length():
     assert AlgorithmConfig(loss="dapo").overlong_tokens(20480) == 4096
     assert AlgorithmConfig(overlong_buffer=512).overlong_tokens(2048) == 512
     assert AlgorithmConfig(overlong_buffer=0.01).overlong_tokens(10) == 1
@@ -153,7 +156,7 @@ def rollouts():
         ),
     ],
 )
-def test_every_advantage_is_the_function_of_its_name(name, expected):
+def test_every_name_of_an_advantage_selects_its_function(name, expected):
     data = rollouts()
     config = AlgorithmConfig(advantage=name, gamma=0.5 if name == "reinforce_plus_plus" else 1.0)
     got = outcome_advantage(config, data)
@@ -197,7 +200,7 @@ def loss_of(config, log_probs, old, advantage):
         (AlgorithmConfig(loss="kl_cov", kl_cov_coef=0.5), lambda *a: losses.kl_cov_loss(*a[:3], a[2] > 0.5, 0.5)),
     ],
 )
-def test_every_loss_is_the_function_of_its_name(config, expected):
+def test_every_name_of_a_loss_selects_its_function(config, expected):
     draw = torch.Generator().manual_seed(0)
     log_probs, old, advantage = (torch.randn(3, 4, generator=draw) for _ in range(3))
     got, metrics = loss_of(config, log_probs, old, advantage)
@@ -205,7 +208,7 @@ def test_every_loss_is_the_function_of_its_name(config, expected):
     assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy"} <= metrics.keys()
 
 
-def test_the_kl_term_stands_in_the_loss_or_in_the_reward():
+def test_the_kl_term_is_in_the_loss_or_in_the_reward():
     log_probs, old, advantage = (torch.full((1, 2), value) for value in (-1.0, -1.5, 1.0))
     plain, _ = loss_of(AlgorithmConfig(), log_probs, old, advantage)
     in_loss, metrics = loss_of(AlgorithmConfig(kl_coef=0.1, kl="k2"), log_probs, old, advantage)

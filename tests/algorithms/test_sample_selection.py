@@ -1,4 +1,4 @@
-"""DAPO's filter and length punishment, and KL penalties in rewards."""
+"""DAPO's filter and length penalty, and KL penalties in rewards."""
 
 import math
 
@@ -12,7 +12,7 @@ from recipes.algorithms.advantages import group_advantage, informative_rows
 from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
 
 
-def test_groups_of_equal_scores_are_told_apart_from_others():
+def test_groups_with_different_scores_are_informative():
     scores = [0.1, 0.1, 0.1, 1.0, 0.0, 0.5, 0.5]
     assert informative_rows(scores, ["a", "a", "b", "b", "c", "c", "c"]).tolist() == [False, False, *[True] * 5]
     assert informative_rows([1.0], ["alone"]).tolist() == [False]
@@ -20,7 +20,7 @@ def test_groups_of_equal_scores_are_told_apart_from_others():
     assert informative_rows([1, True, 1.0], ["a"] * 3).tolist() == [False] * 3
 
 
-def test_as_many_scores_as_uids():
+def test_scores_and_uids_must_have_the_same_length():
     with pytest.raises(RowCountMismatch, match="2 scores, 1 uids"):
         informative_rows([1.0, 2.0], ["a"])
 
@@ -37,7 +37,7 @@ def test_informative_means_that_some_advantage_is_not_zero(rows):
     ("length", "expected"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0)]
 )
 def test_overlong_by_hand(length, expected):
-    """The paper's numbers in small: at most 100 tokens, of which the last 20 are punished."""
+    """The paper's numbers on a smaller scale: at most 100 tokens, with a penalty in the last 20."""
     mask = (torch.arange(101) < length).long()[None]
     assert overlong_penalty(mask, max_length=100, buffer=20).item() == pytest.approx(expected)
 
@@ -69,7 +69,7 @@ def test_penalised_rewards_by_hand():
     assert penalised_rewards(scores, kl, 0 * mask, 0.5)[1] == 0
 
 
-def test_a_fixed_weight_stays():
+def test_a_fixed_weight_does_not_change():
     controller = KLController(0.3)
     controller.update(kl=100.0, rows=1000)
     assert controller.coef == 0.3
@@ -77,15 +77,15 @@ def test_a_fixed_weight_stays():
 
 def test_an_adaptive_weight_follows_its_target():
     controller = KLController(0.1, target=6.0, horizon=1000)
-    controller.update(kl=6.6, rows=100)  # 10 % too much: up by 0.1 * 100 / 1000
+    controller.update(kl=6.6, rows=100)  # 10 % above the target: increases by 0.1 * 100 / 1000
     assert controller.coef == pytest.approx(0.101)
-    controller.update(kl=1e9, rows=100)  # an error counts up to 20 %
+    controller.update(kl=1e9, rows=100)  # the error is clamped to 20 %
     assert controller.coef == pytest.approx(0.101 * 1.02)
     controller.update(kl=0.0, rows=100)
     assert controller.coef == pytest.approx(0.101 * 1.02 * 0.98)
 
 
 @pytest.mark.parametrize("wrong", [{"coef": -0.1}, {"coef": 0.1, "target": 0.0}, {"coef": 0.1, "horizon": 0}])
-def test_impossible_controllers(wrong):
+def test_invalid_controllers_raise_an_error(wrong):
     with pytest.raises(InvalidConfig, match="KL controller"):
         KLController(**wrong)

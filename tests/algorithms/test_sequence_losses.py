@@ -1,4 +1,4 @@
-"""GSPO, CISPO and the value loss: by hand, their gradients, and against plain loops."""
+"""GSPO, CISPO and the value loss and their gradients, on hand-worked numbers and compared with plain loops."""
 
 import math
 
@@ -17,14 +17,14 @@ def rows(*values):
 
 
 def test_gspo_by_hand():
-    """Ratios 2 and 0.5 of tokens are one ratio of 1; 1.1 and 1.1 one of 1.1, clipped at 1.05."""
+    """Token ratios 2 and 0.5 give the sequence ratio 1; 1.1 and 1.1 give 1.1, which is clipped at 1.05."""
     log_probs = rows((2.0, 0.5, 9.0), (1.1, 1.1, 9.0)).log()
     mask = rows((1, 1, 0), (1, 1, 0))
     loss, metrics = sequence_policy_loss(log_probs, torch.zeros(2, 3), torch.ones(2, 3), mask, clip=(0.05, 0.05))
     torch.testing.assert_close(loss[:, :2], rows((-1.0, -1.0), (-1.05, -1.05)))
     assert metrics["actor/pg_clipfrac"][:, :2].tolist() == [[0.0, 0.0], [1.0, 1.0]]
     torch.testing.assert_close(metrics["actor/ppo_kl"][0, :2], -log_probs[0, :2])
-    # a bad response that became rarer is no longer pushed; one that became more frequent is
+    # a bad response has no gradient if it became less likely, and a gradient if it became more likely
     bad, _ = sequence_policy_loss(-log_probs, torch.zeros(2, 3), -torch.ones(2, 3), mask, clip=(0.05, 0.05))
     torch.testing.assert_close(bad[:, :2], rows((1.0, 1.0), (0.95, 0.95)))
 
@@ -72,7 +72,7 @@ def test_on_policy_all_losses_have_the_gradient_of_reinforce(loss_fn):
 @pytest.mark.parametrize("loss_fn", [sequence_policy_loss, clipped_weight_loss])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("place", ["new", "old", "both"])
-def test_garbage_in_masked_places_changes_nothing(loss_fn, garbage, place):
+def test_values_outside_the_mask_change_nothing(loss_fn, garbage, place):
     mask, advantages = rows((1, 0, 1)), torch.ones(1, 3)
 
     def gradient(value):
@@ -95,7 +95,7 @@ def test_a_nan_in_a_sampled_token_is_not_hidden(loss_fn):
 
 
 @pytest.mark.parametrize("loss_fn", [sequence_policy_loss, clipped_weight_loss])
-def test_far_ratios_stay_finite_and_rows_without_a_token_are_no_error(loss_fn):
+def test_extreme_ratios_stay_finite_and_rows_without_tokens_are_valid(loss_fn):
     log_probs = rows((-1e4, -1e4), (1e4, 1e4), (0.0, 0.0)).requires_grad_()
     mask = rows((1, 1), (1, 1), (0, 0))
     loss, metrics = loss_fn(log_probs, torch.zeros(3, 2), -torch.ones(3, 2), mask)
@@ -106,7 +106,7 @@ def test_far_ratios_stay_finite_and_rows_without_a_token_are_no_error(loss_fn):
 
 
 @pytest.mark.parametrize("loss_fn", [sequence_policy_loss, clipped_weight_loss])
-def test_negative_clips_are_refused(loss_fn):
+def test_negative_clips_raise_an_error(loss_fn):
     ones = torch.ones(1, 1)
     with pytest.raises(InvalidConfig, match="clip"):
         loss_fn(ones, ones, ones, ones, clip=(0.1, -0.1))
@@ -153,8 +153,8 @@ def test_equals_a_plain_loop(loss_fn, naive, table, low, high):
     [
         (1.0, 1.0, 3.0, 0.5, 2.0, 0),
         (1.4, 1.0, 3.0, 0.5, 0.5 * 1.6**2, 0),
-        (2.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 1),  # moved too far towards the target: no more gain
-        (0.0, 1.0, 3.0, 0.5, 0.5 * 3.0**2, 0),  # moved away: pushed back in full
+        (2.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 1),  # moved too far towards the target: no gain
+        (0.0, 1.0, 3.0, 0.5, 0.5 * 3.0**2, 0),  # moved away: the full gradient
         (2.0, 1.0, 3.0, None, 0.5, 0),
     ],
 )
@@ -171,7 +171,7 @@ def test_value_loss_by_hand(value, old, target, clip, expected, active):
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0])
-def test_impossible_value_clips(clip):
+def test_invalid_value_clips_raise_an_error(clip):
     with pytest.raises(InvalidConfig, match="clip"):
         value_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), clip)
 

@@ -1,4 +1,4 @@
-"""GAE, REINFORCE++, RLOO and whitening: by hand, and against plain loops."""
+"""GAE, REINFORCE++, RLOO and whitening, on hand-worked numbers and compared with plain loops."""
 
 import math
 
@@ -31,17 +31,17 @@ def test_gae_by_hand():
     torch.testing.assert_close(returns, torch.tensor([[first + 0.2, middle + 0.4, last + 0.6]]))
 
 
-def test_gae_between_the_rewards_alone_and_one_step_of_the_critic():
+def test_gae_interpolates_between_rewards_and_one_step_of_the_critic():
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.3, 0.5, 0.9]])
     mask = torch.ones(1, 3)
     _, to_the_end = gae(rewards, values, mask, gamma=1.0, lam=1.0)
-    torch.testing.assert_close(to_the_end, torch.ones(1, 3))  # the score, whatever the critic says
+    torch.testing.assert_close(to_the_end, torch.ones(1, 3))  # the score, independent of the critic
     one_step, _ = gae(rewards, values, mask, gamma=1.0, lam=0.0)
     torch.testing.assert_close(one_step, torch.tensor([[0.2, 0.4, 0.1]]))  # differences of values
 
 
-def test_gae_passes_over_what_the_policy_did_not_sample():
-    """An observation between two turns: as if it were not there, and garbage in it is not seen."""
+def test_gae_skips_tokens_that_the_policy_did_not_sample():
+    """An observation between two turns is skipped, and its values are ignored."""
     rewards = torch.tensor([[0.1, math.nan, 5.0, 1.0, math.inf]])
     values = torch.tensor([[0.2, math.nan, 9.0, 0.6, math.nan]])
     mask = torch.tensor([[1, 0, 0, 1, 0]])
@@ -68,7 +68,7 @@ def test_reinforce_plus_plus_by_hand():
 
 
 def test_reinforce_plus_plus_baseline_by_hand():
-    """Every token of a row counts in the batch's statistics: the row of two tokens counts twice."""
+    """The statistics of the batch count each token, so a row of two tokens counts twice."""
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
     got = reinforce_plus_plus_baseline(rewards, ["a", "a"], mask)
     tokens = torch.tensor([0.5, 0.5, -0.5])
@@ -92,7 +92,7 @@ def test_equal_values_and_a_single_one_whiten_to_exactly_zero(value):
     assert torch.equal(whiten(torch.full((1, 1), value), torch.ones(1, 1)), torch.zeros(1, 1))
 
 
-def test_nothing_sampled_and_no_rows_are_no_error():
+def test_empty_masks_and_empty_batches_are_valid():
     for shape in ((2, 3), (0, 3), (2, 0)):
         zeros, mask, uid = torch.zeros(shape), torch.zeros(shape), ["a"] * shape[0]
         for got in (
@@ -106,7 +106,7 @@ def test_nothing_sampled_and_no_rows_are_no_error():
 
 
 def test_rows_without_a_token_change_nothing():
-    """Inert rows, that a group adds so that rows divide among ranks."""
+    """Inert rows, which a worker group adds so that ranks have equal numbers of rows."""
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.5]]), torch.tensor([[1, 1], [1, 1], [0, 1]])
     values, uid = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.0, 0.6]]), ["a", "a", "a"]
 
@@ -126,7 +126,7 @@ def test_rows_without_a_token_change_nothing():
         assert not with_extra[3:].any()
 
 
-def test_shapes_that_disagree_are_named():
+def test_different_shapes_raise_an_error_that_names_them():
     with pytest.raises(RowCountMismatch, match=r"values \(2, 2\)"):
         gae(torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2, 3))
     with pytest.raises(RowCountMismatch, match=r"response_mask \(2, 2\)"):
@@ -135,7 +135,7 @@ def test_shapes_that_disagree_are_named():
         leave_one_out_advantage(torch.zeros(2, 3), ["a"] * 3, torch.ones(2, 3))
 
 
-def test_nothing_carries_a_gradient():
+def test_results_have_no_gradient():
     rewards, values = torch.rand(2, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
     mask = torch.ones(2, 3)
     results = (*gae(rewards, values, mask), whiten(values, mask), leave_one_out_advantage(rewards, ["a", "a"], mask))
@@ -146,7 +146,7 @@ def test_nothing_carries_a_gradient():
 
 
 def naive_gae(rewards, values, mask, gamma, lam):
-    """By the definition: A_t = sum of (gamma lam)^l delta_(t+l) over the sampled tokens."""
+    """The definition: A_t = sum of (gamma lam)^l delta_(t+l) over the sampled tokens."""
     advantages = [[0.0] * len(row) for row in mask]
     for i, row in enumerate(mask):
         places = [t for t, sampled in enumerate(row) if sampled]
@@ -239,7 +239,7 @@ def test_opo_by_hand():
     baseline = (2 * 1.0 + 1 * 0.5) / 3
     first, second = 1 - baseline, 0.5 - baseline
     torch.testing.assert_close(got, torch.tensor([[first, 0, first], [second, 0, 0], [0, 0, 0], [0, 0, 0]]))
-    # the weighted mean of the advantages is zero, that is what the baseline is for
+    # the baseline makes the weighted mean of the advantages zero
     assert got.sum().item() == pytest.approx(0, abs=1e-6)
     ties = length_weighted_advantage(torch.full((3, 1), 0.1), ["a"] * 3, torch.tensor([[1], [1], [1]]))
     assert not ties.any()

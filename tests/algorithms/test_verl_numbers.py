@@ -1,4 +1,4 @@
-"""Parity with verl 0.9.1 on a ragged batch with holes: numbers that ``scripts/verl_numbers.py`` stored; verl is not needed.
+"""Parity with verl 0.9.1 on a ragged batch with holes. The numbers are from ``scripts/verl_numbers.py``; verl is not needed.
 
 All numbers agree within float32's rounding: 1e-5 of their size, or 1e-6. Where a difference is meant, the test says which.
 """
@@ -95,7 +95,7 @@ LOSSES = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-NOT_ALIKE = {("kl_cov", "actor/ppo_kl")}  # verl: the mean of its absolute value there
+DIFFERENT = {("kl_cov", "actor/ppo_kl")}  # verl: the mean of its absolute value
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -109,7 +109,7 @@ def test_losses_their_gradients_and_metrics(name):
     assert_equal(new.grad, stored["gradient"])
     assert (new.grad[MASK == 0] == 0).all()
     for metric, value in stored["metrics"].items():
-        if (name, metric) not in NOT_ALIKE and (metric in metrics or value != 0):  # verl fills up with zeros
+        if (name, metric) not in DIFFERENT and (metric in metrics or value != 0):  # verl adds zeros
             assert_equal(aggregate(metrics[metric], MASK, "token-mean"), value)
     assert set(LOSSES) == set(NUMBERS["losses"])
 
@@ -149,7 +149,7 @@ LEVELS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometr
 
 
 def rejection_of(options):
-    """Our level and bounds. verl's bounds of k1 are those of the inverse ratio, and that of k2 is of half its squared log."""
+    """Our level and bounds. verl's bounds of k1 apply to the inverse ratio, and those of k2 to half its squared log."""
     level, threshold = LEVELS[options["rollout_rs"]], options["rollout_rs_threshold"]
     if level == "max":
         high = float(torch.tensor(2.0 * threshold).sqrt().exp())
@@ -178,7 +178,7 @@ def test_corrections(stored):
         assert 0 < kept.sum() < MASK.sum()
     assert (MASK if kept is None else kept).tolist() == stored["mask"]
     metrics = mismatch.correction_metrics(old, engine, MASK, weights, kept)
-    if options.get("rollout_is") == "sequence":  # verl: largest and smallest before they are cut
+    if options.get("rollout_is") == "sequence":  # verl: largest and smallest before truncation
         metrics = {name: value for name, value in metrics.items() if not name.endswith(("is_max", "is_min"))}
     assert len(metrics) >= 9
     for name, value in metrics.items():

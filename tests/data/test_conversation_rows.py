@@ -49,7 +49,7 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_every_schema_tells_the_same_conversation(schema, tmp_path):
+def test_every_schema_gives_the_same_conversation(schema, tmp_path):
     row = read_conversation_row(SCHEMAS[schema], 0, "here")
     chat = read_conversation(row["prompt"], row["images"])
     content = [{"type": "image"}, {"type": "text", "text": "What?"}]
@@ -74,7 +74,7 @@ def test_a_cauldron_row_is_one_conversation_about_all_its_images():
         ({"messages": ["hi"]}, "a turn must be a mapping"),
     ],
 )
-def test_other_rows_are_refused_by_number(raw, reason):
+def test_rows_of_unknown_schemas_raise_an_error_with_their_number(raw, reason):
     with pytest.raises(InvalidRow, match=reason):
         read_conversation_row(raw, 4)
 
@@ -84,7 +84,7 @@ def write_jsonl(path, rows):
     return path
 
 
-def test_json_lines_may_differ_in_type_from_row_to_row(tmp_path):
+def test_types_in_json_lines_may_vary_by_row(tmp_path):
     path = write_jsonl(tmp_path / "train.jsonl", SCHEMAS.values())
     rows = conversation_rows(path)
     assert len(rows) == len(SCHEMAS)
@@ -98,7 +98,7 @@ def test_json_lines_may_differ_in_type_from_row_to_row(tmp_path):
         lines[7]
 
 
-def test_parquet_of_datasets_keeps_images_as_bytes_until_they_are_shown(tmp_path):
+def test_images_in_parquet_stay_bytes_until_they_are_decoded(tmp_path):
     features = datasets.Features(
         {
             "images": datasets.List(datasets.Image()),
@@ -141,7 +141,7 @@ def test_the_command_converts_a_data_set_to_messages(tmp_path, capsys):
     assert main([]) == 2
 
 
-def test_a_stream_shows_every_row_once_an_epoch_and_resumes_anywhere(tmp_path):
+def test_a_stream_yields_every_row_once_per_epoch_and_resumes_anywhere(tmp_path):
     rows = [{"prompt": f"q{i}", "answer": f"a{i}"} for i in range(10)]
     path = write_jsonl(tmp_path / "train.jsonl", rows)
     stream = conversation_stream(str(path), buffer=4)
@@ -161,7 +161,7 @@ def test_a_stream_shows_every_row_once_an_epoch_and_resumes_anywhere(tmp_path):
     assert [place for _, place, _ in in_order] == [*range(10), 0, 1]
 
 
-def test_an_empty_stream_is_refused():
+def test_an_empty_stream_raises_an_error():
     with pytest.raises(InvalidConfig, match="no rows"):
         next(draws(StreamRows([], None, read_conversation_row), 0))
 
@@ -184,7 +184,7 @@ def test_a_mixture_draws_by_weight_and_resumes_anywhere():
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
-def test_weights_must_make_sense(weights):
+def test_invalid_weights_raise_an_error(weights):
     with pytest.raises(InvalidConfig, match="weights"):
         Mixture([["a"], ["b"]], weights)
 

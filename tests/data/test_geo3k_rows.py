@@ -20,7 +20,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def test_the_layout_of_geometry3k_loads_as_it_is(tmp_path):
     file = write_geometry3k(tmp_path / "geometry3k" / "data" / "train-00000-of-00001.parquet", geometry3k(3))
     row = load_dataset("parquet", data_files=str(file), split="train")[0]
-    assert row["images"][0].size == (24, 16)  # `datasets` sees the pictures, as in the original
+    assert row["images"][0].size == (24, 16)  # `datasets` decodes the pictures, as in the original
     rows = load_rows(tmp_path / "geometry3k")
     assert len(rows) == 3
     assert rows.data_source == "geometry3k"
@@ -40,7 +40,7 @@ def test_the_layout_of_geometry3k_loads_as_it_is(tmp_path):
     assert batch["reward_model"][1]["ground_truth"] == "2"
 
 
-def test_verls_schema_is_taken_as_it_is(tmp_path):
+def test_verls_schema_is_not_changed(tmp_path):
     source = {
         "data_source": "hiyouga/geometry3k",
         "prompt": [{"role": "user", "content": "<image>Find x."}],
@@ -112,21 +112,21 @@ def test_a_folder_has_splits_and_shards(tmp_path):
         load_rows(tmp_path, split="validation")
 
 
-def test_a_broken_image_is_no_obstacle_to_the_other_rows(tmp_path):
+def test_a_broken_image_does_not_affect_other_rows(tmp_path):
     rows = load_rows(write_geometry3k(tmp_path / "a.parquet", geometry3k(2, bad={0: [{"bytes": b"x", "path": None}]})))
     assert len(tiny_builder()([rows[1]])) == 1
     with pytest.raises(InvalidRow, match="row 0"):
         tiny_builder()([rows[0]])
 
 
-def test_the_instruction_can_be_ones_own(tmp_path):
+def test_the_instruction_is_configurable(tmp_path):
     file = write_geometry3k(tmp_path / "a.parquet", geometry3k(1))
     content = "<image>Find x of triangle 0."
     assert load_rows(file, instruction="Be short.")[0]["prompt"][0]["content"] == f"{content} Be short."
     assert load_rows(file, instruction="")[0]["prompt"][0]["content"] == content
 
 
-def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path):
+def test_loading_errors_are_one_line(tmp_path):
     with pytest.raises(InvalidConfig, match=r"gone\.parquet: no such file or folder"):
         load_rows(tmp_path / "gone.parquet")
     with pytest.raises(InvalidConfig, match="no such file or folder"):
@@ -157,7 +157,7 @@ def test_a_hub_name_is_loaded_with_datasets(monkeypatch):
     assert asked == [("hiyouga/geometry3k", "test")]
 
 
-def test_hub_rows_carry_the_hubs_name(monkeypatch, tmp_path):
+def test_rows_of_the_hub_have_the_name_of_the_data_set(monkeypatch, tmp_path):
     file = write_geometry3k(tmp_path / "a.parquet", geometry3k(1))
     table = load_dataset("parquet", data_files=str(file), split="train")
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
@@ -166,12 +166,12 @@ def test_hub_rows_carry_the_hubs_name(monkeypatch, tmp_path):
     assert row["images"] == [{"bytes": png(drawing(0)), "path": None}]
 
 
-def test_a_row_of_no_schema_is_named():
+def test_a_row_of_unknown_schema_raises_an_error_that_names_it():
     with pytest.raises(InvalidRow, match=r"row 5: no 'prompt', 'messages' or 'problem' among its columns \['text'\]"):
         read_row({"text": "x"}, index=5)
 
 
-def test_a_worked_example_becomes_its_own_question():
+def test_the_answer_in_the_messages_becomes_the_ground_truth():
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     row = read_row({"messages": messages}, index=0)
     assert row["prompt"] == messages[:1]

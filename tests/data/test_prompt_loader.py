@@ -23,7 +23,7 @@ def rows(count, bad=()):
 
 
 def occurrences_of(loader, batches):
-    """The uids without their digests."""
+    """The uids without digests."""
     return [[uid.rpartition("-")[0] for uid in batch] for batch in uids(loader, batches)]
 
 
@@ -33,7 +33,7 @@ def uids(loader, batches):
 
 @given(st.integers(1, 30), st.integers(0, 2**32 - 1), st.integers(0, 100))
 @settings(max_examples=60)
-def test_draws_go_on_from_anywhere(count, seed, start):
+def test_draws_continue_from_any_position(count, seed, start):
     whole = list(islice(occurrences(count, seed), start + 2 * count))
     assert list(islice(occurrences(count, seed, start=start), 2 * count)) == whole[start:]
 
@@ -55,7 +55,7 @@ def test_seed_and_epoch_change_the_order():
     assert first == [place for _, place in islice(occurrences(20, seed=0), 40)]
 
 
-def test_rows_whose_index_is_a_name_are_read_and_keep_it():
+def test_rows_with_a_name_as_index_keep_it():
     named = [{**row, "index": f"train-{place}"} for place, row in enumerate(rows(3, bad=[1]))]
     loader = PromptLoader(named, tiny_builder(), batch_size=2, seed=1, on_bad_row="skip")
     assert set(next(loader)["index"]) == {"train-0", "train-2"}
@@ -80,7 +80,7 @@ def test_loaders_of_different_rows_share_no_uid(kind):
     assert one["uid"].tolist() == again["uid"].tolist()
 
 
-def test_a_batch_holds_the_rows_it_names():
+def test_the_rows_of_a_batch_match_their_uids():
     batch = next(PromptLoader(rows(6), tiny_builder(), batch_size=4, shuffle=False))
     assert batch["index"].tolist() == [0, 1, 2, 3]
     assert batch["raw_prompt"][2][0]["content"][1]["text"] == "Find 2."
@@ -88,7 +88,7 @@ def test_a_batch_holds_the_rows_it_names():
 
 
 @pytest.mark.parametrize("batches_before", [0, 1, 2, 5])
-def test_resuming_goes_on_exactly(batches_before):
+def test_resuming_continues_exactly(batches_before):
     whole = PromptLoader(rows(7, bad={2}), tiny_builder(), batch_size=3, seed=4, on_bad_row="skip")
     before = uids(whole, batches_before)
     state = json.loads(json.dumps(whole.state_dict()))
@@ -102,7 +102,7 @@ def test_resuming_goes_on_exactly(batches_before):
     )
 
 
-def test_a_loader_can_be_set_back():
+def test_a_loader_can_return_to_an_earlier_position():
     loader = PromptLoader(rows(5), tiny_builder(), batch_size=2)
     state = loader.state_dict()
     first = uids(loader, 3)
@@ -118,7 +118,7 @@ def test_loading_draws_nothing_from_the_global_generator():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_bad_row_stops_the_run_and_is_named():
+def test_a_bad_row_raises_an_error_that_names_it():
     loader = PromptLoader(rows(4, bad={3}), tiny_builder(), batch_size=4, shuffle=False)
     with pytest.raises(InvalidRow, match=r"row 3: image .* cannot be read"):
         next(loader)
@@ -131,7 +131,7 @@ def test_a_skipped_row_is_counted_and_replaced():
     assert "cannot be read" in loader.skipped[1]
 
 
-def test_nothing_but_bad_rows_ends_instead_of_looping():
+def test_only_bad_rows_raise_an_error_instead_of_an_endless_loop():
     loader = PromptLoader(rows(3, bad={0, 1, 2}), tiny_builder(), batch_size=1, on_bad_row="skip")
     with pytest.raises(InvalidRow, match="none of the 3 rows can be used"):
         next(loader)
@@ -146,7 +146,7 @@ def test_an_overlong_row_is_a_bad_row():
 
 @pytest.mark.slow
 def test_workers_load_the_same_batches_and_resume():
-    """Also from a state that a loader without workers has saved."""
+    """Also from a state of a loader without workers."""
     data = rows(9, bad={4})
     alone = PromptLoader(data, tiny_builder(), batch_size=4, seed=2, on_bad_row="skip")
     first = next(alone)
@@ -172,7 +172,7 @@ def test_workers_share_an_image_between_rows():
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", 9), ("rows", 3), ("shuffle", False)])
-def test_a_state_of_another_run_is_refused(name, value):
+def test_a_state_of_another_run_raises_an_error(name, value):
     loader = PromptLoader(rows(4), tiny_builder(), batch_size=2, seed=1)
     with pytest.raises(CheckpointError, match=f"saved with {name}={value}"):
         loader.load_state_dict(loader.state_dict() | {name: value})
@@ -186,14 +186,14 @@ def test_a_state_of_another_run_is_refused(name, value):
         ({"batch_size": 1, "num_workers": -1}, "num_workers=-1"),
     ],
 )
-def test_impossible_options_are_refused(options, says):
+def test_invalid_options_raise_an_error(options, says):
     with pytest.raises(InvalidConfig, match=says):
         PromptLoader(rows(2), tiny_builder(), **options)
     with pytest.raises(InvalidConfig, match="no rows"):
         PromptLoader([], tiny_builder(), batch_size=1)
 
 
-def test_evaluation_goes_through_all_rows_in_order_again_and_again():
+def test_evaluation_reads_all_rows_in_order_repeatedly():
     loader = EvaluationLoader(rows(5), tiny_builder(), batch_size=2)
     for _ in range(2):
         assert occurrences_of(loader, 3) == [["val-0", "val-1"], ["val-2", "val-3"], ["val-4"]]
@@ -214,7 +214,7 @@ def test_overlong_rows_are_dropped_without_decoding(monkeypatch):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
     kept, dropped = drop_overlong(data, builder)
     assert dropped == [2, 4]
-    assert kept.indices == [0, 1, 3]  # what cannot be measured is left to the loader
+    assert kept.indices == [0, 1, 3]  # the loader handles rows of unknown length
     assert kept[1] is data[1]
     with pytest.raises(InvalidConfig, match="all 1 prompts are longer than max_prompt_length=60"):
         drop_overlong(data[2:3], builder)

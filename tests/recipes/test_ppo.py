@@ -100,7 +100,7 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
     return [*paths, "--output-dir", str(folder / name), *settings.split(), *more]
 
 
-def select_rows(directory: Path) -> list[dict[str, float]]:
+def rows_of(directory: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     timed = ("timing", "perf/")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
@@ -113,7 +113,7 @@ def finished_run(folder):
 
 
 def test_a_run_reports_the_critic_under_verls_names_and_saves_it(finished_run):
-    rows = select_rows(finished_run)
+    rows = rows_of(finished_run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     names = (
         "vf_loss vf_clipfrac vpred_mean grad_norm lr values/mean returns/mean advantages/mean rewards/mean score/mean"
@@ -130,7 +130,7 @@ def test_a_run_reports_the_critic_under_verls_names_and_saves_it(finished_run):
 
 
 def test_in_the_warm_up_the_critic_alone_learns(finished_run):
-    rows = select_rows(finished_run)
+    rows = rows_of(finished_run)
     assert "actor/pg_loss" not in rows[1]
     assert rows[1]["critic/vf_loss"] > 0
     assert rows[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
@@ -145,11 +145,11 @@ def test_a_run_that_is_saved_and_resumed_before_the_actor_first_learns_is_the_un
 ):
     saving = arguments(folder, "resumed", "--save-every", "1", "--keep-checkpoints", "4", "--save-behind")
     assert main(saving) == 0
-    assert select_rows(folder / "resumed") == select_rows(finished_run)
+    assert rows_of(folder / "resumed") == rows_of(finished_run)
     for step in (2, 3, 4):
         shutil.rmtree(folder / "resumed" / f"global_step_{step}")
     assert main([*saving, "--resume"]) == 0
-    assert select_rows(folder / "resumed") == select_rows(finished_run)
+    assert rows_of(folder / "resumed") == rows_of(finished_run)
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_dynamic_sampling_draws_on_exactly_where_an_interrupted_run_stood(folder
     paths = ["--model-path", str(folder / "model"), "--reward", f"{folder / 'parity.py'}:score"]
     arguments = [*paths, "--output-dir", str(folder / "grpo"), *given.split()]
     assert run_grpo(arguments) == 0
-    whole = select_rows(folder / "grpo")
+    whole = rows_of(folder / "grpo")
     generations = [row["train/num_gen_batches"] for row in whole[1:]]
     assert max(generations) > 1
     assert all(1 <= count <= 3 for count in generations)
@@ -175,14 +175,14 @@ def test_dynamic_sampling_draws_on_exactly_where_an_interrupted_run_stood(folder
     assert not (folder / "grpo" / "global_step_4" / "critic").exists()
     (folder / "grpo" / "global_step_4").rename(folder / "away_grpo")
     assert run_grpo([*arguments, "--resume"]) == 0
-    assert select_rows(folder / "grpo") == whole
+    assert rows_of(folder / "grpo") == whole
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_default_run_learns_from_pictures(seed, tmp_path):
     assert main(["--seed", str(seed), "--output-dir", str(tmp_path / "run")]) == 0
-    rows = select_rows(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     name = next(name for name in rows[0] if name.endswith("acc/mean@1"))
     assert rows[0][name] < 0.2
     assert rows[-1][name] > 0.6

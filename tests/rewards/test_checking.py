@@ -53,7 +53,7 @@ numbers = st.builds(
 
 @given(numbers, numbers)
 @settings(max_examples=150)
-def test_the_shortcut_for_plain_numbers_says_what_mathruler_says(answer, truth):
+def test_the_shortcut_for_plain_numbers_agrees_with_mathruler(answer, truth):
     assert quick_verdict(answer, truth) is grade_answer(answer, truth)
 
 
@@ -75,12 +75,12 @@ def test_the_shortcut_agrees_at_the_edges(answer, truth):
 
 @given(st.text(max_size=30))
 @settings(max_examples=100)
-def test_the_shortcut_for_equal_strings_says_what_mathruler_says(text):
+def test_the_shortcut_for_equal_strings_agrees_with_mathruler(text):
     assert quick_verdict(text, text) is True
     assert grade_answer(text, text) is True
 
 
-def test_verdicts_are_mathrulers(checker):
+def test_verdicts_equal_those_of_mathruler(checker):
     pairs = [
         ("2\\sqrt{2}", "\\sqrt{8}"),
         ("\\frac{1}{2}", "0.5"),
@@ -105,7 +105,7 @@ def test_an_answer_that_hangs_is_wrong_and_the_next_is_right(checker):
     assert checker(pairs) == [True, False, True, True]
 
 
-def test_a_hanging_answer_is_asked_once(checker, monkeypatch):
+def test_a_hanging_answer_is_graded_once(checker, monkeypatch):
     checker([(HANGING, TRUTH)])
     monkeypatch.setattr(checker, "_ask", lambda pairs: pytest.fail(f"asked again: {pairs}"))
     assert checker([(HANGING, TRUTH)] * 3) == [False] * 3
@@ -126,12 +126,12 @@ def test_a_hanging_answer_is_asked_once(checker, monkeypatch):
         "0/0",
     ],
 )
-def test_hostile_answers_are_wrong_and_harm_nobody(checker, hostile):
+def test_hostile_answers_are_wrong_and_do_no_harm(checker, hostile):
     assert checker([(hostile, TRUTH), ("25/2", TRUTH)]) == [False, True]
 
 
 def pids(checker):
-    """Its processes, after a question that mathruler must answer."""
+    """The ids of its processes, after a comparison that needs mathruler."""
     checker._verdicts.clear()
     assert checker([("w+w", "2w")]) == [True]
     return [child.process.pid for child in checker._children]
@@ -142,7 +142,7 @@ def test_memory_is_limited(checker):
     (limit,) = [line for line in Path(f"/proc/{before[0]}/limits").read_text().splitlines() if "address space" in line]
     assert limit.split()[3] == str(1 << 30)
     assert checker([("1<<10**11", TRUTH)]) == [False]
-    assert pids(checker) == before  # it ran out of memory, said so at once, and lives on
+    assert pids(checker) == before  # it ran out of memory, answered at once, and still runs
 
 
 def test_a_process_that_was_killed_is_replaced(checker):
@@ -172,14 +172,14 @@ def test_closing_ends_the_processes_and_the_next_call_starts_new_ones():
     closing.close()
 
 
-def test_a_checker_that_cannot_start_says_so(monkeypatch):
+def test_a_checker_that_cannot_start_raises_an_error(monkeypatch):
     monkeypatch.setattr(checking.sys, "executable", "/bin/false")
     with pytest.raises(RewardError, match="does not start"):
         AnswerChecker(processes=1)([("x+x", "2x")])
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"processes": 0}])
-def test_impossible_options_are_refused(options):
+def test_invalid_options_raise_an_error(options):
     with pytest.raises(InvalidConfig):
         AnswerChecker(**options)
 
@@ -203,7 +203,7 @@ def test_the_checking_process_loads_neither_torch_nor_this_project():
 
 @pytest.mark.parametrize("end", ["ctrl-c", "exit"])
 def test_no_process_outlives_the_program(end):
-    """Ctrl-C while an answer hangs ends the run at once, and the checking process with it."""
+    """Ctrl-C while an answer hangs ends the program and the grading process at once."""
     code = f"""
         from recipes.rewards.checking import AnswerChecker
         checker = AnswerChecker(seconds=600, processes=1)

@@ -21,7 +21,7 @@ def easyr1_format(response):
 
 @given(st.lists(PIECES, max_size=10).map("".join))
 @settings(max_examples=500)
-def test_the_format_is_what_the_pattern_says(response):
+def test_the_format_score_agrees_with_the_pattern(response):
     assert format_score(response) == easyr1_format(response)
 
 
@@ -38,7 +38,7 @@ def test_white_space_within_tags_does_not_count():
     assert compute_score("", "< think >so< / think >\\boxed{a < b}", "a < b")["acc"] == 1.0
 
 
-def test_a_response_made_to_hurt_the_pattern_is_quick():
+def test_a_response_that_is_slow_for_the_pattern_is_fast():
     hostile = "<think>" + "</think>" * 20_000 + "\\boxed{" * 20_000
     assert format_score(hostile) == 0.0  # the pattern would take hours
     assert format_score(hostile + "}") == 1.0
@@ -87,7 +87,7 @@ def test_plain_answers_need_no_other_process(monkeypatch):
     assert [number for number, result in enumerate(results) if result["acc"]] == [35]
 
 
-def test_a_row_without_truth_is_named():
+def test_a_row_without_ground_truth_raises_an_error_that_names_it():
     with pytest.raises(RewardError, match="row 1: there is no ground truth"):
         geo3k_reward([RewardRow("x", "1"), RewardRow("x", None)])
 

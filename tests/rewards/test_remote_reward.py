@@ -1,4 +1,4 @@
-"""A reward over HTTP, with a real server on this machine."""
+"""A reward over HTTP with a local server."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ ROWS = [RewardRow("four", "4", "drawn", {"hint": 1}), RewardRow("five", "4")]
 
 
 class Server(BaseHTTPRequestHandler):
-    """Scores by length; paths choose how it misbehaves."""
+    """Scores by length; the path selects an error."""
 
     failures = 0
 
@@ -57,7 +57,7 @@ def test_a_server_scores_the_rows(address):
     assert load_reward(f"{address}/score")([]) == []
 
 
-def test_a_server_that_fails_once_is_asked_again(address):
+def test_a_request_that_fails_once_is_repeated(address):
     assert load_reward(f"{address}/fails-once")(ROWS) == [{"score": 4}, {"score": 4}]
     assert Server.failures == 2
 
@@ -65,12 +65,12 @@ def test_a_server_that_fails_once_is_asked_again(address):
 @pytest.mark.parametrize(
     ("path", "reason"), [("refuses", "1 attempts"), ("babbles", "not JSON"), ("forgets", "without a list")]
 )
-def test_answers_that_are_none_are_refused(address, path, reason):
+def test_invalid_answers_raise_an_error(address, path, reason):
     with pytest.raises(RewardError, match=reason):
         load_reward(f"{address}/{path}")(ROWS)
 
 
-def test_addresses_that_are_none_and_servers_that_are_away_are_refused():
+def test_invalid_addresses_and_unreachable_servers_raise_an_error():
     with pytest.raises(RewardError, match="is not the address"):
         module.remote_reward("ftp://somewhere")
     with pytest.raises(RewardError, match="3 attempts"):

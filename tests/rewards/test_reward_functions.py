@@ -88,7 +88,7 @@ def test_trls_function_gets_messages_and_columns():
     }
 
 
-def test_trls_completions_are_strings_where_prompts_are():
+def test_trls_completions_are_strings_if_prompts_are():
     def reward_func(completions, answer):
         return [completion == said for completion, said in zip(completions, answer, strict=True)]
 
@@ -107,7 +107,7 @@ def test_trls_async_function():
 @pytest.mark.parametrize(
     "score", [None, float("nan"), float("inf"), "1.0", [1.0], {"acc": 1.0}, {"score": None}, object()]
 )
-def test_what_is_no_score_is_refused_and_its_row_named(score):
+def test_invalid_scores_raise_an_error_that_names_the_row(score):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if ground_truth == "1" else score
 
@@ -135,7 +135,7 @@ def test_an_exception_names_its_row_and_keeps_its_traceback():
     ("returned", "says"),
     [([1.0], "1 scores for 2 rows"), (1.0, "not a list of scores"), (None, "not a list of scores")],
 )
-def test_a_list_of_the_wrong_length_is_refused(returned, says):
+def test_a_list_of_the_wrong_length_raises_an_error(returned, says):
     def reward_func(prompts, completions, **columns):
         return returned
 
@@ -143,7 +143,7 @@ def test_a_list_of_the_wrong_length_is_refused(returned, says):
         from_trl(reward_func)(ROWS)
 
 
-def test_the_kind_is_told_by_the_arguments():
+def test_argument_names_determine_the_kind_of_function():
     def verl(solution_str, ground_truth, **other):
         return 1
 
@@ -198,7 +198,7 @@ def test_a_file_and_function_on_the_command_line(tmp_path):
         ("/nowhere/a.py:f", "there is no file"),
     ],
 )
-def test_a_name_that_names_nothing(name, says):
+def test_an_invalid_name_raises_an_error(name, says):
     with pytest.raises(RewardError, match=says):
         load_reward(name)
 

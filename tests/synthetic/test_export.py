@@ -1,4 +1,4 @@
-"""``python -m recipes.synthetic``: a parquet file that the ordinary loader reads."""
+"""``python -m recipes.synthetic`` writes a parquet file that `load_rows` reads."""
 
 import io
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_file_has_the_layout_of_geometry3k(tmp_path: Path, capsys: pytest.Captur
     assert [path.name for path in file.parent.iterdir()] == ["test.parquet"]
 
 
-def test_datasets_sees_pictures(tmp_path: Path) -> None:
+def test_datasets_reads_the_pictures(tmp_path: Path) -> None:
     from datasets import load_dataset
 
     assert main(["--output", str(tmp_path / "a.parquet"), "--rows", "3"]) == 0
@@ -68,7 +68,7 @@ def test_loader_and_prompt_builder_read_the_file_as_they_read_the_drawn_rows(tmp
         (["--output", "a.csv"], "must end in .parquet"),
     ],
 )
-def test_mistakes_end_with_status_2_and_no_file(
+def test_errors_exit_with_status_2_and_write_no_file(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -87,7 +87,7 @@ def test_mistakes_end_with_status_2_and_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unwritable_place_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_path_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["--output", str(tmp_path / "file" / "a.parquet"), "--rows", "1"]) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: ")

@@ -1,4 +1,4 @@
-r"""Figures are true: every label is the measure of what it labels, and the answer is what the figure shows.
+r"""Every label of a figure is the measure of what it labels, and the answer agrees with the figure.
 
 Measured here from the shapes alone, without the templates' arithmetic.
 """
@@ -34,12 +34,12 @@ TEMPLATES = [
     for template in LEVELS[level].templates
 ]
 Template = Callable[[Random], Draft]
-COVERED = 4.0  # pixels of line under labels that go unnoticed
+COVERED = 4.0  # pixels of lines that labels may cover
 Texts = (Label, SideLabel, AngleLabel, WedgeLabel)
 
 
 def number(answer: str) -> float:
-    r"""``3 \sqrt{5}``, ``25 \pi`` and the like as numbers."""
+    r"""Converts answers like ``3 \sqrt{5}`` and ``25 \pi`` to numbers."""
     found = re.fullmatch(r"(\d+)?( ?\\sqrt\{(\d+)\})?( \\pi)?", answer)
     assert found, answer
     value = float(found[1] or 1) * math.sqrt(float(found[3] or 1))
@@ -47,7 +47,7 @@ def number(answer: str) -> float:
 
 
 def measure(text: str, x: float) -> float:
-    """A label's value: a number, x, or an expression like ``(3x-4)°``."""
+    """The value of a label: a number, x, or an expression like ``(3x-4)°``."""
     found = re.fullmatch(r"\(?(?:(\d*)(x))?([+-]?\d+)?\)?°?", text)
     assert found, text
     return (float(found[1] or 1) * x if found[2] else 0.0) + float(found[3] or 0)
@@ -77,7 +77,7 @@ def area(corners: tuple[complex, ...]) -> float:
 
 
 ASKED: dict[str, Callable[[Draft, float], float]] = {
-    # What the question asks for, from the shapes; `unit` is the labelled length of a segment of length 1.
+    # The answer computed from the shapes; `unit` is the labelled length of a segment of length 1.
     "triangle_angle": lambda draft, unit: opening(only(draft, WedgeLabel)),
     "marked_angle": lambda draft, unit: opening(only(draft, AngleLabel)),
     "rectangle_side": lambda draft, unit: abs(only(draft, Region).corners[1]) / 4.4,
@@ -108,7 +108,7 @@ def named_opening(draft: Draft) -> float:
 
 
 @pytest.mark.parametrize(("level", "template"), TEMPLATES)
-def test_labels_and_answers_are_true(level: int, template: Template) -> None:
+def test_labels_and_answers_are_correct(level: int, template: Template) -> None:
     random = Random(template.__name__)
     for _ in range(60):
         draft = template(random)
@@ -121,7 +121,7 @@ def test_labels_and_answers_are_true(level: int, template: Template) -> None:
         unit = scale(draft, answer)
         unknowns = [shape for shape in draft.figure if isinstance(shape, (SideLabel, AngleLabel)) and "x" in shape.text]
         asked = ASKED.get(template.__name__)
-        assert len(unknowns) == (0 if asked else 1)  # an x was measured above with the answer for x
+        assert len(unknowns) == (0 if asked else 1)  # a label with x was checked above, with the answer as x
         if asked:
             assert asked(draft, unit) == pytest.approx(answer)
 
@@ -146,7 +146,7 @@ def test_tangents_touch_and_inscribed_vertices_lie_on_the_circle() -> None:
             assert ((line.b - circle.center) / (line.b - line.a)).real == pytest.approx(0, abs=1e-9)
 
 
-def test_lines_called_parallel_are() -> None:
+def test_lines_that_the_text_calls_parallel_are_parallel() -> None:
     random = Random(0)
     for _ in range(60):
         draft = level4.similar_triangles(random)
@@ -155,7 +155,7 @@ def test_lines_called_parallel_are() -> None:
 
 
 def lost_ink(draft: Draft, level: int, style: figure.Style) -> float:
-    """Pixels of lines that labels cover: white labels drawn over black lines, against black lines over white labels."""
+    """Pixels of lines that labels cover: white labels over black lines, compared with black lines over white labels."""
     look = LEVELS[level]
     style = replace(style, ink=(0, 0, 0), accent=(255, 255, 255), tint=(255, 255, 255))
     under = sorted(draft.figure, key=lambda shape: not isinstance(shape, Texts))
@@ -167,7 +167,7 @@ def lost_ink(draft: Draft, level: int, style: figure.Style) -> float:
 
 
 @pytest.mark.parametrize(("level", "template"), [case for case in TEMPLATES if case.values[0] > 1])
-def test_labels_cover_neither_lines_nor_one_another(
+def test_labels_do_not_cover_lines_or_each_other(
     level: int, template: Template, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = LEVELS[level]
@@ -181,7 +181,7 @@ def test_labels_cover_neither_lines_nor_one_another(
 
 
 def shared_ink(draft: Draft, level: int, style: figure.Style, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Pixels where labels cover one another: the ink of each alone, against that of all together."""
+    """Pixels where labels overlap: the sum of the ink of each label, minus the ink of all labels together."""
     look = LEVELS[level]
     style = replace(style, ink=(255, 255, 255), accent=(0, 0, 0), tint=(255, 255, 255))
     texts = [place for place, shape in enumerate(draft.figure) if isinstance(shape, Texts)]
@@ -195,17 +195,17 @@ def shared_ink(draft: Draft, level: int, style: figure.Style, monkeypatch: pytes
 
     shapes = [figure.turned(shape, cmath.rect(1, style.turn)) for shape in draft.figure]
     margin = figure._margin(shapes, look.size, style)
-    monkeypatch.setattr(figure, "_margin", lambda *_: margin)  # or it would depend on the labels shown
+    monkeypatch.setattr(figure, "_margin", lambda *_: margin)  # the margin must not depend on the labels shown
     return sum(ink([place]) for place in texts) - ink(texts)
 
 
-def test_a_label_on_a_line_would_be_noticed() -> None:
+def test_a_label_on_a_line_is_detected() -> None:
     side = Line(0, 10)
     draft = Draft("", "", (side, Line(10, 5 + 8j), Line(5 + 8j, 0), Label("88", 5)))
     assert lost_ink(draft, 3, random_style(Random(0), turn=0, pen=1.4, font=14)) > COVERED
 
 
-def test_a_label_on_a_label_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_label_on_a_label_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = (Label("88", 4 + 4j), Label("T", 4.3 + 4j))
     draft = Draft("", "", (Line(0, 10), Line(10, 10j), *labels))
     assert shared_ink(draft, 3, random_style(Random(0), turn=0, pen=1.4, font=14), monkeypatch) > COVERED
@@ -223,7 +223,7 @@ def test_roots_in_lowest_terms() -> None:
     ]
 
 
-def test_expressions_have_the_value_that_was_asked_for() -> None:
+def test_expressions_have_the_requested_value() -> None:
     random = Random(0)
     for value in range(8, 150):
         made = parts.expression(random, value)

@@ -1,4 +1,4 @@
-"""Problem i of a seed: the same everywhere, train and test apart, and nothing of the answer in the text."""
+"""Problems are pure functions of their number, splits are disjoint, and the text does not reveal the answer."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ def content(problem: Problem) -> tuple[str, str, str, bytes]:
 
 
 def drafts(level: int, number: int) -> list[tuple[str, str, str]]:
-    """(kind, text, answer) of drafts, as many of each template; without drawing them."""
+    """(kind, text, answer) of ``number`` drafts of each template, without drawing them."""
     made = []
     for template in LEVELS[level].templates:
         random = Random(f"{template.__name__}/{number}")
@@ -99,7 +99,7 @@ def test_pictures_have_their_size_and_show_something(level: int) -> None:
         dark = (pixels.max(axis=2) < 128).mean()
         assert 0.003 < dark < 0.3  # ink on paper
         frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-        assert (frame == 255).all()  # nothing is cut off
+        assert (frame == 255).all()  # nothing is cropped
 
 
 @LEVEL
@@ -121,8 +121,8 @@ def test_texts_of_a_template_differ_in_names_only(level: int) -> None:
 
 @LEVEL
 def test_text_does_not_tell_the_answer(level: int) -> None:
-    """The best answer to each text, known from as many problems again, is right about as often as the best constant is
-    for each template; and that is seldom.
+    """The most frequent answer to each text is correct about as often as the most frequent answer of each template, which
+    is rarely. Frequencies are from the other half of the problems.
     """
     made = drafts(level, 1000)
     seen, unseen = made[::2], made[1::2]
@@ -159,7 +159,7 @@ def test_answers_are_graded_as_equal_to_themselves_and_to_no_other(level: int) -
 
 
 @pytest.mark.parametrize(("level", "split"), [(0, "train"), (5, "train"), (1, "dev"), (4, "")])
-def test_unknown_levels_and_splits_are_refused(level: int, split: str) -> None:
+def test_unknown_levels_and_splits_raise_an_error(level: int, split: str) -> None:
     with pytest.raises(InvalidConfig, match=r"is unknown: choose"):
         make_problem(0, level, 0, split)
 

@@ -1,4 +1,4 @@
-"""The tiny checkpoint is an ordinary Qwen2.5-VL checkpoint: it loads, and the same seed makes the same one."""
+"""The tiny checkpoint is an ordinary Qwen2.5-VL checkpoint, determined by its seed."""
 
 import unicodedata
 from functools import partial
@@ -38,13 +38,13 @@ def test_is_the_real_class_with_fewer_than_a_million_parameters(checkpoint):
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
 
 
-def test_every_weight_is_in_the_file_and_none_beside_them(checkpoint):
+def test_the_file_has_exactly_the_weights_of_the_model(checkpoint):
     _, info = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
 
 
-def test_same_seed_same_file_and_another_seed_another(checkpoint, tmp_path):
+def test_equal_seeds_give_equal_files_and_other_seeds_other_files(checkpoint, tmp_path):
     again = make_tiny_model(tmp_path / "again", seed=3)
     other = make_tiny_model(tmp_path / "other", seed=4)
     weights = [(path / "model.safetensors").read_bytes() for path in (checkpoint, again, other)]
@@ -52,7 +52,7 @@ def test_same_seed_same_file_and_another_seed_another(checkpoint, tmp_path):
     assert (checkpoint / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
 
 
-def test_making_one_leaves_the_global_random_state_alone(tmp_path):
+def test_creating_a_model_does_not_change_the_global_random_state(tmp_path):
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
@@ -60,7 +60,7 @@ def test_making_one_leaves_the_global_random_state_alone(tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_special_tokens_are_one_id_each_and_leave_no_text(checkpoint):
+def test_special_tokens_are_one_id_each_and_decode_to_no_text(checkpoint):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     for token in SPECIAL_TOKENS:
         ids = tokenizer(token)["input_ids"]
@@ -73,12 +73,12 @@ def test_special_tokens_are_one_id_each_and_leave_no_text(checkpoint):
 @example(text="3\\sqrt{2} cm, 45° ≤ β\r\n\n  a\tb")
 @settings(max_examples=100)
 def test_any_text_survives_the_tokenizer(tokenizer, text):
-    """Any that is composed, as Qwen's own tokenizer normalises it so."""
+    """Any text in the normal form NFC, which Qwen's tokenizer applies."""
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
 
 
-def test_auto_classes_load_what_was_made(checkpoint, tokenizer):
+def test_auto_classes_load_the_checkpoint(checkpoint, tokenizer):
     config, processor = AutoConfig.from_pretrained(checkpoint), load_image_processor(checkpoint)
     assert config.model_type == "qwen2_5_vl"
     assert config.text_config.vocab_size == len(tokenizer) <= 512
@@ -93,7 +93,7 @@ def test_auto_classes_load_what_was_made(checkpoint, tokenizer):
     ]
 
 
-def test_chat_template_writes_one_placeholder_which_becomes_the_picture(checkpoint, tokenizer):
+def test_the_placeholder_of_the_chat_template_becomes_the_picture(checkpoint, tokenizer):
     messages = [
         {
             "role": "user",
@@ -118,8 +118,8 @@ def test_white_paper_is_zero_to_the_model(checkpoint):
     assert white["multi_modal_inputs"][0]["pixel_values"].abs().max() == 0
 
 
-def test_a_picture_changes_what_the_model_says_next(checkpoint):
-    """The picture reaches the logits of the untrained model, so there is something for GRPO to strengthen."""
+def test_a_picture_changes_the_next_token(checkpoint):
+    """The logits of the untrained model depend on the picture, so that GRPO has a signal to amplify."""
     builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=256)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     problems = [make_problem(index) for index in range(8)]

@@ -1,4 +1,4 @@
-"""After the warm-up the tiny model answers in the right form, at random: what the pictures say is left to GRPO."""
+"""After the warm-up the tiny model gives random answers in the right format; GRPO teaches it to read the pictures."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def scores(checkpoint: Path, prompts: DataProto) -> dict[str, float]:
 
 
 def shuffled(prompts: DataProto, seed: int = 0) -> DataProto:
-    """Each row with the picture of another row that asks the same question, and its own answer."""
+    """Each row with the picture of another row with the same question."""
     order, random = np.arange(len(prompts)), np.random.default_rng(seed)
     texts = np.array([messages[0]["content"][-1]["text"] for messages in prompts["raw_prompt"]])
     for text in set(texts):
@@ -64,10 +64,10 @@ def test_second_call_finds_the_checkpoint(checkpoint: Path, cache: Path, capsys:
     assert tiny_checkpoint(seed=5, cache=cache) == checkpoint
     assert {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()} == files
     assert "found in" in capsys.readouterr().out
-    assert [path.name for path in cache.iterdir()] == [checkpoint.name]  # no draft is left
+    assert [path.name for path in cache.iterdir()] == [checkpoint.name]  # no temporary directory is left
 
 
-def test_warmed_up_model_has_the_form_and_not_the_answers(checkpoint: Path) -> None:
+def test_the_warmed_up_model_knows_the_format_but_not_the_answers(checkpoint: Path) -> None:
     made = scores(checkpoint, prompts_of(checkpoint, 64))
     assert made["format"] >= 0.9
     assert made["acc"] < 0.35
@@ -88,7 +88,7 @@ def test_shuffled_pictures_come_from_other_rows_of_the_same_question(checkpoint:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_what_grpo_learns_is_in_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 steps of the default run; then the same questions with each other's pictures."""
+    """200 steps of the default run; then the same questions with the pictures of other rows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = tmp_path / "run"
     settings = ["--steps", "200", "--optimizer.total-steps", "400", "--eval-every", "0", "--save-every", "0"]

@@ -112,7 +112,7 @@ def test_a_low_precision_mask_counts_exactly():
     assert token_weights(mask, "seq-mean-token-mean")[0, 0].item() == pytest.approx(1 / 1000)
 
 
-def test_errors_say_what_to_do():
+def test_errors_state_the_remedy():
     with pytest.raises(InvalidConfig, match="token-mean, seq-mean-token-mean, seq-mean-token-sum-norm"):
         aggregate(LOSS, MASK, "mean")
     with pytest.raises(DataProtoError, match="mean"):

@@ -18,7 +18,7 @@ from workers.training.forward_pass import forward_rows
 CPU = torch.device("cpu")
 
 
-def select_rows(model):
+def rows_of(model):
     """Two images of unequal size, none, one with two samples."""
     prompts = prompt_batch(model.config, [[(4, 6), (8, 4)], [], [(6, 6)]], texts=[4, 7, 5])[[0, 1, 2, 2]]
     return with_responses(model.config, prompts, lengths=[5, 1, 6, 2], width=6)
@@ -45,7 +45,7 @@ def in_mode(model, mode):
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_same_numbers_and_names(model_type):
     model = tiny_model(model_type)
-    data = select_rows(model)
+    data = rows_of(model)
     plain = run(in_mode(model, "none"), data)
     for mode in ("selective", "full"):
         module = in_mode(model, mode)
@@ -59,7 +59,7 @@ def test_the_same_numbers_and_names(model_type):
 
 def test_full_keeps_less_and_selective_computes_no_product_again():
     model = tiny_model("qwen2_5_vl")
-    data, kept, work = select_rows(model), {}, {}
+    data, kept, work = rows_of(model), {}, {}
     for mode in ("none", "selective", "full"):
         with FlopCounterMode(display=False) as counter:
             *_, kept[mode] = run(in_mode(model, mode), data)

@@ -17,14 +17,14 @@ from workers.training.forward_pass import forward_rows
 CPU = torch.device("cpu")
 
 
-def select_rows(model):
+def rows_of(model):
     prompts = prompt_batch(model.config, [[(4, 6)], [], [(6, 6)]], texts=[4, 7, 5])
     return with_responses(model.config, prompts, lengths=[5, 1, 6], width=6)
 
 
 def test_outputs_equal_a_bfloat16_model_and_gradients_accumulate_in_float32():
     model = tiny_model("qwen2_5_vl")
-    data, family = select_rows(model), family_of(model.config)
+    data, family = rows_of(model), family_of(model.config)
     single, half = PackedVLM(copy.deepcopy(model), family, 1.0), PackedVLM(copy.deepcopy(model), family, 1.0)
     for parameter in half.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -77,7 +77,7 @@ def test_an_actor_trains_in_half_precision(tmp_path):
     model.save_pretrained(tmp_path)
     actor = ActorWorker(ActorConfig(model_path=str(tmp_path), dtype="bfloat16", token_budget=40), CPU)
     before = {name: weight.clone() for name, weight in actor.named_weights()}
-    metrics = actor.update(select_rows(model), lambda outputs, rows: (-outputs.log_probs, {}))
+    metrics = actor.update(rows_of(model), lambda outputs, rows: (-outputs.log_probs, {}))
     assert 0 < metrics["actor/grad_norm"] < float("inf")
     for name, weight in actor.named_weights():
         assert weight.dtype == torch.float32

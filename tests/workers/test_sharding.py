@@ -60,7 +60,7 @@ class Engine:
         self.asleep = True
 
 
-def select_rows(dp, counts):
+def rows_of(dp, counts):
     """Row k of position d holds 10 d + k in every column; a row of an odd number has no image."""
     numbers = 10 * dp + torch.arange(counts[dp])
     media = [
@@ -80,7 +80,7 @@ def exchanges_rows(layout, tensor_parallel):
     """What this rank's engine saw of each batch, and what came back: checked here, the former told to the test."""
     ranks = init_ranks(layout, CPU)
     manager = ShardingManager(Engine(), list, neighbours(ranks, tensor_parallel))
-    return [exchanged(manager, select_rows(ranks.rank("dp"), counts)) for counts in ROWS]
+    return [exchanged(manager, rows_of(ranks.rank("dp"), counts)) for counts in ROWS]
 
 
 def exchanged(manager, mine):
@@ -104,7 +104,7 @@ def differs_from_its_other_stage():
     ranks = init_ranks(Layout(pp=2, dp=2), CPU)
     manager = ShardingManager(Engine(), list, neighbours(ranks, 1))
     with pytest.raises(RowCountMismatch) as refused:
-        manager.preprocess_data(select_rows(0, [3 + ranks.rank("pp")]))
+        manager.preprocess_data(rows_of(0, [3 + ranks.rank("pp")]))
     return str(refused.value)
 
 
@@ -223,7 +223,7 @@ def test_engines_see_every_row_once_and_ranks_get_their_own_back(outcomes, layou
         seen = [one[batch] for one in found]
         engines = [seen[rank : rank + tensor_parallel] for rank in range(0, SIZE, tensor_parallel)]
         assert all(one == engine[0] for engine in engines for one in engine)
-        expected = [number for dp in range(layout.dp) for number in select_rows(dp, counts)["ids"].tolist()]
+        expected = [number for dp in range(layout.dp) for number in rows_of(dp, counts)["ids"].tolist()]
         assert sorted(number for engine in engines for number in engine[0]) == expected
         assert all(engine[0] == sorted(engine[0]) for engine in engines)
 
@@ -364,5 +364,5 @@ def test_sizes_that_do_not_fit_are_refused(tensor_parallel):
 def test_a_rank_alone_keeps_its_rows():
     block = neighbours(Ranks(), 1)
     assert block == Neighbours(None, holders=(0,), engines=(0,))
-    mine = select_rows(0, [3])
+    mine = rows_of(0, [3])
     assert ShardingManager(Engine(), list, block).preprocess_data(mine) is mine
