@@ -97,20 +97,22 @@ def _shipped(model_type: str) -> VLMFamily:
     return family
 
 
-def _entry_points() -> dict[str, EntryPoint]:
-    """Entry points of installed packages by model type. Raises `InvalidConfig` if two name different classes for one type."""
-    points: dict[str, EntryPoint] = {}
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    """Entry points of installed packages by model type."""
+    points: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        if points.setdefault(point.name, point).value != point.value:
-            raise InvalidConfig(
-                f"installed packages name two families for model type {point.name!r}: {points[point.name].value} and "
-                f"{point.value}"
-            )
+        points.setdefault(point.name, []).append(point)
     return points
 
 
-def _load(point: EntryPoint) -> Any:
-    """The class that an entry point names."""
+def _load(points: list[EntryPoint]) -> Any:
+    """The class that the entry points of a model type name."""
+    point = points[0]
+    values = sorted({each.value for each in points})
+    if len(values) > 1:
+        raise InvalidConfig(
+            f"installed packages name several families for model type {point.name!r}: {' and '.join(values)}"
+        )
     try:
         family = point.load()
     except (ImportError, AttributeError) as error:

@@ -182,6 +182,6 @@ def test_two_packages_for_one_type_are_named(package):
     install(package)
     install(package, ENTRY_POINTS.replace("MyVL", "Other"), "other_package")
     with pytest.raises(
-        InvalidConfig, match=r"two families for model type 'my_vl': my_package\.my_family:.* and my_package"
+        InvalidConfig, match=r"several families for model type 'my_vl': my_package\.my_family:.* and my_package"
     ):
         family_of("my_vl")
