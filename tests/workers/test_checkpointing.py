@@ -12,13 +12,14 @@ from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import activation_checkpointing as checkpointing
+from workers.parallel.activation_checkpointing import ActivationCheckpointing
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
 
 
-def rows_of(model):
+def select_rows(model):
     """Two images of unequal size, none, one with two samples."""
     prompts = prompt_batch(model.config, [[(4, 6), (8, 4)], [], [(6, 6)]], texts=[4, 7, 5])[[0, 1, 2, 2]]
     return with_responses(model.config, prompts, lengths=[5, 1, 6, 2], width=6)
@@ -38,14 +39,14 @@ def run(module, data):
 
 def in_mode(model, mode):
     module = PackedVLM(copy.deepcopy(model), family_of(model.config), temperature=0.8)
-    checkpointing.apply(module, Ranks(), ModelConfig(activation_checkpointing=mode))
+    ActivationCheckpointing(Ranks(), ModelConfig(activation_checkpointing=mode)).apply(module)
     return module
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_same_numbers_and_names(model_type):
     model = tiny_model(model_type)
-    data = rows_of(model)
+    data = select_rows(model)
     plain = run(in_mode(model, "none"), data)
     for mode in ("selective", "full"):
         module = in_mode(model, mode)
@@ -59,7 +60,7 @@ def test_the_same_numbers_and_names(model_type):
 
 def test_full_keeps_less_and_selective_computes_no_product_again():
     model = tiny_model("qwen2_5_vl")
-    data, kept, work = rows_of(model), {}, {}
+    data, kept, work = select_rows(model), {}, {}
     for mode in ("none", "selective", "full"):
         with FlopCounterMode(display=False) as counter:
             *_, kept[mode] = run(in_mode(model, mode), data)

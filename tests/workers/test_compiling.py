@@ -77,4 +77,4 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     module = PackedVLM(model, family_of(model.config), temperature=1.0)
     monkeypatch.setattr(compiling, "which", lambda name: None)
     with pytest.raises(InvalidConfig, match=r"C\+\+ compiler"):
-        compiling.apply(module, Ranks(), ModelConfig(compile=True))
+        compiling.CompiledLayers(Ranks(), ModelConfig(compile=True)).apply(module)

@@ -206,6 +206,6 @@ def test_the_constant_of_dr_grpo_is_how_long_a_response_could_have_been(tmp_path
     for data, told in ((widen(narrow, token_widths(narrow)[0], 8), {}), (narrow, {"max_tokens": 8}), (narrow, {})):
         data = data[:]
         data.meta_info |= told
-        weights = actor._token_weights(data, "seq-mean-token-sum-norm")
+        weights = actor.model._token_weights(data, "seq-mean-token-sum-norm")
         losses.append(float(weights.sum()))
     assert losses == pytest.approx([5 / 8 / 2, 5 / 8 / 2, 5 / 3 / 2])
