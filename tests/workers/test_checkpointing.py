@@ -12,7 +12,7 @@ from helpers.tiny_models import MODEL_TYPES, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import activation_checkpointing as checkpointing
-from workers.parallel.activation_checkpointing import ActivationCheckpointing
+from workers.parallel import parallelize
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import forward_rows
 
@@ -39,7 +39,7 @@ def run(module, data):
 
 def in_mode(model, mode):
     module = PackedVLM(copy.deepcopy(model), family_of(model.config), temperature=0.8)
-    ActivationCheckpointing(Ranks(), ModelConfig(activation_checkpointing=mode)).apply(module)
+    parallelize(module, Ranks(), ModelConfig(activation_checkpointing=mode))
     return module
 
 
