@@ -3,6 +3,10 @@
 import os
 import sys
 
+from dataproto.extras import require_extra
+
+require_extra("train", "recipes", "transformers", "tyro", "rich", "datasets", "mathruler")
+
 SPINS = "2000"
 """The number of times that an idle OpenMP thread (of GNU's library, which torch contains) looks for work before it sleeps. The
 default is 300,000 times, some milliseconds: where other programs run on the same cores, a waiting thread then takes time from the

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
+from dataproto.extras import require_extra
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class RolloutEngine(Protocol):
         ...
 
 
+ENGINE_EXTRAS = {"hf": ("train", "transformers"), "vllm": ("vllm", "vllm")}  # extra, package
 ENGINES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm:VLLMEngine"}
 """Engine names to import paths. The module is imported when an engine is created."""
 
@@ -129,6 +131,9 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
     """
     if name not in ENGINES and ":" not in name:
         raise InvalidConfig(f"engine {name!r} is unknown: choose one of {sorted(ENGINES)}, or name a module:class")
+    if name in ENGINE_EXTRAS:
+        extra, package = ENGINE_EXTRAS[name]
+        require_extra(extra, f"engine {name!r}", package)
     module, _, attribute = ENGINES.get(name, name).partition(":")
     engine: RolloutEngine = getattr(importlib.import_module(module), attribute)(model_path, **options)
     return engine

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from dataproto.errors import MissingPackage
+
 # A process in which packages cannot be imported, as if they were not installed.
 WITHOUT = """
 import importlib.abc, importlib.machinery, sys
@@ -13,7 +15,7 @@ sys.argv = sys.argv[1:]
 found = importlib.machinery.PathFinder.find_spec
 def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in refused else found(name, path, target)
-importlib.machinery.PathFinder.find_spec = find_spec
+importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
 """
 NOT_OF_THE_BATCH = (
     "transformers,datasets,mathruler,pylatexenc,tyro,rich,tensorboard,qwen_vl_utils,ray,vllm,peft,tinker,hypothesis"
@@ -38,38 +40,40 @@ import dataproto.vlm, dataproto.tensordict_utils, rollout
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("package", ["workers", "recipes", "rollout.prompts", "rollout.hf"])
-def test_a_package_without_its_extra_names_it(package):
-    done = run_without("transformers", f"import {package}")
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last == f"dataproto.errors.MissingPackage: {package} needs transformers: pip install 'dataproto-vlm[train]'"
+def test_what_lacks_its_extra_names_it():
+    code = """
+from dataproto.errors import MissingPackage
+def show(call):
+    try:
+        call()
+    except MissingPackage as error:
+        print(error)
+for name in ("workers", "recipes", "rollout.prompts", "rollout.hf"):
+    show(lambda: __import__(name))
+from rollout.engine import create_engine
+show(lambda: create_engine("hf", "nowhere"))
+show(lambda: create_engine("vllm", "nowhere"))
+"""
+    assert run_without("transformers,vllm", code).stdout.splitlines() == [
+        "workers needs transformers: pip install 'dataproto-vlm[train]'",
+        "recipes needs transformers: pip install 'dataproto-vlm[train]'",
+        "rollout.prompts needs transformers: pip install 'dataproto-vlm[train]'",
+        "rollout.hf needs transformers: pip install 'dataproto-vlm[train]'",
+        "engine 'hf' needs transformers: pip install 'dataproto-vlm[train]'",
+        "engine 'vllm' needs vllm: pip install 'dataproto-vlm[vllm]'",
+    ]
+
+
+def test_a_run_on_ray_without_ray_names_the_extra(monkeypatch):
+    from workers import ActorConfig, launch
+
+    monkeypatch.setattr("dataproto.extras.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"on='ray' needs ray: pip install 'dataproto-vlm\[ray\]'"):
+        launch(actor=ActorConfig("nowhere"), on="ray")
 
 
 def test_a_recipe_without_its_extra_ends_with_one_line():
-    code = "import runpy; runpy._run_module_as_main('recipes.geo3k_grpo')"
-    done = run_without("tyro,rich", code)
+    done = run_without("tyro,rich", "import runpy; runpy._run_module_as_main('recipes.geo3k_grpo')")
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert "recipes needs tyro, rich: pip install 'dataproto-vlm[train]'" in line
-
-
-@pytest.mark.parametrize(
-    ("packages", "code", "message"),
-    [
-        (
-            "vllm",
-            "from rollout.engine import make_engine; make_engine('vllm', 'nowhere')",
-            "vllm: pip install 'dataproto-vlm[vllm]'",
-        ),
-        (
-            "ray",
-            "from workers import launch, ActorConfig; launch(actor=ActorConfig('nowhere'), on='ray')",
-            "ray: pip install 'dataproto-vlm[ray]'",
-        ),
-    ],
-)
-def test_a_backend_without_its_extra_names_it(packages, code, message):
-    done = run_without(packages, code)
-    assert done.returncode == 1
-    assert message in done.stderr.strip().splitlines()[-1]

@@ -1,5 +1,9 @@
 """Role workers, and the groups that run them."""
 
+from dataproto.extras import require_extra
+
+require_extra("train", "workers", "transformers")
+
 from workers.cluster import Roles, launch
 from workers.model.packed_model import Outputs, PackedVLM
 from workers.ranks import Layout

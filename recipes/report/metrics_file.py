@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -77,7 +79,7 @@ class MetricsLog:
         Args:
             directory: of the run; created if it is missing.
             resume_after: the last step to keep from an earlier process, -1 to keep none; by default this is a new run.
-            tensorboard: also write events to ``<directory>/tensorboard``.
+            tensorboard: also write events to ``<directory>/tensorboard``, if TensorBoard is installed.
 
         Raises:
             InvalidConfig: this is a new run, but the directory holds the metrics of another.
@@ -129,7 +131,10 @@ class MetricsLog:
         self.close()
 
 
-def _event_writer(directory: Path, purge_step: int | None) -> "SummaryWriter":
+def _event_writer(directory: Path, purge_step: int | None) -> "SummaryWriter | None":
+    if find_spec("tensorboard") is None:
+        print("no TensorBoard events: pip install 'dataproto-vlm[loggers]'", file=sys.stderr)
+        return None
     from torch.utils.tensorboard import SummaryWriter  # takes over a second to import
 
     return SummaryWriter(str(directory), purge_step=purge_step)

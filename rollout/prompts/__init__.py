@@ -4,6 +4,10 @@
 into either.
 """
 
+from dataproto.extras import require_extra
+
+require_extra("train", "rollout.prompts", "transformers")
+
 from rollout.pretrained import IMAGE_BACKEND, load_image_processor
 from rollout.prompts.chunk_rendering import ChunkRenderer, Resolver, token_values
 from rollout.prompts.conversations import SupervisedBuilder, TrainingRow, Turns

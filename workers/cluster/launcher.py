@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from dataproto.errors import InvalidConfig
+from dataproto.extras import require_extra
 from workers.cluster.role_groups import LaunchPlan, Roles
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
@@ -41,9 +42,12 @@ def launch(
 
     Raises:
         InvalidConfig: the backend, the engine or an option is unknown, or the backend cannot run the layout.
+        MissingPackage: the backend or the engine needs an extra that is not installed.
     """
     if on not in BACKENDS:
         raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(BACKENDS)}")
+    if on == "ray":
+        require_extra("ray", "on='ray'", "ray")
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
     module, _, name = BACKENDS[on].partition(":")

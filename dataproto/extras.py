@@ -1,4 +1,4 @@
-"""Says which extra of this package is missing."""
+"""The extras that a package of this project needs, and the error where one is not installed."""
 
 from importlib.util import find_spec
 
