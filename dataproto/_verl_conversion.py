@@ -71,7 +71,7 @@ def serialize_single_tensor(obj: torch.Tensor) -> EncodedTensor:
     >>> serialize_single_tensor(torch.tensor([[1, 2]], dtype=torch.int8))
     ('int8', torch.Size([1, 2]), array([1, 2], dtype=uint8))
     """
-    return dtype_name(obj.dtype), obj.shape, tensor_bytes(obj, "cpu").numpy()
+    return dtype_name(obj.dtype), obj.shape, tensor_bytes(obj).numpy()
 
 
 def deserialize_single_tensor(arr: Sequence[Any]) -> torch.Tensor:

@@ -92,14 +92,8 @@ def pack_rows(
     if rows and int(attended.sum(1).min()) == 0:
         raise InvalidColumn(f"row {int(attended.sum(1).argmin())} has no attended token: every row needs a prompt")
     shared = torch.zeros(rows, dtype=torch.bool) if shares_prompt is None else shares_prompt
-    leader = torch.where(shared, 0, torch.arange(rows)).cummax(0).values  # the row whose prompt each row uses
-    kept = attended.clone()
-    kept[shared, : length - width] = False
+    kept, packed_index = _packed_index(attended, shared, length - width)
     flat = kept.flatten().nonzero().squeeze(1)
-    # Packed index of the token in each cell. The prompt of a row that shares it has the indices of its leader's.
-    packed_index = (kept.flatten().cumsum(0) - 1).view(rows, length)
-    packed_index[shared, : length - width] = packed_index[leader[shared], : length - width]
-
     cells, row, column, predictors = _response_places(response_mask, attended, packed_index)
     if position_ids.ndim == 3:
         positions = position_ids.transpose(0, 1).flatten(1)[:, flat].unsqueeze(1)
@@ -121,6 +115,21 @@ def pack_rows(
         targets=input_ids[row, column],
         response_cells=cells,
     )
+
+
+def _packed_index(attended: Tensor, shared: Tensor, prompt: int) -> tuple[Tensor, Tensor]:
+    """Which cells ``(B, L)`` are packed, and the packed index of the token in each cell.
+
+    The first ``prompt`` columns of a row that shares its prompt are not packed; their cells have the indices of the row whose
+    prompt it is.
+    """
+    rows, length = attended.shape
+    kept = attended.clone()
+    kept[shared, :prompt] = False
+    packed_index = (kept.flatten().cumsum(0) - 1).view(rows, length)
+    leader = torch.where(shared, 0, torch.arange(rows)).cummax(0).values  # the row whose prompt each row uses
+    packed_index[shared, :prompt] = packed_index[leader[shared], :prompt]
+    return kept, packed_index
 
 
 def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:

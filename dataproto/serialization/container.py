@@ -78,7 +78,7 @@ class Section:
             return self.content
         if isinstance(self.content, np.ndarray):
             return array_bytes(self.content)
-        return tensor_bytes(self.content, "cpu").numpy()
+        return tensor_bytes(self.content).numpy()
 
 
 def write_sections(path: Path, sections: Mapping[str, Section]) -> None:

@@ -7,6 +7,7 @@ A ragged column is not a leaf: it is a tensor, which is one, and two whole numbe
 (`register_ragged`), so that nothing here imports it.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
@@ -20,9 +21,6 @@ Description: TypeAlias = tuple[Any, ...]
 """The kind of a leaf (``"tensor"``, ``"array"``, ``"image"`` or ``"object"``) and what :func:`decode` needs beside the bytes."""
 
 
-_CPU = torch.device("cpu")
-
-
 def encode(leaf: Any) -> tuple[Description, np.ndarray | None]:
     """A leaf as a plain description and its bytes ``(n,)`` uint8.
 
@@ -34,7 +32,7 @@ def encode(leaf: Any) -> tuple[Description, np.ndarray | None]:
     if type(leaf) is torch.Tensor and leaf.layout == torch.strided and leaf.device.type != "meta":
         device = None if leaf.device.type == "cpu" else str(leaf.device)
         described = "tensor", dtype_name(leaf.dtype), tuple(leaf.shape), leaf.requires_grad, device
-        return described, tensor_bytes(leaf, _CPU).numpy()
+        return described, tensor_bytes(leaf).numpy()
     if is_array(leaf):
         fortran = bool(leaf.flags.f_contiguous and not leaf.flags.c_contiguous)
         return ("array", leaf.dtype, leaf.shape, fortran), array_bytes(leaf.T if fortran else leaf)
@@ -80,19 +78,20 @@ _DECODERS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array, 
 # Tensors and arrays, and their bytes
 
 
-def tensor_bytes(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The elements of a dense tensor ``(n,)`` uint8 on a device; no copy where they lie there contiguously."""
-    if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous().reshape(-1).view(torch.uint8)
+def tensor_bytes(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The elements of a dense tensor ``(n,)`` uint8 on a device (``None``: the CPU); no copy if they are there, contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = (plain.cpu() if device is None else plain.to(device)).contiguous().reshape(-1)
+    return plain.view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def tensor_of(data: torch.Tensor | np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The inverse of :func:`tensor_bytes`, over the memory of ``data``."""
+    flat: Any = torch.from_numpy(data) if type(data) is np.ndarray else data
     if not len(data):
-        return torch.empty(tuple(shape), dtype=dtype, device=getattr(data, "device", None))
-    flat = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
-    return flat.view(dtype).view(tuple(shape))
+        return torch.empty(tuple(shape), dtype=dtype, device=flat.device)
+    tensor: torch.Tensor = flat.view(dtype).view(tuple(shape))
+    return tensor
 
 
 def array_bytes(array: np.ndarray) -> np.ndarray:
@@ -165,11 +164,13 @@ def register_ragged(name: str) -> Callable[[Ragged], Ragged]:
 
     def register(kind: Ragged) -> Ragged:
         RAGGED[name] = kind
+        ragged_name.cache_clear()
         return kind
 
     return register
 
 
-def ragged_name(value: Any) -> str | None:
-    """The name that a value's class was registered under, itself or a base of it; ``None`` for what is no ragged column."""
-    return next((name for name, kind in RAGGED.items() if isinstance(value, kind)), None)
+@functools.cache
+def ragged_name(kind: Any) -> str | None:
+    """The name under which a class or a base of it is registered; ``None`` if it is not a class of ragged columns."""
+    return next((name for name, registered in RAGGED.items() if issubclass(kind, registered)), None)

@@ -69,7 +69,7 @@ class _Writer(pickle.Pickler):
             return self._set_aside(value)
         if kind is np.ndarray and value.dtype == object:
             return _objects, (value.shape,), value.reshape(-1).tolist(), None, None, _fill
-        if (name := ragged_name(value)) is not None:
+        if (name := ragged_name(kind)) is not None:
             return self._ragged(name, value)
         if isinstance(value, torch.Tensor) and value.is_nested:
             return _nested(value) or self._set_aside(value)

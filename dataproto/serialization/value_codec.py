@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from dataproto.errors import FileFormatError
 from dataproto.serialization import image_codec as images
 from dataproto.serialization.container import CODES, Section, Sections, check_shape
-from dataproto.serialization.leaves import RAGGED, RaggedColumn, dtype_name, leaf_key
+from dataproto.serialization.leaves import RAGGED, RaggedColumn, dtype_name, leaf_key, ragged_name
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
 
 _JSON = {type(None), bool, int, str}
@@ -117,7 +117,8 @@ class Writer:
 
         if isinstance(value, torch.Tensor) and value.layout in (torch.strided, torch.jagged) and not value.is_meta:
             return self._tensor(value)
-        if (name := next((name for name, kind in RAGGED.items() if type(value) is kind), None)) is not None:
+        kind: Any = type(value)
+        if (name := ragged_name(kind)) is not None and kind is RAGGED[name]:
             return self._ragged(name, value)
         if type(value) is TensorDict:
             columns = [[name, self.at("column", name, column)] for name, column in value.items()]
