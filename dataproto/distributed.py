@@ -12,8 +12,8 @@ NCCL, call ``torch.cuda.set_device`` first.
 from collections.abc import Sequence
 from typing import Any
 
-from dataproto._exchange import Call
-from dataproto._messages import exchange
+from dataproto._collectives.batch_messages import exchange
+from dataproto._collectives.byte_exchange import Call
 from dataproto.errors import InvalidColumn, InvalidIndex
 from dataproto.protocol import DataProto
 from dataproto.serialization.wire import Fields

@@ -29,22 +29,22 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
-from dataproto import _verl_conversion as conversion
-from dataproto._exchange import Call
-from dataproto._messages import exchange
+from dataproto._collectives.batch_messages import exchange
+from dataproto._collectives.byte_exchange import Call
 from dataproto._ops import column_ops as columnwise
 from dataproto._ops import describe, folding
 from dataproto._ops.column_ops import Column
 from dataproto._ops.indexing import Index, as_positions, as_row, as_slice
 from dataproto._ops.merging import concat_meta_info, union_meta_info, union_numpy_dict, union_tensor_dict
-from dataproto._verl_conversion import (
+from dataproto._verl import verl_conversion as conversion
+from dataproto._verl.verl_conversion import (
     EncodedTensorDict,
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
     serialize_tensordict,
 )
-from dataproto._verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
+from dataproto._verl.verl_dispatch import BatchData, DataProtoFuture, _padding_size_key
 from dataproto.columns import COLUMNS, missing_message, validate
 from dataproto.errors import (
     ColumnConflict,

@@ -7,6 +7,8 @@ from dataproto.extras import require_extra
 
 require_extra("train", "recipes", "transformers", "tyro", "rich", "datasets", "mathruler")
 
+__all__: list[str] = []
+
 SPINS = "2000"
 """The number of times that an idle OpenMP thread (of GNU's library, which torch contains) looks for work before it sleeps. The
 default is 300,000 times, some milliseconds: where other programs run on the same cores, a waiting thread then takes time from the

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from dataproto import DataProto, all_gather_data_proto
-from dataproto._messages import Message
+from dataproto._collectives.batch_messages import Message
 from dataproto._ops.equality import same_value
 from dataproto.distributed import all_gather, broadcast, gather, scatter
 from dataproto.errors import ColumnConflict, InvalidIndex, RankFailure

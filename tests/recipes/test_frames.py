@@ -7,7 +7,7 @@ from helpers.checkpoints import write_checkpoint
 from recipes.grpo import main
 
 ROOT = Path(__file__).parents[2]
-MOST, MOST_OF_RECIPES = 9, 4  # frames between `main` and the loss
+MOST, MOST_OF_RECIPES = 6, 4  # frames between `main` and the loss
 
 MINE = """
 import json, traceback

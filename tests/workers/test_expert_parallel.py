@@ -17,7 +17,7 @@ from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.parallel.autograd_collectives import Peers, exchange_tokens
+from workers.ranks.autograd_collectives import Peers, exchange_tokens
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker

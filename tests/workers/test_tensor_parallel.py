@@ -32,9 +32,9 @@ from workers.model.model_config import ModelConfig
 from workers.model.named_weights import named_weights
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.parallel.autograd_collectives import Peers
 from workers.parallel.tensor import VocabularyEmbedding, partial_parameters, sum_gradients
 from workers.parallel.vocabulary_split import split_token_log_probs
+from workers.ranks.autograd_collectives import Peers
 from workers.ranks.layout import Layout
 from workers.training.forward_pass import forward_rows, pack, sharing
 

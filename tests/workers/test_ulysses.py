@@ -21,7 +21,6 @@ from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_config, tiny_mod
 from workers.model.attention import FLASH_KERNELS, packed_attention, use_packed_attention
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.parallel.autograd_collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
 from workers.parallel.tokens import SplitTokens
 from workers.parallel.ulysses import (
     UlyssesParallel,
@@ -31,6 +30,7 @@ from workers.parallel.ulysses import (
     ulysses_attention,
 )
 from workers.parallel.vision_split import SplitFeatures
+from workers.ranks.autograd_collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
 from workers.ranks.layout import Layout
 
 TWO = Layout(sp=2)

@@ -21,8 +21,8 @@ from workers.model.lora import expert_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
-from workers.parallel.autograd_collectives import Peers, all_to_all, exchange_tokens, local_part
 from workers.parallel.transform import Transform
+from workers.ranks.autograd_collectives import Peers, all_to_all, exchange_tokens, local_part
 from workers.ranks.mesh import Ranks
 
 

@@ -30,10 +30,10 @@ from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule
-from workers.parallel.autograd_collectives import Peers, gather_split, local_part, sum_and_split
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs
+from workers.ranks.autograd_collectives import Peers, gather_split, local_part, sum_and_split
 from workers.ranks.mesh import Ranks
 
 BUCKET_ELEMENTS = 2**26

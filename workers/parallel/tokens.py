@@ -18,8 +18,8 @@ from dataproto.packing import PackedRows, fill_up
 from dataproto.vlm import MediaSpans
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM, TokenShare, select_rows
-from workers.parallel.autograd_collectives import Peers, gather_shared, sum_and_split
 from workers.parallel.transform import Transform
+from workers.ranks.autograd_collectives import Peers, gather_shared, sum_and_split
 from workers.ranks.mesh import Ranks
 
 

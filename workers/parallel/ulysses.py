@@ -17,8 +17,8 @@ from dataproto.errors import InvalidConfig
 from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.parallel.autograd_collectives import Peers, exchange
 from workers.parallel.transform import Transform
+from workers.ranks.autograd_collectives import Peers, exchange
 from workers.ranks.mesh import Ranks
 
 

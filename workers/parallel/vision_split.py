@@ -18,8 +18,8 @@ from dataproto.planning import balance
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.parallel.autograd_collectives import Peers, gather_split
 from workers.parallel.transform import Transform
+from workers.ranks.autograd_collectives import Peers, gather_split
 from workers.ranks.mesh import Ranks
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout.sampling import BANNED_LOGIT, project
 from workers.model.logprobs import accumulate_matmul, chunk_size
-from workers.parallel.autograd_collectives import Peers, all_gather_tensor, all_reduce
+from workers.ranks.autograd_collectives import Peers, all_gather_tensor, all_reduce
 
 
 def split_token_log_probs(

@@ -88,7 +88,10 @@ class TrainedWorker(ModelWorker):
             InvalidConfig: impossible arguments.
             RankFailure: another rank's rows were refused.
         """
-        return self.model.update(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
+        with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
+            for rows, sums in update.minibatches():
+                self.model.run(rows, loss_fn, sums, entropy)
+        return update.result.metrics
 
     @dispatch(split=split_update, join=join_updates)
     def update_and_score(
@@ -101,7 +104,10 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
-        return self.model.update(data, loss_fn, minibatch, epochs, aggregation, entropy)
+        with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
+            for rows, sums in update.minibatches():
+                self.model.run(rows, loss_fn, sums, entropy)
+        return update.result
 
     @dispatch("all")
     def save(self, directory: Path, behind: bool = False) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
-from workers.parallel.autograd_collectives import local_part
+from workers.ranks.autograd_collectives import local_part
 
 EPS = 1e-8  # of a configured AdamW
 

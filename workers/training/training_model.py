@@ -239,41 +239,35 @@ class TrainingModel:
 
     # Updates
 
-    def update(
+    @contextmanager
+    def updating(
         self,
         data: DataProto,
-        loss_fn: LossFn,
         minibatch: int | None = None,
         epochs: int = 1,
         aggregation: str = "token-mean",
         entropy: bool = False,
-    ) -> Updated:
-        """One optimizer step for each mini-batch, ``epochs`` times; see `workers.roles.model_worker.TrainedWorker.update`."""
+    ) -> Iterator["Update"]:
+        """An update of the model: one optimizer step for each mini-batch, ``epochs`` times::
+
+            with model.updating(data, minibatch=64) as update:
+                for rows, sums in update.minibatches():
+                    model.run(rows, loss_fn, sums)
+            update.result.metrics
+
+        The caller runs the mini-batches, so no frame of the loop lies between it and its loss function. For the arguments
+        and errors see `workers.roles.model_worker.TrainedWorker.update`.
+        """
         with self.ranks.fail_together():
             check_update(epochs, aggregation, entropy, self.module)
             check_rows(data, self.module)
             parts = cut_minibatches_of_rank(data, minibatch, self.ranks)
         with self.ranks.fail_together():
             parts = pad_minibatches(parts, data["response_mask"], self.ranks)
-        steps, first = [], []
+        update = Update(self, data, parts, epochs, aggregation)
         with self.accounting.recording():
-            for epoch in range(epochs):
-                for part in parts:
-                    rows = data if part is None else data[part]
-                    sums = LossSums(
-                        f"{self.role}/loss", self._token_weights(rows, aggregation), self.device, epoch == 0
-                    )
-                    self.accounting.add(whole_work(self.ranks.all_gather(required_work(self.module, rows), "pp")))
-                    self.run(rows, loss_fn, sums, entropy)
-                    steps.append(self._step_metrics(rows, sums))
-                    if sums.scores is not None:
-                        first.append((part, sums.scores))
-            measured = self.accounting.metrics(self.role)
-        found = torch.zeros(data["response_mask"].shape)
-        for part, scores in first:
-            found[slice(None) if part is None else torch.from_numpy(part)] = scores.cpu()
-        rows_of_caller = np.asarray(data[ROW]) if ROW in data else None
-        return Updated(averages(steps) | (measured if steps else {}), found, rows_of_caller)
+            yield update
+            update.finish()
 
     def step(self, params: AdamParams | None = None) -> dict[str, float]:
         """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
@@ -281,30 +275,6 @@ class TrainingModel:
             transform.sum_gradients(self.module)
         with self.accounting.phase("optimizer"):
             return self.optimizer.step(params)
-
-    def _step_metrics(self, data: DataProto, sums: LossSums) -> dict[str, float]:
-        """Makes a step, and returns the metrics of all ranks together."""
-        stepped = self.step()
-        metrics = sums.means(self.ranks)
-        if not math.isfinite(stepped["grad_norm"]):
-            self._report_skip(data, stepped["grad_norm"], sums.finite)
-        return metrics | {f"{self.role}/{name}": value for name, value in stepped.items()}
-
-    def _token_weights(self, data: DataProto, aggregation: str) -> Tensor:
-        """``(B, R)``, with the denominators of all ranks' rows and the largest possible response length."""
-        mask = data["response_mask"]
-        longest = int(data.meta_info.get(MAX_TOKENS, mask.shape[1]))
-        every_rank = self.ranks.all_gather((int(denominator(mask, aggregation)), longest), "dp")
-        total, longest = sum(count for count, _ in every_rank), max(longest for _, longest in every_rank)
-        return token_weights(mask, aggregation, total, max_length=max(longest, 1))
-
-    def _report_skip(self, data: DataProto, grad_norm: float, finite: Tensor) -> None:
-        bad = (~finite).nonzero().squeeze(1).tolist()
-        mine = [str(data["uid"][row]) if "uid" in data else f"row {row}" for row in bad]
-        rows = dict.fromkeys(name for names in self.ranks.all_gather(mine, "dp") for name in names)
-        self.skipped.append(SkippedStep(self.optimizer.steps - 1, grad_norm, tuple(rows)))
-        if self.ranks.is_first:
-            log.warning("%s", self.skipped[-1])
 
     # Weights and checkpoints
 
@@ -341,6 +311,75 @@ class TrainingModel:
             load_model_weights(directory, self.module, self.ranks)
         else:
             load_training_state(directory, self.module, self._optimizer, self.ranks)
+
+
+class Update:
+    """The mini-batches of an update in order, and what it found; see `TrainingModel.updating`."""
+
+    def __init__(
+        self,
+        model: TrainingModel,
+        data: DataProto,
+        parts: Sequence[np.ndarray | None],
+        epochs: int,
+        aggregation: str,
+    ) -> None:
+        """``parts`` are the rows of each mini-batch, ``None`` for all rows."""
+        self.model, self.data, self.parts, self.epochs, self.aggregation = model, data, parts, epochs, aggregation
+        self._steps: list[dict[str, float]] = []
+        self._scores = torch.zeros(data["response_mask"].shape)
+        self._result: Updated | None = None
+
+    def minibatches(self) -> Iterator[tuple[DataProto, LossSums]]:
+        """Rows, and the sums that `TrainingModel.run` adds to; the optimizer steps when the next ones are asked for."""
+        model = self.model
+        for epoch in range(self.epochs):
+            for part in self.parts:
+                rows = self.data if part is None else self.data[part]
+                sums = LossSums(f"{model.role}/loss", self._token_weights(rows), model.device, epoch == 0)
+                model.accounting.add(whole_work(model.ranks.all_gather(required_work(model.module, rows), "pp")))
+                yield rows, sums
+                self._steps.append(self._step(rows, sums))
+                if sums.scores is not None:
+                    self._scores[slice(None) if part is None else torch.from_numpy(part)] = sums.scores.cpu()
+
+    def finish(self) -> None:
+        """Makes the result, with the times and operations that the model has recorded."""
+        measured = self.model.accounting.metrics(self.model.role) if self._steps else {}
+        rows_of_caller = np.asarray(self.data[ROW]) if ROW in self.data else None
+        self._result = Updated(averages(self._steps) | measured, self._scores, rows_of_caller)
+
+    @property
+    def result(self) -> Updated:
+        """Raises `RuntimeError` before the update has ended."""
+        if self._result is None:
+            raise RuntimeError("the update has not ended")
+        return self._result
+
+    def _token_weights(self, rows: DataProto) -> Tensor:
+        """``(B, R)``, with the denominators of all ranks' rows and the largest possible response length."""
+        mask = rows["response_mask"]
+        longest = int(rows.meta_info.get(MAX_TOKENS, mask.shape[1]))
+        every_rank = self.model.ranks.all_gather((int(denominator(mask, self.aggregation)), longest), "dp")
+        total, longest = sum(count for count, _ in every_rank), max(longest for _, longest in every_rank)
+        return token_weights(mask, self.aggregation, total, max_length=max(longest, 1))
+
+    def _step(self, rows: DataProto, sums: LossSums) -> dict[str, float]:
+        """Makes a step, and returns the metrics of all ranks together."""
+        stepped = self.model.step()
+        metrics = sums.means(self.model.ranks)
+        if not math.isfinite(stepped["grad_norm"]):
+            self._report_skip(rows, stepped["grad_norm"], sums.finite)
+        return metrics | {f"{self.model.role}/{name}": value for name, value in stepped.items()}
+
+    def _report_skip(self, data: DataProto, grad_norm: float, finite: Tensor) -> None:
+        model = self.model
+        bad = (~finite).nonzero().squeeze(1).tolist()
+        mine = [str(data["uid"][row]) if "uid" in data else f"row {row}" for row in bad]
+        rows = dict.fromkeys(name for names in model.ranks.all_gather(mine, "dp") for name in names)
+        model.skipped.append(SkippedStep(model.optimizer.steps - 1, grad_norm, tuple(rows)))
+        if model.ranks.is_first:
+            log.warning("%s", model.skipped[-1])
 
 
 def zero_loss(outputs: Any) -> Tensor:

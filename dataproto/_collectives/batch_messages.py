@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from dataproto._exchange import Call, GroupRanks, grouped, local_device
+from dataproto._collectives.byte_exchange import Call, GroupRanks, grouped, local_device
 from dataproto._ops.column_ops import concat
 from dataproto._ops.merging import concat_meta_info
 from dataproto.errors import ColumnConflict, InvalidIndex, RankFailure

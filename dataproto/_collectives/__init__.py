@@ -1,0 +1,1 @@
+"""Batches between ranks: bytes are exchanged, and messages are batches as bytes."""

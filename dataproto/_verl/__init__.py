@@ -1,0 +1,1 @@
+"""What code written for verl finds here: conversion to its classes and bytes, and its dispatch."""
