@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -51,3 +52,18 @@ def test_modules_are_imported_by_statements_except_where_a_backend_is_chosen() -
                 if name in ("import_module", "__import__"):
                     found.add(path)
     assert found <= LAZY_TABLES
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_files_and_modules_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+    assert [link for link in links if link and not (document.parent / link).exists()] == []
+    paths = re.findall(rf"`((?:{'|'.join(PACKAGES)}|tests|benchmarks|scripts)/[\w/.]*)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    modules = {path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", ".") for path in MODULES}
+    dotted = re.findall(rf"(?:python -m |from )((?:{'|'.join(PACKAGES)})(?:\.\w+)*)", text)
+    assert [name for name in dotted if name not in modules and name != "recipes.NAME"] == []

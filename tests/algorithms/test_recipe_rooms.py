@@ -6,12 +6,21 @@ import pytest
 
 NAMES = {
     "recipes.algorithms": [
-        *("ADVANTAGES", "AlgorithmConfig", "Differences", "KLController", "LOSSES", "Settings", "add_loss_columns"),
+        *(
+            "ADVANTAGES",
+            "AlgorithmConfig",
+            "Differences",
+            "KLController",
+            "LOSSES",
+            "NamedLoss",
+            "Settings",
+            "add_loss_columns",
+        ),
         *("clip_cov_loss", "clipped_policy_loss", "clipped_weight_loss", "correction_metrics", "datum_loss"),
         *("difference_metrics", "differences", "gae", "gated_policy_loss", "greedy_baseline_advantage"),
         *("group_advantage", "highest_covariance", "importance_weights", "informative_rows", "k1_kl", "k2_kl", "k3_kl"),
         *("kept_tokens", "kl_cov_loss", "leave_one_out_advantage", "length_weighted_advantage", "outcome_advantage"),
-        *("overlong_penalty", "penalised_rewards", "policy_loss", "random_high_covariance", "reinforce_plus_plus"),
+        *("overlong_penalty", "penalised_rewards", "random_high_covariance", "reinforce_plus_plus"),
         *("reinforce_plus_plus_baseline", "sequence_policy_loss", "unbiased_k3_kl", "value_loss", "whiten"),
     ],
     "recipes.data": [
