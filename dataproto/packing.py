@@ -31,10 +31,10 @@ Batch = TypeVar("Batch", bound=HasColumns)
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows without their padding, one segment a row, and the positions of their response tokens.
+    """Rows without their padding and the positions of their response tokens.
 
-    The segment of a row that shares its prompt with the row before holds its response tokens alone; its queries attend to the
-    keys of the shared prompt and to its own. So a prompt with n samples is computed once.
+    Each row is a segment. A row with the prompt of the row before is a segment of its response tokens alone, whose queries attend
+    to the keys of the shared prompt and to its own. So a prompt with n samples is computed once.
 
     Dimension letters: T packed tokens, B rows, K keys that segments attend to (T if no prompt is shared), N response tokens in
     the loss.

@@ -34,7 +34,7 @@ def load_reward(name: str) -> RewardFunction:
     """The reward function that a command line names.
 
     Args:
-        name: ``geo3k``, ``file.py:function`` with one of the known signatures (see `as_reward_function`), or the URL of a
+        name: ``geo3k``, ``FILE.py:FUNCTION`` with one of the known signatures (see `as_reward_function`), or the URL of a
             server (see `remote_reward`).
 
     Raises:

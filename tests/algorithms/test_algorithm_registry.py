@@ -67,7 +67,7 @@ def test_functions_of_a_file_get_columns_and_options_by_name(mine):
         ("{}:nothing", r"mine.py has no function 'nothing'; it defines advantage, loss, scalar, wanting"),
         ("{}:not_a_function", "has no function"),
         ("{}x:loss", "there is no file"),
-        (":loss", "use file.py:function"),
+        (":loss", "or FILE.py:FUNCTION"),
     ],
 )
 def test_a_missing_function_is_an_error_of_one_line(mine, name, reason):

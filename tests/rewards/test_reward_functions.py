@@ -192,9 +192,9 @@ def test_a_file_and_function_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nothing", "file.py:function"),
-        ("a.py:", "file.py:function"),
-        (":f", "file.py:function"),
+        ("nothing", "FILE.py:FUNCTION"),
+        ("a.py:", "FILE.py:FUNCTION"),
+        (":f", "FILE.py:FUNCTION"),
         ("/nowhere/a.py:f", "there is no file"),
     ],
 )
