@@ -986,6 +986,8 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     """:func:`dataproto.all_gather` in place, as in verl: each rank keeps its own ``meta_info``. On an error no batch changes."""
 
     def sent(_: int) -> list[Fields]:
+        if not isinstance(data, DataProto):
+            raise InvalidColumn(f"a rank sends a DataProto, not a {type(data).__name__}")
         data.check_consistency()
         return [Fields(data.batch, data.non_tensor_batch)]
 

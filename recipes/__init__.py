@@ -2,12 +2,11 @@
 
 import os
 import sys
-
-from dataproto.extras import require_extra
-
-require_extra("train", "recipes", "transformers", "tyro", "rich", "datasets", "mathruler")
+from importlib.util import find_spec
 
 __all__: list[str] = []
+
+NEEDED = ("transformers", "tyro", "rich", "datasets", "mathruler")
 
 SPINS = "2000"
 """The number of times that an idle OpenMP thread (of GNU's library, which torch contains) looks for work before it sleeps. The
@@ -21,3 +20,8 @@ _set_by_user = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
 # a recipe keeps the settings of its process.
 if _from_command_line and not _set_by_user:
     os.environ["GOMP_SPINCOUNT"] = SPINS
+
+if not all(find_spec(package) for package in NEEDED):  # only then: importing dataproto loads torch
+    from dataproto.extras import require_extra
+
+    require_extra("train", "recipes", *NEEDED)

@@ -71,10 +71,10 @@ TINY = ClassifyConfig(
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status() as status:
-        config = parse(arguments)
+        config = parse(sys.argv[1:] if arguments is None else arguments)
         pictures = open_labelled(config.data, config.run.seed)
         print(f"report: {run_supervised(config, partial(classification_task, config, pictures))}")
     return status.code
@@ -143,4 +143,4 @@ def _has_images(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """PPO with a critic on geometry problems: ``python -m recipes.geo3k_ppo``.
 
-Data, model, reward and report are those of `recipes.geo3k_grpo`; beside the policy a critic of the same kind learns what each
-token is worth.
+Data, model, reward and report are those of `recipes.geo3k_grpo`; beside the policy, a critic of the same kind learns the value
+of each token.
 """
 
 import sys
@@ -18,10 +18,10 @@ OUTPUT_DIR = Path("outputs/geo3k_ppo")
 REAL, TINY = (replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for each in (PPORunConfig(), ppo.TINY))
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status() as status:
-        print(f"report: {run(parse(arguments), ppo_step)}")
+        print(f"report: {run(parse(sys.argv[1:] if arguments is None else arguments), ppo_step)}")
     return status.code
 
 
@@ -31,4 +31,4 @@ def parse(arguments: Sequence[str]) -> PPORunConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -120,10 +120,10 @@ TINY = GRPORunConfig(
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status() as status:
-        print(f"report: {run(parse(arguments), grpo_step)}")
+        print(f"report: {run(parse(sys.argv[1:] if arguments is None else arguments), grpo_step)}")
     return status.code
 
 
@@ -137,4 +137,4 @@ def parse(arguments: Sequence[str]) -> GRPORunConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

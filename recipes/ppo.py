@@ -45,11 +45,11 @@ class PPOConfig(AlgorithmConfig):
     """The algorithm's settings; verl's defaults where they exist."""
 
     n: int = 1  # samples of each prompt
-    advantage: str | None = "gae"  # what a token is compared with: the critic's value
+    advantage: str | None = "gae"  # baseline of a token: the critic's value
     lam: float = 1.0  # of gae: 0 trusts the critic alone, 1 the rewards alone
     whiten: bool = True  # shift and scale the batch's advantages to mean 0 and variance 1
     critic_epochs: int = 1  # passes of the critic over each batch, in the policy's mini-batches
-    value_clip: float | None = 0.5  # how far a value may move in one update and still gain by it
+    value_clip: float | None = 0.5  # largest change of a value in one update that the loss rewards; None: no limit
     critic_warmup: int = 0  # first steps, in which the critic alone learns
 
     def __post_init__(self) -> None:
@@ -160,10 +160,10 @@ TINY = PPORunConfig(
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status() as status:
-        print(f"report: {run(parse(arguments), ppo_step)}")
+        print(f"report: {run(parse(sys.argv[1:] if arguments is None else arguments), ppo_step)}")
     return status.code
 
 
@@ -177,4 +177,4 @@ def parse(arguments: Sequence[str]) -> PPORunConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

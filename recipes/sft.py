@@ -67,10 +67,10 @@ TINY = SFTConfig(
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status() as status:
-        config = parse(arguments)
+        config = parse(sys.argv[1:] if arguments is None else arguments)
         print(f"report: {run_supervised(config, partial(conversation_task, config))}")
     return status.code
 
@@ -165,4 +165,4 @@ def _fitting(path: str, split: str, builder: SupervisedBuilder) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dataproto.errors import InvalidIndex, RankFailure
-
-all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+from dataproto.transfer import all_gather_equal
 
 Result = TypeVar("Result")
 Kind = Literal["all_gather", "gather", "broadcast", "scatter"]

@@ -26,7 +26,9 @@ EncodedTensorDict: TypeAlias = tuple[tuple[int, ...], str | None, dict[str, tupl
 def fields_of(data: Any) -> tuple[TensorDict | None, Arrays, dict[str, Any]]:
     """``batch``, ``non_tensor_batch`` and ``meta_info`` of a batch of verl's class, in new containers."""
     if absent := [name for name in ("batch", "non_tensor_batch", "meta_info") if not hasattr(data, name)]:
-        raise InvalidColumn(f"a {type(data).__name__} is no batch of verl's: it has no {' and no '.join(absent)}")
+        raise InvalidColumn(
+            f"expected a batch of verl's class, but {type(data).__name__} has no {' and no '.join(absent)}"
+        )
     arrays: Arrays = dict(data.non_tensor_batch or {})
     facts = dict(data.meta_info or {})
     if data.batch is None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto._ops.transfer import move
 from dataproto.errors import MediaMismatch
+from dataproto.transfer import move
 from dataproto.vlm.costs import ForwardCosts
 from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media, place
 from dataproto.vlm.media_layout import PATCH_GRIDS, MediaLayout

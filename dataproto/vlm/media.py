@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto._ops.transfer import move
 from dataproto.errors import MediaMismatch
+from dataproto.transfer import move
 from dataproto.vlm.media_layout import MediaLayout
 from dataproto.vlm.mrope import IMAGE, VIDEO
 

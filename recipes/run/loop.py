@@ -76,7 +76,7 @@ class Loader(Stateful, Protocol):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long a run goes on, what it leaves behind and when."""
+    """The length of a run, and what it writes and when."""
 
     steps: int = 100  # of rollout and update
     eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only

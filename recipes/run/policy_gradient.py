@@ -86,7 +86,7 @@ class PolicyGradientConfig:
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
     layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0  # after a worker has failed: start again from the last checkpoint, at most so often
+    max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
     one_step_off: bool = False  # generate the next batch during the update, on --ray.rollout-processes of its own
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)

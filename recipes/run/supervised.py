@@ -67,7 +67,7 @@ class SupervisedConfig:
     on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
     layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0  # after a worker has failed: start again from the last checkpoint, at most so often
+    max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 

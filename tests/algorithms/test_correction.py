@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.algorithms.correction import correction_metrics, importance_weights, kept_tokens
+from recipes.algorithms.correction import importance_weights, kept_tokens
+from recipes.algorithms.mismatch import correction_metrics
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.grpo import policy_loss
 from recipes.run.phases import rows_to_learn

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoints import write_checkpoint
-from helpers.geo3k_runs import REWARD, assert_same_run, select_rows
+from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes.geo3k_grpo import main
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
@@ -51,7 +51,7 @@ def test_one_step_off_samples_before_the_update(given, one_process, tmp_path):
     """The second batch is sampled with the first weights, as in a run that learns nothing."""
     assert main([*given, "--output-dir", str(tmp_path / "ahead"), *APART, "--one-step-off"]) == 0
     assert main([*given, "--output-dir", str(tmp_path / "still"), "--optimizer.lr", "0"]) == 0
-    ahead, still, on_policy = (select_rows(run) for run in (tmp_path / "ahead", tmp_path / "still", one_process))
+    ahead, still, on_policy = (rows_of(run) for run in (tmp_path / "ahead", tmp_path / "still", one_process))
     assert [row.get("training/staleness") for row in ahead] == [None, 0, 1, 1, 1]
     scores = [[row["critic/score/mean"] for row in rows[1:3]] for rows in (ahead, still, on_policy)]
     assert scores[0] == scores[1] != scores[2]

@@ -123,6 +123,7 @@ def test_the_call_ends_with_the_error_and_the_group_with_it(config, data):
         assert not any(map(Path.exists, processes))
 
 
+@pytest.mark.long
 def test_the_run_starts_again_from_its_checkpoint(config, data, tmp_path, capsys):
     alone = ActorWorker(config)
     expected = [alone.update(data, likelihood)["actor/loss"] for _ in range(2)]

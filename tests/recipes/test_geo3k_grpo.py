@@ -17,7 +17,7 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
-from helpers.geo3k_runs import REWARD, arguments, select_rows, without_times
+from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
 from helpers.tiny_models import MODEL_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
 from recipes.grpo import GRPORunConfig
@@ -55,7 +55,7 @@ def finished_run(checkpoint, geometry3k, reward, tmp_path_factory):
 
 
 def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
-    rows = select_rows(finished_run)
+    rows = rows_of(finished_run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     held_out = [row for row in rows if any(name.startswith("val-core/") for name in row)]
     assert [row["step"] for row in held_out] == [0, 5]
@@ -81,7 +81,7 @@ def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
 def test_options_of_algorithm_and_model_are_there(options, checkpoint, geometry3k, reward, tmp_path):
     steps = ("--steps", "1", "--optimizer.lr", "1e-2")
     assert main(arguments(checkpoint, geometry3k, reward, tmp_path / "run", *steps, *options)) == 0
-    row = select_rows(tmp_path / "run")[1]
+    row = rows_of(tmp_path / "run")[1]
     assert 0 < row["training/rollout_probs_diff_log_max"] < 1e-4  # of the rows that met the policy that sampled them
     assert row["actor/grad_norm"] > 0
 
@@ -89,7 +89,7 @@ def test_options_of_algorithm_and_model_are_there(options, checkpoint, geometry3
 def test_the_exported_checkpoint_is_one_to_start_from(finished_run, geometry3k, reward, tmp_path):
     exported = finished_run / "global_step_5" / "actor" / "huggingface"
     assert main(arguments(str(exported), geometry3k, reward, tmp_path / "next", "--steps", "1")) == 0
-    first, last = select_rows(tmp_path / "next")[0], select_rows(finished_run)[-1]
+    first, last = rows_of(tmp_path / "next")[0], rows_of(finished_run)[-1]
     name = next(name for name in last if name.endswith("reward/mean@1"))
     assert first[name] == last[name]
 
@@ -114,10 +114,10 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
         assert "Traceback" not in errors
         assert (directory / "report.html").exists()
     assert (directory / "global_step_2").exists()
-    assert len(select_rows(directory)) < 6
+    assert len(rows_of(directory)) < 6
     assert main(arguments(checkpoint, geometry3k, reward, directory, "--resume")) == 0
 
-    assert without_times(select_rows(directory)) == without_times(select_rows(finished_run))
+    assert without_times(rows_of(directory)) == without_times(rows_of(finished_run))
     for file in ("actor/huggingface/model.safetensors", "actor/training/__0_0.distcp"):
         assert (directory / "global_step_5" / file).read_bytes() == (finished_run / "global_step_5" / file).read_bytes()
 
@@ -136,7 +136,7 @@ def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_pat
         "cosine",
     )
     assert main(arguments(path, geometry3k, reward, tmp_path / "run", *more)) == 0
-    row = select_rows(tmp_path / "run")[1]
+    row = rows_of(tmp_path / "run")[1]
     assert row["actor/grad_norm"] > 0
     assert row["actor/kl_loss"] > 0  # the second mini-batch meets a policy that has left the reference
     assert row["timing_s/ref"] > 0
@@ -171,7 +171,7 @@ def test_overwriting_spares_what_is_no_run(finished_run, checkpoint, geometry3k,
     again = tmp_path / "again"
     shutil.copytree(finished_run, again)
     assert main(arguments(checkpoint, geometry3k, reward, again, "--overwrite", "--steps", "1")) == 0
-    assert [row["step"] for row in select_rows(again)] == [0, 1]
+    assert [row["step"] for row in rows_of(again)] == [0, 1]
 
 
 def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpoint, reward, tmp_path, capsys):
@@ -183,7 +183,7 @@ def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpo
     more = ("--on-bad-row", "skip", "--steps", "3", "--eval-rows", "2")
     assert main(arguments(checkpoint, str(path), reward, tmp_path / "run", *more)) == 0
     assert "1 prompts of train exceed 500 tokens and are left out" in capsys.readouterr().out
-    written = select_rows(tmp_path / "run")
+    written = rows_of(tmp_path / "run")
     assert written[0]["data/skipped_eval_rows"] == 1
     assert written[-1]["data/skipped_rows"] == 1
     assert main(arguments(checkpoint, str(path), reward, tmp_path / "stopped")) == 2

@@ -81,6 +81,7 @@ def test_two_processes_of_which_one_is_killed_make_the_run_of_one(files, one_pro
     assert_same_run(directory, one_process)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_layout(files, one_process, tmp_path):
     directory = tmp_path / "half"
     shutil.copytree(one_process, directory)
@@ -93,7 +94,7 @@ def test_a_run_goes_on_in_another_layout(files, one_process, tmp_path):
     assert_same_run(directory, one_process)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_an_interrupted_driver_leaves_no_process(files, tmp_path, sign):
     directory = tmp_path / "interrupted"
     command = [sys.executable, "-m", "recipes.geo3k_grpo", *arguments(*files, directory, *SETTINGS, *RAY)]

@@ -9,7 +9,7 @@ from PIL import Image
 
 from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from helpers.checkpoints import write_checkpoint
-from helpers.geo3k_runs import REWARD, assert_same_run, select_rows
+from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft
 from recipes.run.supervised import SupervisedConfig, launch_supervised
 from recipes.serve.training_client import TrainingClient
@@ -48,7 +48,7 @@ def test_ppo_with_its_critic(model, tmp_path):
     for name, place in (("one", ()), ("two", TWO)):
         given = [*paths, "--output-dir", str(tmp_path / name), *settings.split(), *place]
         assert geo3k_ppo.main(given) == 0
-    assert select_rows(tmp_path / "one")[2]["critic/values/mean"] != 0
+    assert rows_of(tmp_path / "one")[2]["critic/values/mean"] != 0
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
@@ -61,7 +61,7 @@ def test_supervised_training(recipe, model, tmp_path):
     for name, place in (("one", ()), ("two", TWO)):
         given = ["--model-path", model, "--output-dir", str(tmp_path / name), *settings.split(), *place]
         assert recipe.main(given) == 0
-    assert select_rows(tmp_path / "one")[-1]["val/loss"] < select_rows(tmp_path / "one")[0]["val/loss"]
+    assert rows_of(tmp_path / "one")[-1]["val/loss"] < rows_of(tmp_path / "one")[0]["val/loss"]
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 

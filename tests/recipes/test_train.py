@@ -11,19 +11,19 @@ from dataproto.errors import MissingColumn
 from helpers.checkpoints import write_checkpoint
 from recipes.grpo import parse, policy_loss
 from recipes.run import RunConfig, recorded_run, run, train
-from workers.cluster.launch import Roles
+from workers import Roles
 from workers.training.checkpoint import checkpoint_steps
-from workers.training.checkpoint_files import write
+from workers.training.checkpoint_files import write_state
 
 
 class Actor:
     """Counts what it learns, and saves the count."""
 
-    ended: str | None = None
+    closed_reason: str | None = None
     learned = 0
 
     def save(self, directory: Path, behind: bool = False) -> None:
-        write({"learned": torch.tensor(self.learned)}, directory / "training")
+        write_state({"learned": torch.tensor(self.learned)}, directory / "training")
         (directory / "huggingface").mkdir()
         (directory / "learned").write_text(str(self.learned))
 

@@ -266,7 +266,9 @@ def test_tokens_that_the_model_does_not_have_are_refused_where_they_count(name, 
     worker, data = actor(), rows()
     data["targets"] = data["input_ids"][:, -data["response_mask"].shape[1] :].clone()
     data[name][1, -6] = token  # the first of four response tokens
-    with pytest.raises(InvalidColumn, match=rf"'{name}', row 1, position \d+: token {token} is none of the model's"):
+    with pytest.raises(
+        InvalidColumn, match=rf"'{name}', row 1, position \d+: token {token} is outside the model's vocabulary"
+    ):
         worker.forward(data, loss_fn)
 
 

@@ -281,6 +281,7 @@ def test_an_engine_that_fails_to_receive_weights_is_named_and_ends_the_transfer(
             group.ranks()
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_while_receiving_weights_is_named_instead_of_the_sender():
     sender, receiver = start(Layout(), timeout_s=100.0), start(Layout(), kind=Hanging, timeout_s=100.0)
     object.__setattr__(sender._pool.config, "timeout_s", 2.0)  # of the channel: the sender gives up first

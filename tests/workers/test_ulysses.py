@@ -187,7 +187,7 @@ def test_a_rank_has_the_tokens_of_its_slice_and_the_media_of_its_part():
     assert [mine.input_ids.tolist() for mine, _ in found] == [[[1, 2, 3, 4]]] * 2 + [[[5, 6, 7, 0]]] * 2
     assert [part.positions.tolist() for _, part in found] == [[1], [0], [1], []]
     assert [part.features.tolist() for _, part in found] == [[0], [1], [0], []]
-    assert [SplitTokens(None, Peers("", 4, 0)).held(tokens) for tokens in (7, 8, 9)] == [2, 2, 3]
+    assert [SplitTokens(None, Peers("", 4, 0)).num_states(tokens) for tokens in (7, 8, 9)] == [2, 2, 3]
 
 
 @given(st.integers(1, 8), st.integers(1, 8))

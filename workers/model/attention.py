@@ -154,7 +154,7 @@ def _flash4_or_torch(
     causal: bool,
 ) -> Tensor:
     """FlashAttention 4, or torch's kernel for short segments; see `FlashKernel`."""
-    kernel = flash_attention4.attend if max_q > flash_attention4.MIN_QUERIES else torch_flash
+    kernel = flash_attention4.attend if max_q > flash_attention4.MAX_TORCH_QUERIES else torch_flash
     return kernel(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal)
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
 
-MIN_QUERIES = 128
+MAX_TORCH_QUERIES = 128
 """Torch's kernel is faster on segments of up to this number of queries, such as the 64 of a vision tower's window."""
 
 HEAD_MULTIPLE = 32

@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from dataproto._collectives.byte_exchange import all_gather_equal
+from dataproto.transfer import all_gather_equal
 from workers.model.lora import base_name, is_adapted, merged_weight
 from workers.ranks.mesh import Ranks
 

@@ -48,10 +48,13 @@ class Transform:
         return mesh
 
     def sum_gradients(self, module: PackedVLM) -> None:
-        """Adds up gradients of which several ranks hold parts; called once before each optimizer step."""
+        """Adds up gradients of which several ranks hold parts; called once before each optimizer step.
+
+        Transforms add up different parameters, so their order does not matter; all ranks use the same order.
+        """
 
     def keep_gathered(self, module: PackedVLM) -> AbstractContextManager[None]:
-        """Encloses all micro-batches of one call, between which gathered weights may be kept."""
+        """A context around all micro-batches of one call, in which gathered weights may stay gathered."""
         return nullcontext()
 
     def reshard(self, module: PackedVLM) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dataproto._ops.transfer import move
 from dataproto.planning import balance
+from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM

@@ -1,4 +1,4 @@
-"""Workers that hold a model: what scores rows, what learns from them, and the policy's own."""
+"""Workers that hold a model: those that score rows, those that learn, and the policy's."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ class ModelWorker:
     trains = False
 
     def __init__(self, config: Any, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
-        """``ranks`` comes from `join`; without it the process is alone."""
+        """``ranks`` comes from `init_ranks`; without it the process is alone."""
         self.config = config
         optimizer = config.optimizer if self.trains else None
         self.model = TrainingModel(config, self.wrap, device, ranks, optimizer, self.role)
@@ -88,10 +88,7 @@ class TrainedWorker(ModelWorker):
             InvalidConfig: impossible arguments.
             RankFailure: another rank's rows were refused.
         """
-        with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
-            for rows, sums in update.minibatches():
-                self.model.run(rows, loss_fn, sums, entropy)
-        return update.result.metrics
+        return self.update_and_score(data, loss_fn, minibatch, epochs, aggregation, entropy).metrics
 
     @dispatch(split=split_update, join=join_updates)
     def update_and_score(
@@ -113,7 +110,7 @@ class TrainedWorker(ModelWorker):
     def save(self, directory: Path, behind: bool = False) -> None:
         """Writes the weights as a Hugging Face checkpoint, adapters merged, and the training state beside it.
 
-        Training may continue from any point at which it is called; gradients are not written. With ``behind`` it returns
+        It may be called at any time and does not change the training; gradients are not written. With ``behind`` it returns
         as soon as the state is copied, and `finish_save` waits for the rest.
 
         Raises:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto._ops.transfer import move
 from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
+from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
 from workers.model.packed_model import PackedVLM
 

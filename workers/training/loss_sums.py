@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dataproto._ops.transfer import move
+from dataproto.transfer import move
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import index_on
 
@@ -109,7 +109,7 @@ def averages(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Sum of values times weights over tokens of weight above 0; what stands elsewhere, NaN even, does not matter."""
+    """Sum of values times weights over tokens of weight above 0. Other values are ignored, even NaN."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
 
 

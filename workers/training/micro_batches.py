@@ -113,8 +113,8 @@ def plan_rows(
     """Row indices, ascending, of micro-batches of at most ``token_budget`` tokens; some are empty if another rank needs more.
 
     Rows that share the prompt or media of the row before (``lead_costs`` above 0) stay behind it as far as the budget allows. The
-    number of micro-batches is that of first-fit decreasing; they are made as equal in cost as the budget allows, since a small
-    one at the end would not keep the device busy, and ranks wait for the largest one of each other.
+    number of micro-batches is that of first-fit decreasing; their costs are made as
+    equal as the budget allows, since a small one would not keep the device busy, and all ranks wait for the slowest.
 
     Args:
         lengths, costs: ``(B,)`` tokens and work of each row.

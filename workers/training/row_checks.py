@@ -19,9 +19,9 @@ def check_rows(data: DataProto, module: PackedVLM) -> None:
     Ranks agree on these errors before the first collective; they do not agree on errors that the content of a row causes later.
 
     Raises:
-        MissingColumn: a column that training reads is absent. InvalidColumn: columns whose shapes do not fit; a token outside
-        of the model's vocabulary; a response token that the policy
-            can never sample, that is not attended to, or that has no token before it; names row and position.
+        MissingColumn: a column that training reads is absent.
+        InvalidColumn: columns whose shapes do not fit, a token outside the model's vocabulary, or a response token that the
+            policy can never sample, that is not attended to, or that has no token before it; names row and position.
         MediaMismatch: a row's placeholder tokens and media disagree, as when a row was cut through an image, or its media is
             incomplete or of another shape than the model's; names the row.
     """
@@ -76,8 +76,8 @@ def check_vocabulary(data: DataProto, vocabulary: int) -> None:
         if len(cells):
             row, column = cells[0].tolist()
             raise InvalidColumn(
-                f"{name!r}, row {row}, position {column}: token {int(tokens[row, column])} is none of the model's {vocabulary}; "
-                f"set {mask!r} to 0 where a token does not count"
+                f"{name!r}, row {row}, position {column}: token {int(tokens[row, column])} is outside the model's vocabulary of "
+                f"{vocabulary} tokens; set {mask!r} to 0 where a token does not count"
             )
 
 
@@ -120,10 +120,10 @@ def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tupl
     """Numbers of features of a row's images and of its videos; checks that their tensors are complete and fit the tower."""
     if not row:
         return 0, 0
-    pictures, config = module.family.media_layout, module.model.config
-    tail = next(x.shape[1:] for x in pictures.smallest(config).values() if x.is_floating_point())
+    layout, config = module.family.media_layout, module.model.config
+    tail = next(x.shape[1:] for x in layout.smallest(config).values() if x.is_floating_point())
     for kind in ("image", "video"):
-        names = pictures.names(kind)
+        names = layout.names(kind)
         given = [name for name in names if row.get(name) is not None]
         if not given:
             continue

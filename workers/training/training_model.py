@@ -81,10 +81,10 @@ class TrainingModel:
         """Loads the model and spreads it over ``ranks``.
 
         Args:
-            config: an `ModelConfig` with a ``model_path``.
+            config: a `ModelConfig` with a ``model_path``.
             wrap: the packed model around a loaded one.
             device: the first CUDA device, or the CPU, if ``None``.
-            ranks: from `workers.ranks.mesh.join`; ``None``: the process is alone.
+            ranks: from `workers.ranks.mesh.init_ranks`; ``None``: the process is alone.
             optimizer: ``None``: the model is frozen.
             role: the model's name in metrics.
         """
@@ -255,7 +255,7 @@ class TrainingModel:
                     model.run(rows, loss_fn, sums)
             update.result.metrics
 
-        The caller runs the mini-batches, so no frame of the loop lies between it and its loss function. For the arguments
+        The caller runs each mini-batch itself, which keeps the call stack to its loss function short. For the arguments
         and errors see `workers.roles.model_worker.TrainedWorker.update`.
         """
         with self.ranks.fail_together():
@@ -281,7 +281,7 @@ class TrainingModel:
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part.
 
-        ``dtype`` is what tensors that have to be gathered come in, if not their own.
+        ``dtype`` is the dtype in which sharded tensors are gathered; by default their own.
         """
         return all_named_weights(self.module.model, self.ranks, dtype)
 

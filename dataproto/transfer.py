@@ -1,7 +1,11 @@
-"""Asynchronous copies to a device."""
+"""Moves tensors to a device, and between ranks."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+all_gather_equal = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+"""``all_gather_into_tensor`` of equal parts."""
 
 
 def move(tensor: Tensor, device: torch.device | str) -> Tensor:
