@@ -12,7 +12,7 @@ NCCL, call ``torch.cuda.set_device`` first.
 from collections.abc import Sequence
 from typing import Any
 
-from dataproto._collectives.batch_messages import exchange
+from dataproto._collectives.batch_messages import exchange_batches
 from dataproto._collectives.byte_exchange import Call
 from dataproto.errors import InvalidColumn, InvalidIndex
 from dataproto.protocol import DataProto
@@ -29,12 +29,12 @@ def all_gather(data: DataProto, group: Any = None) -> DataProto:
         ColumnConflict: ranks hold different columns, dtypes or shapes; on all ranks.
         RankFailure: a rank failed, or ``meta_info`` disagrees; on all ranks.
     """
-    return _batch(exchange(Call("all_gather"), lambda _: [_fields(data)], group))
+    return _batch(exchange_batches(Call("all_gather"), lambda _: [_fields(data)], group))
 
 
 def gather(data: DataProto, dst: int = 0, group: Any = None) -> DataProto | None:
     """Returns the rows of all ranks, in rank order, on rank ``dst`` and ``None`` on the others; else as :func:`all_gather`."""
-    gathered = exchange(Call("gather", dst), lambda _: [_fields(data)], group)
+    gathered = exchange_batches(Call("gather", dst), lambda _: [_fields(data)], group)
     return None if gathered is None else _batch(gathered)
 
 
@@ -46,7 +46,7 @@ def broadcast(data: DataProto | None, src: int = 0, group: Any = None) -> DataPr
     Raises:
         RankFailure: a rank failed; on all ranks.
     """
-    return _batch(exchange(Call("broadcast", src), lambda _: [_fields(data)], group))
+    return _batch(exchange_batches(Call("broadcast", src), lambda _: [_fields(data)], group))
 
 
 def scatter(data: DataProto | Sequence[DataProto] | None, src: int = 0, group: Any = None) -> DataProto:
@@ -59,7 +59,9 @@ def scatter(data: DataProto | Sequence[DataProto] | None, src: int = 0, group: A
         ColumnConflict: the batches of a list hold different columns, dtypes or shapes; on all ranks.
         RankFailure: a rank failed, or the rows do not divide; on all ranks.
     """
-    return _batch(exchange(Call("scatter", src), lambda size: [_fields(part) for part in _parts(data, size)], group))
+    return _batch(
+        exchange_batches(Call("scatter", src), lambda size: [_fields(part) for part in _parts(data, size)], group)
+    )
 
 
 def _parts(data: Any, size: int) -> list[Any]:

@@ -29,7 +29,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
-from dataproto._collectives.batch_messages import exchange
+from dataproto._collectives.batch_messages import exchange_batches
 from dataproto._collectives.byte_exchange import Call
 from dataproto._ops import column_ops as columnwise
 from dataproto._ops import describe, folding
@@ -991,6 +991,6 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
         data.check_consistency()
         return [Fields(data.batch, data.non_tensor_batch)]
 
-    gathered = exchange(Call("all_gather"), sent, process_group)
+    gathered = exchange_batches(Call("all_gather"), sent, process_group)
     assert gathered is not None
     data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch

@@ -257,7 +257,7 @@ def _tensor(data: torch.Tensor, form: Form, rows: int, device: torch.device | No
 # The exchange
 
 
-def exchange(call: Call, batches: Callable[[int], list[Fields]], group: Any) -> Fields | None:
+def exchange_batches(call: Call, batches: Callable[[int], list[Fields]], group: Any) -> Fields | None:
     """The steps of every collective: compare, allocate, send, assemble.
 
     Args:

@@ -7,20 +7,20 @@ from typing import Any
 
 from dataproto.errors import FileFormatError
 
-# An image that needs this many times the memory of its bytes is refused; `encode` writes images raw before they reach it.
+# An image that needs this many times the memory of its bytes is refused; `value_codec` writes images raw before they reach it.
 MAX_RATIO = 342
 
 _PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA"}
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
-def encode(image: Any) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
+def encode_image(image: Any) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
     """An image as its entry in the header, its pixels (PNG, or raw if PNG cannot hold them), and its ``info``.
 
     Writes the current frame only, and values of ``info`` of plain types only.
 
     >>> from PIL import Image
-    >>> described, data, info = encode(Image.new("CMYK", (2, 2), "red"))
+    >>> described, data, info = encode_image(Image.new("CMYK", (2, 2), "red"))
     >>> described, len(data)
     ({'mode': 'CMYK', 'size': [2, 2], 'codec': 'raw'}, 16)
     """
@@ -44,8 +44,8 @@ def encode(image: Any) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
     return described, data, {key: value for key, value in image.info.items() if _is_plain(key) and _is_plain(value)}
 
 
-def decode(described: dict[str, Any], data: memoryview, info: dict[str, Any]) -> Any:
-    """The inverse of :func:`encode`.
+def decode_image(described: dict[str, Any], data: memoryview, info: dict[str, Any]) -> Any:
+    """The inverse of `encode_image`.
 
     Raises:
         FileFormatError: the claimed image is too large for its bytes, or they are not an image of that mode and size.

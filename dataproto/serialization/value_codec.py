@@ -130,7 +130,7 @@ class Writer:
             items = [self.at("row", row, item) for row, item in enumerate(value.reshape(-1).tolist())]
             return {"$": "objects", "shape": list(value.shape), "items": items}
         if isinstance(value, Image.Image):
-            described, data, info = images.encode(value)
+            described, data, info = images.encode_image(value)
             return {"$": "image", **described, "info": self.tree(info), "data": self._add_bytes(data)}
         if type(value) in (bytes, bytearray):
             return {"$": "bytes" if type(value) is bytes else "bytearray", "data": self._add_bytes(bytes(value))}
@@ -276,7 +276,7 @@ class Reader:
             return self._sections.array(entry, dtype, tuple(node["shape"]))
         if tag == "image":
             info = self.tree(node["info"])
-            return images.decode(node, self._bytes(node), info)
+            return images.decode_image(node, self._bytes(node), info)
         if tag in ("bytes", "bytearray"):
             return bytes(self._bytes(node)) if tag == "bytes" else bytearray(self._bytes(node))
         if tag == "pickle":
