@@ -238,7 +238,7 @@ def test_batches_without_tensors_cross_the_border() -> None:
     assert theirs.batch is None
     assert DataProto.from_verl(theirs)["uid"].tolist() == ["a", "b"]
     assert len(DataProto.from_verl(SimpleNamespace(batch=None, non_tensor_batch=None, meta_info=None))) == 0
-    with pytest.raises(InvalidColumn, match="a dict is no batch of verl's: it has no batch"):
+    with pytest.raises(InvalidColumn, match="expected a batch of verl's class, but dict has no batch"):
         DataProto.from_verl({"x": torch.zeros(2)})
 
 
