@@ -15,6 +15,7 @@ PLACE = ("--on", "ray", "--layout.dp", "2", "--ray.object-store-gib", "0.2", "--
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_vllm_in_two_processes_makes_the_run_of_one(tmp_path):
     for split, count in (("train", 12), ("test", 5)):
         write_geometry3k(tmp_path / "data" / f"{split}-00000-of-00001.parquet", geometry3k(count))

@@ -172,7 +172,7 @@ TWO = {
 }
 FOUR = {
     **{f"{model}, tp 2 x pp 2": (model, Layout(tp=2, pp=2), {}) for model in MODELS},
-    **{f"{model}, sp 2 x pp 2": (model, Layout(sp=2, pp=2), {}) for model in MODELS},
+    **{f"{model}, sp 2 x pp 2": (model, Layout(sp=2, pp=2), {}) for model in ("qwen2_5_vl", "qwen3_vl_moe")},
     "an odd number of tokens, tp 2 x pp 2": ("odd", Layout(tp=2, pp=2), {}),
     "an odd number of tokens, sp 2 x pp 2": ("odd", Layout(sp=2, pp=2), {}),
     "dp 2 x pp 2": ("qwen3_vl", Layout(dp=2, pp=2), {}),

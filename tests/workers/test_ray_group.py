@@ -231,7 +231,9 @@ def test_media_are_released_above_the_limit_if_a_step_never_ends(group, monkeypa
     assert sum(each() is not None for each in kept) <= 4
 
 
-@pytest.mark.parametrize(("layout", "answering"), [(Layout(tp=2), 0), (Layout(pp=2), 1)])
+@pytest.mark.parametrize(
+    ("layout", "answering"), [(Layout(tp=2), 0), pytest.param(Layout(pp=2), 1, marks=pytest.mark.long)]
+)
 def test_ranks_of_one_data_parallel_position_get_the_same_rows(layout, answering):
     """The first rank that shares the rows, in the last pipeline stage, returns the result."""
     group = start(layout)
@@ -264,6 +266,7 @@ def test_processes_share_the_cores_of_their_node(group, monkeypatch):
     one._pool.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_while_others_wait_ends_the_group():
     group = start()
     with pytest.raises(WorkerFailed, match=r"(?s)rank 1 on .*OverflowError: too much"):
