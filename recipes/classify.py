@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -32,8 +33,8 @@ class ClassifyDataConfig(RowsConfig):
     """Labelled pictures: where they come from and what is asked about them."""
 
     data_path: str | None = None  # folder of class directories, parquet or JSON file, data set name; drawn by default
-    image_column: str = "image"  # of a data set
-    label_column: str = "label"  # of a data set
+    image_column: Annotated[str, tyro.conf.arg(aliases=("--image-key",))] = "image"  # of a data set
+    label_column: Annotated[str, tyro.conf.arg(aliases=("--answer-key",))] = "label"  # of a data set
     exclude: tuple[str, ...] = ()  # class directories or labels to leave out, such as BACKGROUND_Google
     question: str = Templates.question  # {classes} stands for the list of all
     answer: str = Templates.answer  # {label} stands for the class

@@ -16,6 +16,7 @@ import tyro
 from torch.utils.data import Subset
 
 from dataproto.errors import InvalidConfig
+from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
@@ -37,6 +38,7 @@ class SFTDataConfig(RowsConfig):
     weights: tuple[float, ...] = ()  # how often each of --data-path is drawn from; default: as often as it has rows
     # held-out conversations; default: the "test" split of a folder or data set name, or a file's last rows
     eval_data_path: str | None = None
+    keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
     turns: Turns = "all"  # which of the assistant's turns are learnt
     streaming: bool = False  # read data sets as they come, without their length; needs --eval-data-path to evaluate
     shuffle_buffer: int = 1024  # rows among which a stream is shuffled
@@ -45,6 +47,10 @@ class SFTDataConfig(RowsConfig):
         super().__post_init__()
         if self.weights and len(self.weights) != len(self.data_path):
             raise InvalidConfig(f"{len(self.weights)} weights for {len(self.data_path)} data sets")
+        if self.keys.given() and not self.data_path:
+            raise InvalidConfig(
+                f"{next(iter(self.keys.given()))} without data_path: drawn conversations have their own columns"
+            )
         if not self.data_path and (self.eval_data_path or self.streaming):
             raise InvalidConfig("eval_data_path or streaming without data_path: drawn conversations have their own")
         if self.streaming and len(self.data_path) > 1 and not self.weights:
@@ -122,7 +128,7 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
         held_out += [DrawnSums(0, "test")[i] for i in range(half)]
         return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), held_out
     if data.streaming:
-        streams = [conversation_stream(path, buffer=data.shuffle_buffer) for path in data.data_path]
+        streams = [conversation_stream(path, buffer=data.shuffle_buffer, keys=data.keys) for path in data.data_path]
         rows = Mixture(streams, data.weights or [1.0]) if len(streams) > 1 else streams[0]
         return rows, _first_rows(data.eval_data_path, data, builder) if data.eval_data_path else None
     sources, held_out = [], []
@@ -139,12 +145,12 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
 
 def _split(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> tuple[Any, Any]:
     """Rows to train on and to hold out: of a folder or name its splits, of a file its last rows, at most a fifth."""
-    rows = _fitting(path, "train", builder)
+    rows = _fitting(path, "train", data, builder)
     if data.eval_data_path:
         return rows, []
     share = max(data.eval_rows // len(data.data_path), 1)
     if not Path(path).is_file():
-        held_out = _fitting(path, "test", builder)
+        held_out = _fitting(path, "test", data, builder)
         return rows, Subset(held_out, range(min(share, len(held_out))))
     kept = len(rows) - min(share, len(rows) // 5)
     if kept == len(rows):
@@ -153,12 +159,12 @@ def _split(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> tuple[
 
 
 def _first_rows(path: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
-    held_out = _fitting(path, "test", builder)
+    held_out = _fitting(path, "test", data, builder)
     return Subset(held_out, range(min(data.eval_rows, len(held_out))))
 
 
-def _fitting(path: str, split: str, builder: SupervisedBuilder) -> Any:
-    rows, dropped = drop_overlong(conversation_rows(path, split), builder)
+def _fitting(path: str, split: str, data: SFTDataConfig, builder: SupervisedBuilder) -> Any:
+    rows, dropped = drop_overlong(conversation_rows(path, split, data.keys), builder)
     if dropped:
         print(f"{path}: {len(dropped)} rows of {split} exceed {builder.max_prompt_length} tokens and are left out")
     return rows

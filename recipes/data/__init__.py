@@ -3,6 +3,7 @@
 `recipes.data.conversation_rows`, which reads conversations, is also a command, so it is imported by its own name.
 """
 
+from recipes.data.column_keys import ColumnKeys
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks, ProblemRows
 from recipes.data.labelled_pictures import LabelledData, LabelledRows, Templates, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
@@ -12,6 +13,7 @@ from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables
 
 __all__ = [
     "INSTRUCTION",
+    "ColumnKeys",
     "DrawnSums",
     "DrawnTalks",
     "EvaluationLoader",

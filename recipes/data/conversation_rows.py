@@ -4,6 +4,7 @@
   and ``<image>`` markers, or with typed parts (``image``, ``image_url``)
 * prompt and answer: ``prompt`` (a string or messages) with ``completion``, ``response`` or ``answer``
 * the_cauldron: ``images``, and ``texts`` with ``user``, ``assistant`` and ``source``: one conversation about all images
+* any other, whose columns a `ColumnKeys` names
 
 Images are in ``images`` (or ``image``) or in the parts: PIL objects, bytes, paths or data URIs.
 
@@ -22,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
-from recipes.data.problem_rows import row_media
+from recipes.data.column_keys import ColumnKeys
+from recipes.data.problem_rows import KNOWN, row_media
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables
 from rollout.prompts import invalid_row
 from rollout.prompts.images import load_image
@@ -32,29 +34,35 @@ _ANSWERS = ("completion", "response", "answer")
 _PNG, _JPEG = (b"\x89PNG\r\n\x1a\n",), (b"\xff\xd8\xff",)
 
 
-def conversation_rows(source: str | Path | Sequence[str | Path], split: str = "train") -> TableRows:
+def conversation_rows(
+    source: str | Path | Sequence[str | Path], split: str = "train", keys: ColumnKeys = KNOWN
+) -> TableRows:
     """Opens a data set of conversations; see `recipes.data.tables.open_tables` and `read_conversation_row`.
 
     Raises:
-        InvalidConfig: the data set does not exist or has no rows.
+        InvalidConfig: the data set does not exist, has no rows, or lacks a column that ``keys`` names.
     """
     tables, name = open_tables(source, split)
-    rows = TableRows(tables, partial(read_conversation_row, data_source=name))
+    keys.check([table for table, _ in tables], name)
+    rows = TableRows(tables, partial(read_conversation_row, data_source=name, keys=keys))
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows
 
 
-def conversation_stream(source: str, split: str = "train", buffer: int = 1024) -> StreamRows:
-    """Opens a data set of conversations as a stream, shuffled within blocks of ``buffer`` rows."""
+def conversation_stream(source: str, split: str = "train", buffer: int = 1024, keys: ColumnKeys = KNOWN) -> StreamRows:
+    """Opens a data set of conversations as a stream, shuffled within blocks of ``buffer`` rows; see `conversation_rows`."""
     stream, root = open_stream(source, split)
     if hasattr(stream, "decode"):
         stream = stream.decode(False)  # keep images as bytes and paths
     name = source if root is None else Path(source).resolve().stem
-    return StreamRows(stream, root, partial(read_conversation_row, data_source=name), buffer)
+    keys.check([stream], name)
+    return StreamRows(stream, root, partial(read_conversation_row, data_source=name, keys=keys), buffer)
 
 
-def read_conversation_row(raw: Mapping[str, Any], index: int, data_source: str = "") -> dict[str, Any]:
+def read_conversation_row(
+    raw: Mapping[str, Any], index: int, data_source: str = "", keys: ColumnKeys = KNOWN
+) -> dict[str, Any]:
     """Converts a row of any schema to ``prompt`` (the whole conversation), ``images``, ``videos``, ``data_source``, ``index``.
 
     Raises:
@@ -64,6 +72,7 @@ def read_conversation_row(raw: Mapping[str, Any], index: int, data_source: str =
     >>> row["prompt"]
     [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
     """
+    raw = keys.rename(raw, index)
     images = row_media(raw, "images", "image")
     return {
         "prompt": _messages(raw, index, len(images)),

@@ -3,6 +3,7 @@
 * verl: ``data_source, prompt, images, ability, reward_model {style, ground_truth}, extra_info``
 * EasyR1, as in ``hiyouga/geometry3k``: ``problem, answer, images``; `INSTRUCTION` is appended to the problem
 * chat messages with typed parts or markers: ``messages`` (or ``prompt``), with ``answer`` or ``solution``
+* any other, whose columns a `ColumnKeys` names
 
 Reading a file runs no code, and paths in it are read as images only. Relative paths start at the folder of the file.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
+from recipes.data.column_keys import ColumnKeys
 from recipes.data.tables import Table, TableRows, open_tables
 from rollout.prompts.images import media_list
 
@@ -25,6 +27,7 @@ INSTRUCTION = (
 )
 """The instruction of verl (``examples/data_preprocess/geo3k.py``) and EasyR1 (``examples/format_prompt/math.jinja``)."""
 
+KNOWN = ColumnKeys()
 _MEDIA = ("images", "image", "videos", "video")
 _ANSWERS = ("answer", "solution", "ground_truth")
 
@@ -36,10 +39,18 @@ class Geo3KDataset(TableRows):
     ``index`` (i) and ``media_root``. It raises `InvalidRow` if the row matches none of the schemas.
     """
 
-    def __init__(self, tables: Sequence[Table], split: str, data_source: str, instruction: str = INSTRUCTION) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        split: str,
+        data_source: str,
+        instruction: str = INSTRUCTION,
+        keys: ColumnKeys = KNOWN,
+    ) -> None:
         """``tables`` are `datasets.Dataset` objects, each with the folder at which its relative paths start."""
         self.split, self.data_source, self.instruction = split, data_source, instruction
-        super().__init__(tables, partial(read_row, split=split, data_source=data_source, instruction=instruction))
+        read = partial(read_row, split=split, data_source=data_source, instruction=instruction, keys=keys)
+        super().__init__(tables, read)
 
 
 def load_rows(
@@ -47,29 +58,37 @@ def load_rows(
     split: str = "train",
     data_source: str | None = None,
     instruction: str = INSTRUCTION,
+    keys: ColumnKeys = KNOWN,
 ) -> Geo3KDataset:
     """Opens a data set of problems.
 
     Args:
         source, split: as `recipes.data.tables.open_tables`.
         data_source: the ``data_source`` of rows that have none; by default the name of the data set.
-        instruction: the text appended to the problem of an EasyR1 row.
+        instruction: the text appended to the problem of an EasyR1 row, and to a question that ``keys`` names.
+        keys: the columns of a data set in none of the known schemas.
 
     Raises:
-        InvalidConfig: the file, folder or data set does not exist or has no rows.
+        InvalidConfig: the file, folder or data set does not exist, has no rows, or lacks a column that ``keys`` names.
         FileFormatError: a file cannot be read.
     """
     tables, name = open_tables(source, split)
-    rows = Geo3KDataset(tables, split, data_source or name, instruction)
+    keys.check([table for table, _ in tables], name)
+    rows = Geo3KDataset(tables, split, data_source or name, instruction, keys)
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows
 
 
 def read_row(
-    raw: Mapping[str, Any], index: int, split: str = "", data_source: str = "", instruction: str = INSTRUCTION
+    raw: Mapping[str, Any],
+    index: int,
+    split: str = "",
+    data_source: str = "",
+    instruction: str = INSTRUCTION,
+    keys: ColumnKeys = KNOWN,
 ) -> dict[str, Any]:
-    """Converts a row of any of the schemas to verl's.
+    """Converts a row of any of the schemas, or with the columns that ``keys`` names, to verl's.
 
     Raises:
         InvalidRow: the row matches none of the schemas.
@@ -78,6 +97,7 @@ def read_row(
     >>> row["prompt"][0]["content"][:24], row["reward_model"], row["extra_info"]["index"]
     ('<image>Find x. You FIRST', {'style': 'rule', 'ground_truth': '9'}, 3)
     """
+    raw = keys.rename(raw, index)
     messages, problem = raw.get("messages"), raw.get("problem")
     prompt = raw.get("prompt") if messages is None else messages
     if prompt is None and isinstance(problem, str):
@@ -85,7 +105,9 @@ def read_row(
     if prompt is None:
         raise InvalidRow(index, f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}")
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+        problem = prompt if keys.prompt_key else problem
+        text = f"{prompt} {instruction}".strip() if keys.prompt_key else prompt
+        prompt = [{"role": "user", "content": text}]
     answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
     if not isinstance(prompt, (Sequence, np.ndarray)) or not all(isinstance(message, Mapping) for message in prompt):
         raise InvalidRow(index, f"the prompt must be a string or a list of messages, not {prompt!r}")
@@ -111,7 +133,7 @@ def read_row(
 
 
 def row_media(raw: Mapping[str, Any], several: str, single: str) -> list[Any]:
-    """The media of a row in the column ``several`` or, if that is missing, ``single``."""
+    """The media of a row in the column ``several``, a list or one medium, or, if that is missing, ``single``."""
     if raw.get(several) is not None:
         return media_list(raw[several])
     return [] if raw.get(single) is None else [raw[single]]

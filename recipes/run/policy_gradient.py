@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig, spelled_out
+from recipes.data.column_keys import ColumnKeys
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
 from recipes.data.problem_rows import INSTRUCTION, load_rows
@@ -59,12 +60,15 @@ class DataConfig:
     min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
     max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
     on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
-    instruction: str = INSTRUCTION  # added to the problem of a row in EasyR1's schema
+    keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
+    instruction: str = INSTRUCTION  # added to the problem of a row in EasyR1's schema, or to the text of --prompt-key
     num_workers: int = 0  # processes that prepare images ahead
 
     def __post_init__(self) -> None:
         if self.eval_data_path and not self.data_path:
             raise InvalidConfig("eval_data_path without data_path: drawn problems have their own held-out problems")
+        if self.keys.given() and not self.data_path:
+            raise InvalidConfig(f"{next(iter(self.keys.given()))} without data_path: drawn problems have their own columns")
         for name in ("batch_size", "eval_rows", "max_prompt_length", "max_response_length"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
@@ -261,7 +265,7 @@ def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:
 
 def fitting_rows(path: str, split: str, data: DataConfig, builder: PromptBuilder) -> Any:
     """The rows of a data set whose prompts are not too long; says how many were."""
-    rows, dropped = drop_overlong(load_rows(path, split, instruction=data.instruction), builder)
+    rows, dropped = drop_overlong(load_rows(path, split, instruction=data.instruction, keys=data.keys), builder)
     if dropped:
         print(f"{path}: {len(dropped)} prompts of {split} exceed {data.max_prompt_length} tokens and are left out")
     return rows

@@ -24,7 +24,8 @@ NAMES = {
         *("reinforce_plus_plus_baseline", "sequence_policy_loss", "unbiased_k3_kl", "value_loss", "whiten"),
     ],
     "recipes.data": [
-        *("DrawnSums", "DrawnTalks", "EvaluationLoader", "Geo3KDataset", "INSTRUCTION", "LabelledData", "LabelledRows"),
+        *("ColumnKeys", "DrawnSums", "DrawnTalks", "EvaluationLoader", "Geo3KDataset", "INSTRUCTION", "LabelledData"),
+        "LabelledRows",
         *("Mixture", "ProblemRows", "PromptLoader", "StreamRows", "TableRows", "Templates", "drawn_data"),
         *("drop_overlong", "folder_data", "load_rows", "open_stream", "open_tables", "read_row", "table_data"),
     ],

@@ -1,0 +1,90 @@
+"""Names of the columns of data sets whose schema is not one of the known ones."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from dataproto.errors import InvalidConfig, InvalidRow
+
+# For each option the name that the readers of rows know, and the columns of the known schemas that it replaces.
+_QUESTIONS = ("prompt", "messages", "problem", "conversations", "texts")
+_PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "prompt_key": ("prompt", _QUESTIONS),
+    "messages_key": ("messages", _QUESTIONS),
+    "answer_key": ("answer", ("answer", "solution", "ground_truth", "completion", "response", "reward_model")),
+    "image_key": ("images", ("images", "image")),
+    "video_key": ("videos", ("videos", "video")),
+}
+
+
+@dataclass(frozen=True)
+class ColumnKeys:
+    """Which columns of a data set hold what; by default those of the known schemas.
+
+    >>> keys = ColumnKeys(prompt_key="question", answer_key="label")
+    >>> keys.rename({"question": "2 + 2?", "label": "4", "answer": "see below", "level": 1}, place=0)
+    {'level': 1, 'prompt': '2 + 2?', 'answer': '4'}
+    """
+
+    prompt_key: str | None = None  # column of the question: text, to which --instruction is added, or messages
+    messages_key: str | None = None  # column of chat messages; a last turn of the assistant is the answer
+    answer_key: str | None = None  # column of the ground truth, or of the answer to learn
+    image_key: str | None = None  # column of an image or a list of images
+    video_key: str | None = None  # column of a video or a list of videos
+
+    def __post_init__(self) -> None:
+        if self.prompt_key and self.messages_key:
+            raise InvalidConfig("prompt_key and messages_key both name the question: give one of them")
+
+    def given(self) -> dict[str, str]:
+        """The columns that are named, by option."""
+        return {option: key for option in _PLACES if (key := getattr(self, option)) is not None}
+
+    def rename(self, raw: Mapping[str, Any], place: int) -> Mapping[str, Any]:
+        """The row under the names that the readers know; a named column replaces those of the known schemas.
+
+        Raises:
+            InvalidRow: the row lacks the column of the question.
+        """
+        given = self.given()
+        if not given:
+            return raw
+        question = self.prompt_key or self.messages_key
+        if question and raw.get(question) is None:
+            raise InvalidRow(place, f"no {question!r} among its columns {sorted(raw)}")
+        replaced = {*given.values(), *(name for option in given for name in _PLACES[option][1])}
+        kept = {name: value for name, value in raw.items() if name not in replaced}
+        return kept | {_PLACES[option][0]: raw.get(key) for option, key in given.items()}
+
+    def check(self, tables: Sequence[Any], source: str) -> None:
+        """Checks that tables have the named columns; of JSON Lines, whose rows may differ, at least one row.
+
+        Raises:
+            InvalidConfig: a column is missing; names the option and the columns that are present.
+        """
+        for table in tables:
+            wanted, present = self.given(), dict[str, None]()
+            for columns in _columns(table) if wanted else ():
+                present |= dict.fromkeys(columns)
+                wanted = {option: key for option, key in wanted.items() if key not in present}
+                if not wanted:
+                    break
+            for option, key in wanted.items():
+                raise InvalidConfig(
+                    f"--{option.replace('_', '-')} {key}: {source} has no such column; it has {', '.join(present)}"
+                )
+
+
+def _columns(table: Any) -> Iterator[Sequence[str]]:
+    """The columns of a table, or of each of its rows; of a stream those of the first row."""
+    names = getattr(table, "column_names", None)
+    if names is not None:
+        yield names
+    elif not hasattr(table, "__len__"):
+        yield from map(list, islice(table, 1))
+    else:
+        for place in range(len(table)):
+            with suppress(InvalidRow):  # the loader reports it, or skips it
+                yield list(table[place])
