@@ -1,12 +1,13 @@
-"""Adapters that make reward functions of verl's and TRL's functions, of files that a command line names, and of servers."""
+"""Adapters that make reward functions of verl's, EasyR1's and TRL's functions, of files that a command line names, and of servers."""
 
 import asyncio
 import inspect
 import itertools
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -18,10 +19,12 @@ import numpy as np
 from dataproto.errors import RewardError
 from recipes.algorithms.function_files import load_named_function
 from recipes.rewards.geometry3k import geo3k_reward
+from recipes.rewards.sequence_classifier import SequenceClassifier
 from workers.roles.reward import RewardFunction, RewardRow
 
 SIGNATURES = (
     "compute_score(data_source, solution_str, ground_truth, extra_info) as in verl, "
+    "compute_score(reward_inputs) or compute_score(reward_input) as in EasyR1, "
     "reward_func(prompts, completions, **columns) as in TRL, or score_rows(rows) of RewardRow"
 )
 ATTEMPTS = 3
@@ -34,19 +37,23 @@ def load_reward(name: str) -> RewardFunction:
     """The reward function that a command line names.
 
     Args:
-        name: ``geo3k``, ``FILE.py:FUNCTION`` with one of the known signatures (see `as_reward_function`), or the URL of a
-            server (see `remote_reward`).
+        name: ``geo3k``, ``FILE.py:FUNCTION`` with one of the known signatures (see `as_reward_function`), the URL of a server
+            (see `remote_reward`), or ``classifier:MODEL`` (see `SequenceClassifier`).
 
     Raises:
         RewardError: the file or the function does not exist, or its signature is unknown.
     """
     if name.startswith(("http://", "https://")):
         return remote_reward(name)
+    if name.startswith("classifier:"):
+        return SequenceClassifier(name.removeprefix("classifier:"))
     return geo3k_reward if name == "geo3k" else as_reward_function(load_named_function(name, "reward", RewardError))
 
 
 def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
-    """Adapts a function according to the names of its arguments: verl's, TRL's, or one function of all rows.
+    """Adapts a function according to the names of its arguments: verl's, EasyR1's, TRL's, or one function of all rows.
+
+    A function in a module that has ``REWARD_TYPE`` is EasyR1's, whatever its argument is named.
 
     Raises:
         RewardError: the signature is unknown.
@@ -59,6 +66,8 @@ def as_reward_function(function: Callable[..., Any]) -> RewardFunction:
         return from_verl(function)
     if "completions" in names:
         return from_trl(function)
+    if _easyr1_type(function, names) is not None:
+        return from_easyr1(function)
     if "rows" in names:
         return _from_rows(function)
     raise RewardError(f"{_name(function)}({', '.join(names)}) is not a reward function: expected {SIGNATURES}")
@@ -84,6 +93,55 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
         return [read_score(result, number, function) for number, result in enumerate(results)]
 
     return score_rows
+
+
+def from_easyr1(function: Callable[..., Any]) -> RewardFunction:
+    """Adapts EasyR1's ``compute_score``, in the two forms that its reward managers call (``verl/workers/reward/function.py``).
+
+    * batch, the default: ``compute_score(reward_inputs: list[dict]) -> list[dict]``
+    * sequential, ``REWARD_TYPE = "sequential"`` in its module: ``compute_score(reward_input: dict) -> dict``
+
+    An input has ``response`` (text), ``response_length`` (tokens) and ``ground_truth``. A score has ``overall``, which becomes
+    the score, and may have ``accuracy``, which becomes the column ``acc``, and other numbers, which become columns. Further
+    arguments of the function, such as ``format_weight``, keep their defaults.
+
+    Raises:
+        RewardError: when called, the function fails, or does not return an ``overall`` for each row.
+    """
+    names = inspect.signature(function).parameters
+    argument, sequential = next(iter(names), "reward_inputs"), _easyr1_type(function, names) == "sequential"
+
+    def score_rows(rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+        inputs = [
+            {"response": row.solution_str, "response_length": row.response_length, "ground_truth": row.ground_truth}
+            for row in rows
+        ]
+        if sequential:
+            calls, places = [{argument: each} for each in inputs], [f"row {number}" for number in range(len(rows))]
+            results = _call_all(function, calls, places)
+        else:
+            (results,) = _call_all(function, [{argument: inputs}], [f"rows 0 to {len(rows) - 1}"])
+        if isinstance(results, Sequence):
+            results = [_overall(result, number, function) for number, result in enumerate(results)]
+        return _read_all(results, rows, function)
+
+    return score_rows
+
+
+def _overall(result: Any, row: int, function: Callable[..., Any]) -> dict[str, Any]:
+    """EasyR1's score under the names of this project."""
+    if not isinstance(result, Mapping) or "overall" not in result:
+        raise RewardError(f"row {row}: {_name(function)} returned {result!r}, not a dict with 'overall' as in EasyR1")
+    named = {"acc" if name == "accuracy" else name: value for name, value in result.items() if name != "overall"}
+    return named | {"score": result["overall"]}
+
+
+def _easyr1_type(function: Callable[..., Any], names: Iterable[str]) -> str | None:
+    """``batch`` or ``sequential`` for a function in EasyR1's form, else `None`."""
+    given = getattr(sys.modules.get(getattr(function, "__module__", "")), "REWARD_TYPE", None)
+    if given in ("batch", "sequential"):
+        return str(given)
+    return "batch" if "reward_inputs" in names else "sequential" if "reward_input" in names else None
 
 
 def from_trl(function: Callable[..., Any]) -> RewardFunction:

@@ -30,8 +30,9 @@ NAMES = {
         *("drop_overlong", "folder_data", "load_rows", "open_stream", "open_tables", "read_row", "table_data"),
     ],
     "recipes.rewards": [
-        *("AnswerChecker", "RewardFunction", "RewardRow", "as_reward_function", "compute_score", "format_score"),
-        *("from_trl", "from_verl", "geo3k_reward", "load_reward", "remote_reward"),
+        *("AnswerChecker", "Judge", "RewardFunction", "RewardRow", "SequenceClassifier", "as_reward_function"),
+        *("compute_score", "format_score"),
+        *("from_easyr1", "from_trl", "from_verl", "geo3k_reward", "load_reward", "remote_reward"),
     ],
     "recipes.synthetic": [
         *("CLASSES", "ClassPicture", "LEVELS", "Problem", "Split", "draw_class", "make_problem", "sample_texts"),

@@ -27,6 +27,7 @@ class RewardRow:
     data_source: str = ""
     extra_info: Mapping[str, Any] | None = None
     prompt: Any = None  # messages
+    response_length: int | None = None  # tokens that were sampled
 
 
 # One {"score": float, ...} for each row; further numbers become columns.
@@ -124,9 +125,12 @@ def reward_rows(data: DataProto, texts: Sequence[str]) -> list[RewardRow]:
     sources = data["data_source"] if "data_source" in data else [""] * len(data)
     extras = data["extra_info"] if "extra_info" in data else [None] * len(data)
     prompts = data["raw_prompt"] if "raw_prompt" in data else [None] * len(data)
+    lengths = data["response_mask"].bool().sum(1).tolist()
     return [
-        RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt)
-        for text, model, source, extra, prompt in zip(texts, models, sources, extras, prompts, strict=True)
+        RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt, length)
+        for text, model, source, extra, prompt, length in zip(
+            texts, models, sources, extras, prompts, lengths, strict=True
+        )
     ]
 
 

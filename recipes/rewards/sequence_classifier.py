@@ -1,0 +1,92 @@
+"""Rewards of Hugging Face sequence classifiers, such as reward models that were trained on preferences."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dataproto.errors import RewardError
+from recipes.rewards.prompt_text import text_turns
+from workers.roles.reward import RewardRow
+
+
+@dataclass
+class SequenceClassifier:
+    """A reward function: what a model of ``AutoModelForSequenceClassification`` says about a prompt and its response.
+
+    The score is the model's logit if it has one label, else the probability of ``label``. The text is that of the model's own
+    chat template, or without one the pair of prompt and response. Images are not shown to it.
+
+    The model is loaded at the first call, in the process that scores.
+    """
+
+    model_path: str  # directory or hub name
+    label: int = 0  # of a model with several labels
+    batch_size: int = 16  # texts in one forward pass
+    device: str | None = None  # default: the GPU if there is one
+    _loaded: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __call__(self, rows: Sequence[RewardRow]) -> list[dict[str, float]]:
+        """``score`` of each row.
+
+        Raises:
+            RewardError: the model cannot be loaded or has no such label; a text is longer than the model takes (names the row);
+                a score is not finite (names the row).
+        """
+        tokenizer, model = self._load()
+        texts = [self._encode(tokenizer, row) for row in rows]
+        most = getattr(model.config, "max_position_embeddings", None)
+        for number, text in enumerate(texts):
+            if most and len(text["input_ids"]) > most:
+                raise RewardError(
+                    f"row {number}: {len(text['input_ids'])} tokens of prompt and response, but {self.model_path} takes {most}: lower "
+                    "--max-prompt-length or --max-response-length, or choose another model"
+                )
+        scores: list[float] = []
+        for start in range(0, len(texts), self.batch_size):
+            scores += self._scores(tokenizer, model, texts[start : start + self.batch_size])
+        for number, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise RewardError(f"row {number}: {self.model_path} gives the score {score}")
+        return [{"score": score} for score in scores]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": None}  # another process loads its own
+
+    def _load(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+            device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            try:
+                tokenizer: Any = AutoTokenizer.from_pretrained(self.model_path)
+                model: Any = AutoModelForSequenceClassification.from_pretrained(self.model_path, dtype="auto")
+            except (OSError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                raise RewardError(f"{self.model_path} is not a sequence classifier: {reason}") from error
+            labels = model.config.num_labels
+            if not 0 <= self.label < labels:
+                raise RewardError(f"{self.model_path} has {labels} labels, so label={self.label} does not exist")
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            model.config.pad_token_id = tokenizer.pad_token_id  # by which decoders find the last token
+            self._loaded = tokenizer, model.to(device).eval()
+        loaded: tuple[Any, Any] = self._loaded
+        return loaded
+
+    def _encode(self, tokenizer: Any, row: RewardRow) -> dict[str, list[int]]:
+        texts = text_turns(row.prompt)
+        if tokenizer.chat_template:
+            turns = [*texts, {"role": "assistant", "content": row.solution_str}]
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+            return dict(tokenizer(rendered, add_special_tokens=False))
+        return dict(tokenizer("\n".join(each["content"] for each in texts), row.solution_str))
+
+    def _scores(self, tokenizer: Any, model: Any, texts: Sequence[dict[str, list[int]]]) -> list[float]:
+        inputs = tokenizer.pad(list(texts), return_tensors="pt").to(model.device)
+        with torch.inference_mode():
+            logits = model(**inputs).logits.float()  # (rows, labels)
+        scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, self.label]
+        return [float(score) for score in scores]
