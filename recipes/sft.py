@@ -64,6 +64,11 @@ class SFTConfig(SupervisedConfig):
     data: tyro.conf.OmitArgPrefixes[SFTDataConfig] = field(default_factory=SFTDataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=Path("outputs/sft")))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.run.epochs is not None and not self.data.data_path:
+            raise InvalidConfig("epochs without data_path: drawn conversations do not repeat; give --steps")
+
 
 # What a model of under a million parameters learns from drawn conversations within minutes on two cores.
 TINY = SFTConfig(

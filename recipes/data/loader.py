@@ -104,6 +104,17 @@ class PromptLoader:
         """Number of complete passes over the rows."""
         return self.drawn // len(self.rows)
 
+    def steps(self, epochs: int) -> int:
+        """The number of batches after which every row has been drawn at least ``epochs`` times.
+
+        Raises:
+            InvalidConfig: the rows have no length.
+        """
+        rows = _count(self.rows)
+        if rows is None:
+            raise InvalidConfig("epochs: a stream, or a mixture of data sets, has no length: give --steps")
+        return -(-epochs * rows // self.batch_size)
+
     def __iter__(self) -> "PromptLoader":
         return self
 

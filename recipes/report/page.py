@@ -45,7 +45,7 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Held-out accuracy", "Greedy answers to problems never trained on", {ACCURACY: None}, percent=True),
+    Chart("Held-out accuracy", "Answers to problems never trained on", {ACCURACY: None}, percent=True),
     Chart("Loss", "Of the tokens to be learnt, each in nats", {"train/loss": "training"}),
     Chart("Held-out loss", "The same, of rows never trained on", {"val/loss": "held out"}),
     Chart(

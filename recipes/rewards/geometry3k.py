@@ -44,6 +44,18 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
     return results
 
 
+def boxed_answer(response: str) -> str | None:
+    r"""The content of the last ``\boxed{}``, or `None` without one.
+
+    >>> boxed_answer(r"<think>90 - 25</think> \boxed{65}")
+    '65'
+    """
+    from mathruler.grader import extract_boxed_content
+
+    found: str = extract_boxed_content(response)
+    return None if found == "None" else found  # what mathruler returns for a response without a box
+
+
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, float]:

@@ -19,7 +19,7 @@ rows and rewards of your own; docs/custom_recipe.py is a whole recipe around it:
 `recorded_run` prepares the run's directory and writes its report; `attempts` starts a run again after a worker has failed.
 """
 
-from recipes.run.evaluation import evaluate_answers, greedy_evaluation
+from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
 from recipes.run.loop import RunConfig, StepFunction, attempts, measure_rollouts, train
 from recipes.run.phases import Progression
 from recipes.run.policy_gradient import PolicyGradientConfig, run
@@ -41,7 +41,9 @@ __all__ = [
     "SupervisedTask",
     "attempts",
     "evaluate_answers",
+    "evaluate_samples",
     "greedy_evaluation",
+    "held_out_evaluation",
     "launch_supervised",
     "measure_rollouts",
     "next_token_loss",

@@ -46,6 +46,8 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
+    if _has_any(arguments, "--steps") and _has_any(arguments, "--epochs"):
+        raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
     refusal = io.StringIO()
     asks_for_help = bool({"-h", "--help"} & {*arguments})
     try:

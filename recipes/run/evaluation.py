@@ -1,16 +1,22 @@
-"""Greedy answers to held-out problems, scored and kept for the report."""
+"""Answers to held-out problems, greedy or several samples, scored and kept for the report."""
 
-from collections.abc import Callable, Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from dataproto import DataProto
+from dataproto.errors import InvalidConfig
 from recipes.data.loader import EvaluationLoader
 from recipes.report.samples import rollout_samples, save_rollouts
+from recipes.rewards.geometry3k import boxed_answer
 from recipes.run.metrics import timed, validation_metrics
 from rollout.engine import SamplingParams
 from workers import Roles
 
 Evaluate = Callable[[Roles, int], dict[str, float]]  # roles, number of the step -> metrics
+Measured = Literal["accuracy", "loss"]
 
 REPORTED_ROLLOUTS = 24  # of each evaluation
 
@@ -23,11 +29,23 @@ def evaluate_answers(
     Returns:
         ``val-core/<source>/{acc,reward}/mean@1``, and the scored batches.
     """
+    return evaluate_samples(roles, held_out, SamplingParams(temperature=0, max_tokens=max_tokens), output_dir, step)
+
+
+def evaluate_samples(
+    roles: Roles, held_out: Iterable[DataProto], sampling: SamplingParams, output_dir: Path, step: int
+) -> tuple[dict[str, float], list[DataProto]]:
+    r"""Answers held-out problems with ``sampling.n`` samples each; see `evaluate_answers`.
+
+    Returns:
+        The metrics of `recipes.run.metrics.validation_metrics`, and the scored batches. Majority votes count what is in the last
+        ``\boxed{}`` of a response.
+    """
     metrics: dict[str, float] = {}
     batches = []
     with timed(metrics, "testing"):
         for prompts in held_out:
-            data = roles.rollout.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
+            data = roles.rollout.generate(prompts, sampling)
             data |= roles.reward.score(data)
             batches.append(data)
     samples = [sample for data in batches for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
@@ -37,14 +55,76 @@ def evaluate_answers(
     sources = [source for data in batches for source in data["data_source"]]
     uids = [uid for data in batches for uid in data["uid"]]
     present = {name: values for name, values in columns.items() if len(values) == len(uids)}
-    return metrics | validation_metrics(sources, uids, present), batches
+    answers = [boxed_answer(text) for data in batches for text in data["response_text"]] if sampling.n > 1 else []
+    voted = answers if any(answer is not None for answer in answers) else None
+    return metrics | validation_metrics(sources, uids, present, voted), batches
 
 
-def greedy_evaluation(held_out: EvaluationLoader, max_tokens: int, output_dir: Path) -> Evaluate:
-    """`evaluate_answers` for `recipes.run.train`; counts the rows that could not be used as ``data/skipped_eval_rows``."""
+class BestStep:
+    """The step with the best held-out accuracy or loss so far; of equal ones the first."""
+
+    def __init__(self, measure: Measured | None = None) -> None:
+        """Without a ``measure`` no step is the best."""
+        self.measure = measure
+        self.step: int | None = None
+        self.value = math.nan
+
+    def improved(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the evaluation of ``step`` is better than all before it.
+
+        Raises:
+            InvalidConfig: the evaluation does not measure what `measure` names.
+        """
+        if self.measure is None:
+            return False
+        value = held_out_value(metrics, self.measure)
+        better = value < self.value if self.measure == "loss" else value > self.value
+        if better or (self.step is None and math.isfinite(value)):
+            self.step, self.value = step, value
+            return True
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"measure": self.measure, "step": self.step, "value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; one of another measure does not count."""
+        if state.get("measure") == self.measure and self.measure is not None:
+            self.step, self.value = state["step"], state["value"]
+
+
+def held_out_value(metrics: Mapping[str, float], measure: Measured) -> float:
+    """The held-out loss, or the accuracy as a mean over data sources; of a reward without ``acc``, the mean reward.
+
+    Raises:
+        InvalidConfig: the metrics have none.
+
+    >>> held_out_value({"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 1.0, "val/loss": 2.0}, "accuracy")
+    0.75
+    """
+    if measure == "loss":
+        found = [metrics["val/loss"]] if "val/loss" in metrics else []
+    else:
+        by_name = [
+            [value for name, value in metrics.items() if re.fullmatch(rf"val-core/.*/{kind}/mean@\d+", name)]
+            for kind in ("acc", "reward")
+        ]
+        found = by_name[0] or by_name[1]
+    if not found:
+        raise InvalidConfig(f"keep_best={measure}, but the evaluation gives no held-out {measure}")
+    return math.fsum(found) / len(found)
+
+
+def held_out_evaluation(held_out: EvaluationLoader, sampling: SamplingParams, output_dir: Path) -> Evaluate:
+    """`evaluate_samples` for `recipes.run.train`; counts the rows that could not be used as ``data/skipped_eval_rows``."""
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
-        metrics, _ = evaluate_answers(roles, held_out, max_tokens, output_dir, step)
+        metrics, _ = evaluate_samples(roles, held_out, sampling, output_dir, step)
         return metrics | {"data/skipped_eval_rows": len(held_out.skipped)}
 
     return evaluate
+
+
+def greedy_evaluation(held_out: EvaluationLoader, max_tokens: int, output_dir: Path) -> Evaluate:
+    """`held_out_evaluation` with the greedy answer to each problem."""
+    return held_out_evaluation(held_out, SamplingParams(temperature=0, max_tokens=max_tokens), output_dir)

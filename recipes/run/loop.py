@@ -17,15 +17,23 @@ from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.packing import MAX_TOKENS
 from recipes.report.metrics_file import MetricsLog
 from recipes.run.dynamic_sampling import More
-from recipes.run.evaluation import Evaluate
+from recipes.run.evaluation import BestStep, Evaluate, Measured
 from recipes.run.metrics import rollout_metrics, speed_metrics, timed
 from recipes.run.progress import Progress
 from rollout.prompts import PromptBuilder
 from workers import Roles
-from workers.training.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
+from workers.training.checkpoint import (
+    latest_checkpoint,
+    prune_checkpoints,
+    random_states,
+    set_random_states,
+    write_json,
+    writing_checkpoint,
+)
 from workers.training.checkpoint_files import missing_parts
 
 STATE_FILE = "trainer.pt"
+BEST_FILE = "best.json"
 
 Measure = Callable[[DataProto, Mapping[str, float], int], dict[str, float]]
 """The rows that a step returned, its metrics, and the number of devices of the run -> further metrics."""
@@ -79,10 +87,13 @@ class RunConfig:
     """The length of a run, and what it writes and when."""
 
     steps: int = 100  # of rollout and update
+    epochs: int | None = None  # passes over the data, instead of --steps
     eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
+    eval_first: bool = True  # evaluate before the first step too
     save_every: int = 20  # steps between checkpoints; 0: after the last step only
     save_behind: bool = False  # write checkpoints while training goes on, from a copy in host memory
     keep_checkpoints: int = 2  # the newest ones
+    keep_best: Measured | None = None  # also the one with the best held-out accuracy or loss; best.json names its step
     resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
     overwrite: bool = False  # begin anew, deleting the run that output_dir holds
     seed: int = 0  # of data order and sampling; the tiny model's weights too
@@ -91,8 +102,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.keep_checkpoints < 1:
             raise InvalidConfig(f"steps={self.steps} and keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if self.epochs is not None and self.epochs < 1:
+            raise InvalidConfig(f"epochs={self.epochs}: must be at least 1")
         if self.eval_every < 0 or self.save_every < 0:
             raise InvalidConfig(f"eval_every={self.eval_every} and save_every={self.save_every} must be at least 0")
+        if self.keep_best and not self.eval_every:
+            raise InvalidConfig(f"keep_best={self.keep_best} compares evaluations: give --eval-every")
         if self.resume and self.overwrite:
             raise InvalidConfig("resume and overwrite contradict each other: choose one")
 
@@ -109,12 +124,14 @@ def train(
 ) -> None:
     """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
-    Each step writes one row of ``metrics.jsonl``, and row 0 holds the evaluation before the first step. With ``run.resume`` it
-    continues after the newest checkpoint, and each step equals that of an uninterrupted run. See `recipes.run` for an example.
+    Each step writes one row of ``metrics.jsonl``, and row 0 holds the evaluation before the first step, if there is one. With
+    ``run.resume`` it continues after the newest checkpoint, and each step equals that of an uninterrupted run. See
+    `recipes.run` for an example.
 
     Args:
         step: called as ``step(roles, prompts, more=more)``.
-        evaluate: called as ``evaluate(roles, number)``, before the first step, every ``run.eval_every`` steps and after the last.
+        evaluate: called as ``evaluate(roles, number)``, before the first step unless ``run.eval_first`` is off, every
+            ``run.eval_every`` steps and after the last.
         builder: its tokenizer and image processor are saved beside the exported weights, so that these are a whole model.
         progression: state that the algorithm carries from step to step; checkpoints hold it.
         measure: statistics of the rows that a step returns.
@@ -123,15 +140,16 @@ def train(
         MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
     """
     progression = progression or Stateless()
-    done = restore(run, roles, loader, progression) if run.resume else None
+    best = BestStep(run.keep_best)
+    done = restore(run, roles, loader, progression, best) if run.resume else None
     keep = done if done is not None or not run.resume else -1
     with (
         MetricsLog(run.output_dir, resume_after=keep) as log,
         Progress(run.steps, done or 0) as progress,
-        contextlib.closing(Checkpoints(run, roles, builder)) as checkpoints,
+        contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints,
     ):
         more = partial(further_batch, loader, progress)
-        if evaluate and done is None:
+        if evaluate and done is None and run.eval_first:
             progress.note("evaluating before the first step")
             log.write(0, evaluate(roles, 0))
         for number in range((done or 0) + 1, run.steps + 1):
@@ -142,11 +160,14 @@ def train(
                 data, found = step(roles, prompts, more=more)
             metrics |= found | {"data/skipped_rows": len(loader.skipped)}
             metrics |= measure(data, metrics, roles.devices)
+            is_best = False
             if evaluate and is_due(number, run.eval_every, run.steps):
-                metrics |= evaluate(roles, number)
+                held_out = evaluate(roles, number)
+                metrics |= held_out
+                is_best = best.improved(number, held_out)
             log.write(number, metrics)
             progress.update(number, metrics)
-            if is_due(number, run.save_every, run.steps):
+            if is_best or is_due(number, run.save_every, run.steps):
                 checkpoints.save(number, loader, progression)
 
 
@@ -218,9 +239,13 @@ def is_due(step: int, every: int, last: int) -> bool:
 class Checkpoints:
     """Writes the checkpoints of a run, whole or not at all; with ``run.save_behind`` while training goes on."""
 
-    def __init__(self, run: RunConfig, roles: Roles, builder: PromptBuilder | None = None) -> None:
-        """``builder``: its tokenizer and image processor are saved beside the actor's exported weights."""
-        self.run, self.roles, self.builder = run, roles, builder
+    def __init__(
+        self, run: RunConfig, roles: Roles, builder: PromptBuilder | None = None, best: BestStep | None = None
+    ) -> None:
+        """``builder``: its tokenizer and image processor are saved beside the actor's exported weights. ``best``: the step whose
+        checkpoint is kept beside the newest ones.
+        """
+        self.run, self.roles, self.builder, self.best = run, roles, builder, best or BestStep()
         self.root = run.output_dir.absolute()  # workers may have another working directory
         self.models = {"actor": roles.actor} | ({"critic": roles.critic} if roles.has("critic") else {})
         self._open = contextlib.ExitStack()  # the checkpoint that is still being written
@@ -238,9 +263,11 @@ class Checkpoints:
             "loader": loader.state_dict(),
             "progression": progression.state_dict(),
             "random": random_states(),
+            "best": self.best.state_dict(),
         }
         with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(writing_checkpoint(self.root, step, self.run.keep_checkpoints))
+            stack.push(partial(self._complete, self.best.state_dict()))
+            directory = stack.enter_context(writing_checkpoint(self.root, step))
             stack.push(partial(self._check_written, directory))
             for name, group in self.models.items():
                 group.save(directory / name, behind=self.run.save_behind)
@@ -257,6 +284,15 @@ class Checkpoints:
         with self._open.pop_all():
             if writing:
                 self.roles.finish_saves()
+
+    def _complete(self, best: Mapping[str, Any], kind: type[BaseException] | None, *_: object) -> None:
+        """Names the best step and deletes old checkpoints, now that the new one is complete."""
+        if kind is None:
+            if best["step"] is not None:
+                draft = self.root / f".{BEST_FILE}"
+                write_json(draft, best)
+                draft.replace(self.root / BEST_FILE)
+            prune_checkpoints(self.root, self.run.keep_checkpoints, best["step"])
 
     def _check_written(self, directory: Path, kind: type[BaseException] | None, *_: object) -> None:
         for name in self.models if kind is None else ():
@@ -278,8 +314,10 @@ class Checkpoints:
             print(f"the last checkpoint was not finished: {error}", file=sys.stderr)
 
 
-def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful) -> int | None:
-    """Restores models, data position and random states from the newest checkpoint.
+def restore(
+    run: RunConfig, roles: Roles, loader: Loader, progression: Stateful, best: BestStep | None = None
+) -> int | None:
+    """Restores models, data position, random states and the best step from the newest checkpoint.
 
     Returns:
         The step of the checkpoint, or ``None`` if there is none.
@@ -300,5 +338,7 @@ def restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful)
     roles.sync_weights()
     loader.load_state_dict(state["loader"])
     progression.load_state_dict(state["progression"])
+    if best is not None:
+        best.load_state_dict(state.get("best", {}))
     set_random_states(state["random"])
     return step

@@ -5,7 +5,7 @@ Dimension letters: B rows, P prompt tokens, R response tokens.
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -123,34 +123,100 @@ def merge_updates(*updates: Mapping[str, float]) -> dict[str, float]:
 
 
 def validation_metrics(
-    data_source: Sequence[str], uid: Sequence[Any], values: Mapping[str, Sequence[float | None]]
+    data_source: Sequence[str],
+    uid: Sequence[Any],
+    values: Mapping[str, Sequence[float | None]],
+    answers: Sequence[str | None] | None = None,
 ) -> dict[str, float]:
-    """Means by data source: over the N samples of a prompt, then over prompts.
+    """Statistics of the N samples of each prompt, as means over the prompts of a data source.
 
     Args:
         data_source: B names.
         uid: B hashables, equal for the samples of one prompt.
         values: B numbers for each name; ``None`` where a row has none.
+        answers: what each sample answers, for majority votes; ``None`` where it answers nothing.
 
     Returns:
         ``val-core/<source>/{acc,reward}/mean@N``, and ``val-aux/...`` for other names. (verl keeps ``reward`` out of
-        ``val-core`` where ``acc`` exists.)
+        ``val-core`` where ``acc`` exists.) With N above 1 also ``best@k/mean`` (see `best_at_k`; verl estimates the same by
+        drawing with replacement) for k = 2, 4, 8, ... and N; where all values of ``acc`` are 0 or 1, ``acc/pass@k``, which
+        is the same number; with ``answers`` ``acc/maj@N/mean``, the accuracy of the most frequent answer. As in verl, those of
+        k below N are in ``val-aux``.
 
-    >>> validation_metrics(["geo", "geo", "geo"], ["a", "a", "b"], {"acc": [1.0, 0.0, None], "format": [1, 1, None]})
-    {'val-core/geo/acc/mean@2': 0.5, 'val-aux/geo/format/mean@2': 1.0}
+    >>> validation_metrics(["geo", "geo", "geo"], ["a", "a", "b"], {"acc": [1.0, 0.0, None], "format": [0.5, 0.5, None]})
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'val-core/geo/acc/mean@2': 0.5, 'val-core/geo/acc/best@2/mean': 1.0, 'val-core/geo/acc/pass@2': 1.0,
+     'val-aux/geo/format/mean@2': 0.5, 'val-aux/geo/format/best@2/mean': 0.5}
     """
     metrics: dict[str, float] = {}
     for name, column in values.items():
-        prompts: dict[tuple[str, Any], list[float]] = defaultdict(list)
-        for source, key, value in zip(data_source, uid, column, strict=True):
+        prompts: dict[tuple[str, Any], list[tuple[float, str | None]]] = defaultdict(list)
+        for source, key, value, answer in zip(data_source, uid, column, answers or [None] * len(uid), strict=True):
             if value is not None:
-                prompts[source, key].append(float(value))
-        means = defaultdict(list)
-        section = "val-core" if name in CORE_METRICS else "val-aux"
+                prompts[source, key].append((float(value), answer))
+        binary = name == "acc" and all(value in (0.0, 1.0) for samples in prompts.values() for value, _ in samples)
+        found = defaultdict(list)
         for (source, _), samples in prompts.items():
-            means[f"{section}/{source}/{name}/mean@{len(samples)}"].append(math.fsum(samples) / len(samples))
-        metrics |= {metric: math.fsum(each) / len(each) for metric, each in means.items()}
+            numbers = [value for value, _ in samples]
+            for statistic, value in _sample_statistics(numbers, binary).items():
+                found[source, statistic, len(samples)].append(value)
+            if name == "acc" and len(samples) > 1 and answers is not None:
+                vote = majority_value([answer for _, answer in samples], numbers)
+                found[source, f"maj@{len(samples)}/mean", len(samples)].append(vote)
+        for (source, statistic, count), each in found.items():
+            of_all = statistic.removesuffix("/mean").endswith(f"@{count}")
+            section = "val-core" if name in CORE_METRICS and of_all else "val-aux"
+            metrics[f"{section}/{source}/{name}/{statistic}"] = math.fsum(each) / len(each)
     return metrics
+
+
+def _sample_statistics(values: Sequence[float], binary: bool) -> dict[str, float]:
+    """The statistics of one prompt's N samples, by the last part of their names."""
+    count = len(values)
+    found = {f"mean@{count}": math.fsum(values) / count}
+    for k in [*(2**power for power in range(1, count.bit_length()) if 2**power < count), count]:
+        if k > 1:
+            found[f"best@{k}/mean"] = best_at_k(values, k)
+        if k > 1 and binary:
+            found[f"pass@{k}"] = pass_at_k(count, round(math.fsum(values)), k)
+    return found
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that at least one of ``k`` samples is right, of which ``correct`` of ``samples`` are.
+
+    The unbiased estimator of "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374, equation 1):
+    ``1 - C(n - c, k) / C(n, k)``, for ``1 <= k <= n``.
+
+    >>> pass_at_k(samples=4, correct=1, k=2)
+    0.5
+    """
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def best_at_k(values: Sequence[float], k: int) -> float:
+    """The mean of the largest of ``k`` values, over all choices of ``k`` of them; for values 0 and 1 this is `pass_at_k`.
+
+    With values in ascending order ``x_1, ..., x_n``: the sum over ``i`` of ``x_i C(i - 1, k - 1) / C(n, k)``.
+
+    >>> best_at_k([0.0, 0.0, 1.0, 0.5], k=2)  # 1 in three of the six pairs, 0.5 in two, 0 in one
+    0.6666666666666666
+    """
+    choices = math.comb(len(values), k)
+    return math.fsum(value * (math.comb(rank, k - 1) / choices) for rank, value in enumerate(sorted(values)))
+
+
+def majority_value(answers: Sequence[str | None], values: Sequence[float]) -> float:
+    """The value of the most frequent answer, of equally frequent ones the first; 0 if nobody answers.
+
+    >>> majority_value(["7", None, "8", "8"], [1.0, 0.0, 0.0, 0.0])
+    0.0
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    winner = votes.most_common(1)[0][0]
+    return values[answers.index(winner)]
 
 
 def _lengths(data: DataProto) -> tuple[Tensor, Tensor]:

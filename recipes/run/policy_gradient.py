@@ -22,11 +22,11 @@ from recipes.data.problem_rows import INSTRUCTION, load_rows
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
 from recipes.run.command_line import check_placement, names_a_model, names_an_algorithm, parse_config
-from recipes.run.evaluation import greedy_evaluation
+from recipes.run.evaluation import held_out_evaluation
 from recipes.run.loop import Loader, Measure, RunConfig, attempts, measure_rollouts, train
 from recipes.run.one_step_off import generate_ahead
 from recipes.run.phases import Progression
-from recipes.run.run_directory import over_the_run, recorded_run, with_schedules
+from recipes.run.run_directory import over_epochs, over_the_run, recorded_run, with_schedules
 from recipes.synthetic import LEVELS
 from recipes.tiny import tiny_checkpoint
 from rollout.engine import SamplingParams
@@ -55,6 +55,7 @@ class DataConfig:
     level: int = 1  # of the drawn problems
     batch_size: int = 512  # prompts of a step
     eval_rows: int = 256  # held-out problems: the first ones of their split
+    eval_samples: int = 1  # answers to each: 1 greedy one, or several sampled as in training, for pass@k
     max_prompt_length: int = 2048  # tokens, image tokens included; longer prompts are left out
     max_response_length: int = 2048  # tokens
     min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
@@ -68,8 +69,10 @@ class DataConfig:
         if self.eval_data_path and not self.data_path:
             raise InvalidConfig("eval_data_path without data_path: drawn problems have their own held-out problems")
         if self.keys.given() and not self.data_path:
-            raise InvalidConfig(f"{next(iter(self.keys.given()))} without data_path: drawn problems have their own columns")
-        for name in ("batch_size", "eval_rows", "max_prompt_length", "max_response_length"):
+            raise InvalidConfig(
+                f"{next(iter(self.keys.given()))} without data_path: drawn problems have their own columns"
+            )
+        for name in ("batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
         if self.level not in LEVELS:
@@ -116,6 +119,8 @@ class PolicyGradientConfig:
                 f"algorithm.advantage={self.algorithm.settings.advantage} needs greedy responses, but with one_step_off the "
                 "engines generate the next batch: choose one of them"
             )
+        if self.run.epochs is not None and not self.data.data_path:
+            raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
@@ -137,6 +142,12 @@ class PolicyGradientConfig:
     def sampling(self) -> SamplingParams:
         """How responses are sampled for training."""
         return self.algorithm.sampling(self.data.max_response_length, self.run.seed)
+
+    def eval_sampling(self) -> SamplingParams:
+        """How held-out problems are answered: greedily, or ``data.eval_samples`` times, the same streams in each evaluation."""
+        if self.data.eval_samples == 1:
+            return SamplingParams(temperature=0, max_tokens=self.data.max_response_length)
+        return replace(self.sampling(), n=self.data.eval_samples)
 
 
 Config = TypeVar("Config", bound=PolicyGradientConfig)
@@ -183,14 +194,15 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     Raises:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
-    config = with_schedules(config.run, config, **config.updates)
     reward = load_reward(config.reward or "geo3k")
     model_path = str(tiny_checkpoint(config.run.seed)) if config.model_path is None else config.model_path
     checkpoint_family(model_path)  # refuses an unknown model before anything is written
     data = config.data
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     loader, held_out = load_data(config, builder)
-    evaluate = greedy_evaluation(held_out, data.max_response_length, config.run.output_dir)
+    config = replace(config, run=over_epochs(config.run, loader))
+    config = with_schedules(config.run, config, **config.updates)
+    evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
     with recorded_run(config.run, replace(config, algorithm=spelled_out(config.algorithm))) as directory:
         for attempt in attempts(config.run, loader, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
@@ -247,7 +259,8 @@ def load_data(config: PolicyGradientConfig, builder: PromptBuilder) -> tuple[Pro
         on_bad_row=data.on_bad_row,
         num_workers=data.num_workers,
     )
-    return loader, EvaluationLoader(test_rows, builder, data.batch_size * config.algorithm.n, data.on_bad_row)
+    at_a_time = max(data.batch_size * config.algorithm.n // data.eval_samples, 1)
+    return loader, EvaluationLoader(test_rows, builder, at_a_time, data.on_bad_row)
 
 
 def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:

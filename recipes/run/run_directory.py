@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from recipes.data.loader import PromptLoader
 from recipes.report.metrics_file import METRICS_FILE
 from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
 from recipes.run.loop import RunConfig
@@ -23,10 +24,13 @@ FREE = (
     "run.overwrite",
     "run.output_dir",
     "run.steps",
+    "run.epochs",
     "run.save_every",
     "run.save_behind",
     "run.eval_every",
+    "run.eval_first",
     "run.keep_checkpoints",
+    "run.keep_best",
     "data.num_workers",
 )
 FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
@@ -44,6 +48,15 @@ def over_the_run(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
     if optimizer.total_steps is not None:
         return optimizer
     return replace(optimizer, total_steps=updates, warmup_steps=min(optimizer.warmup_steps, updates - 1))
+
+
+def over_epochs(run: RunConfig, loader: PromptLoader) -> RunConfig:
+    """Sets ``run.steps`` to the length of ``run.epochs``, if they are given.
+
+    Raises:
+        InvalidConfig: the loader's rows have no length.
+    """
+    return run if run.epochs is None else replace(run, steps=loader.steps(run.epochs))
 
 
 def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:

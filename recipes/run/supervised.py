@@ -1,8 +1,9 @@
 """Supervised training: the options that its recipes share, one step, the held-out loss, and the run around them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import tyro
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.data.loader import OnBadRow
+from recipes.data.loader import OnBadRow, PromptLoader
 from recipes.report.page import REPORT_FILE
 from recipes.run.command_line import check_placement
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
-from recipes.run.loop import Loader, RunConfig, attempts, train
+from recipes.run.loop import RunConfig, attempts, train
 from recipes.run.metrics import speed_metrics, timed
-from recipes.run.run_directory import open_run_directory, over_the_run, reported, with_schedules
+from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
@@ -80,7 +81,7 @@ class SupervisedTask:
     """The data of a supervised recipe, and its evaluation."""
 
     builder: PromptBuilder
-    loader: Loader
+    loader: PromptLoader
     evaluate: Evaluate
     longest: int  # tokens of a question and its answer
 
@@ -96,10 +97,15 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     """
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
+    task = None
+    if config.run.epochs is not None:  # the number of steps, which the run records, depends on the data
+        with TemporaryDirectory() as folder:
+            task = make_task(config.model_path or str(tiny_model(Path(folder), config.run.seed)))
+        config = replace(config, run=over_epochs(config.run, task.loader))
     config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config)
     model_path = config.model_path or str(tiny_model(directory, config.run.seed))
-    task = make_task(model_path)
+    task = task or make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
     with reported(directory):
         for attempt in attempts(config.run, task.loader, config.max_restarts):

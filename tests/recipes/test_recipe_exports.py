@@ -6,8 +6,8 @@ import pytest
 
 EXPORTS = {
     "recipes.run": """PolicyGradientConfig Progression RunConfig StepFunction SupervisedConfig SupervisedTask attempts
-        evaluate_answers greedy_evaluation launch_supervised measure_rollouts next_token_loss recorded_run run
-        run_supervised train""",
+        evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
+        next_token_loss recorded_run run run_supervised train""",
     "recipes.report": "MetricsLog read_metrics write_report",
     "recipes.serve": "ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",

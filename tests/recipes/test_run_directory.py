@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import CheckpointError, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, sft
+from recipes.data import Mixture, PromptLoader
 from recipes.report.page import CONFIG_FILE
 from recipes.run.loop import RunConfig
-from recipes.run.run_directory import open_run_directory, with_schedules
+from recipes.run.run_directory import open_run_directory, over_epochs, with_schedules
 from recipes.sft import SFTConfig
 from workers.ranks.layout import Layout
 from workers.training.optimizer import OptimizerConfig, learning_rate_factor
@@ -128,3 +129,33 @@ def test_checkpoints_without_the_settings_they_were_made_with_are_not_gone_on_fr
         with pytest.raises(CheckpointError, match=f"holds checkpoints, but no {CONFIG_FILE}"):
             opened(given)
         (tmp_path / CONFIG_FILE).write_text(json.dumps({"run": {"steps": 10}}))
+
+
+class Thirteen(list):
+    """Rows that no test reads."""
+
+    def __init__(self) -> None:
+        super().__init__(range(13))
+
+
+def test_epochs_are_as_many_steps_as_draw_every_row_so_often():
+    loader = PromptLoader(Thirteen(), builder=None, batch_size=4)
+    assert [loader.steps(epochs) for epochs in (1, 2, 4)] == [4, 7, 13]  # 13/4, 26/4, 52/4, rounded up
+    assert over_epochs(RunConfig(steps=9, epochs=2), loader).steps == 7
+    assert over_epochs(RunConfig(steps=9), loader).steps == 9
+    mixture = PromptLoader(Mixture([Thirteen(), Thirteen()], [1, 3]), builder=None, batch_size=4)
+    with pytest.raises(InvalidConfig, match="has no length: give --steps"):
+        over_epochs(RunConfig(epochs=2), mixture)
+
+
+def test_the_command_line_gives_epochs_or_steps():
+    data = ["--model-path", "a", "--data-path", "b"]
+    assert [recipe.parse([*data, "--epochs", "3"]).run.epochs for recipe in (geo3k_grpo, geo3k_ppo, sft)] == [3, 3, 3]
+    assert not geo3k_grpo.parse([*data, "--no-eval-first"]).run.eval_first
+    with pytest.raises(InvalidConfig, match="--steps and --epochs both"):
+        geo3k_grpo.parse([*data, "--epochs=3", "--steps", "10"])
+    with pytest.raises(InvalidConfig, match="epochs=0"):
+        geo3k_grpo.parse([*data, "--epochs", "0"])
+    for recipe in (geo3k_grpo, sft):
+        with pytest.raises(InvalidConfig, match="epochs without data_path"):
+            recipe.parse(["--epochs", "3"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import MissingColumn
+from dataproto.errors import InvalidConfig, MissingColumn
 from helpers.checkpoints import write_checkpoint
 from recipes.grpo import parse, policy_loss
 from recipes.run import RunConfig, recorded_run, run, train
@@ -92,6 +92,14 @@ def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["run"]["steps"] == 3
 
 
+def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path):
+    run = RunConfig(steps=2, eval_first=False, output_dir=tmp_path)
+    with recorded_run(run), start() as roles:
+        train(run, roles, Batches(), two_draws, lambda roles, step: {"evaluated": roles.actor.learned}, measure=rows)
+    assert [(row["step"], row.get("evaluated")) for row in rows_of(tmp_path)] == [(1, None), (2, 2)]
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     for steps, resume in ((2, False), (4, True)):
         run = RunConfig(steps=steps, resume=resume, save_every=1, output_dir=tmp_path)
@@ -100,6 +108,62 @@ def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
             assert roles.actor.learned == steps
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
     assert [row["first"] for row in rows_of(tmp_path)] == [0, 2, 4, 6]
+
+
+def scoring(scores, measure="val-core/a/acc/mean@1"):
+    return lambda roles, step: {measure: scores[step]}
+
+
+def best_of(directory):
+    found = json.loads((directory / "best.json").read_text())
+    return found["step"], found["value"]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, behind):
+    accuracy = [
+        0.9,
+        0.2,
+        0.7,
+        0.7,
+        0.4,
+        0.3,
+    ]  # before the first step there is no checkpoint; of equal ones the first is best
+    run = RunConfig(
+        steps=5,
+        eval_every=1,
+        save_every=3,
+        keep_checkpoints=1,
+        keep_best="accuracy",
+        save_behind=behind,
+        output_dir=tmp_path,
+    )
+    with recorded_run(run), start() as roles:
+        train(run, roles, Batches(), two_draws, scoring(accuracy), measure=rows)
+    assert checkpoint_steps(tmp_path) == [2, 5]
+    assert best_of(tmp_path) == (2, 0.7)
+    assert (tmp_path / "global_step_2" / "actor" / "learned").read_text() == "2"
+
+
+def test_a_resumed_run_knows_the_best_step(tmp_path):
+    options = {"eval_every": 1, "save_every": 2, "keep_checkpoints": 1, "keep_best": "loss", "output_dir": tmp_path}
+    loss = [9.0, 3.0, 1.0, 2.0, 2.0, 1.5, 0.5]
+    for steps, kept in ((4, [2, 4]), (5, [2, 5]), (6, [6])):
+        run = RunConfig(steps=steps, resume=steps > 4, **options)
+        if steps == 5:  # what a killed run may not have written
+            (tmp_path / "best.json").unlink()
+        with recorded_run(run), start() as roles:
+            train(run, roles, Batches(), two_draws, scoring(loss, "val/loss"), measure=rows)
+        assert checkpoint_steps(tmp_path) == kept
+        assert best_of(tmp_path) == (kept[0], loss[kept[0]])
+
+
+def test_a_measure_that_nothing_gives_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="give --eval-every"):
+        RunConfig(keep_best="loss")
+    run = RunConfig(steps=2, eval_every=1, keep_best="loss", output_dir=tmp_path)
+    with pytest.raises(InvalidConfig, match="no held-out loss"), start() as roles:
+        train(run, roles, Batches(), two_draws, scoring([0.5] * 3), measure=rows)
 
 
 def test_the_report_is_written_after_an_error_too(tmp_path):
@@ -137,12 +201,14 @@ def best_of_prompt(roles, prompts, config, sampling, progression, more):
 
 def test_an_algorithm_of_a_user_runs_with_the_options_of_grpo(tmp_path):
     given = (
-        "--steps 2 --batch-size 2 --algorithm.n 3 --eval-rows 2 --max-prompt-length 500 --max-response-length 4"
+        "--steps 2 --batch-size 2 --algorithm.n 3 --eval-rows 2 --eval-samples 3 --max-prompt-length 500 --max-response-length 4"
         f" --model-path {write_checkpoint('qwen2_5_vl', tmp_path / 'model')} --output-dir {tmp_path / 'run'}"
     )
     assert run(parse(given.split()), best_of_prompt) == tmp_path / "run" / "report.html"
     written = rows_of(tmp_path / "run")
     assert [row.get("mine/samples") for row in written] == [None, 6, 6]
     assert all("critic/score/mean" in row and row["actor/grad_norm"] > 0 for row in written[1:])
-    assert any(name.startswith("val-core/") for name in written[-1])
+    assert {"mean@3", "best@3/mean", "pass@3"} == {
+        name.split("/acc/")[1] for name in written[-1] if name.startswith("val-core/") and "/acc/" in name
+    }
     assert checkpoint_steps(tmp_path / "run") == [2]

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import time
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,15 @@ from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.report.metrics_file import MetricsLog, read_metrics, truncate_after
 from recipes.run.loop import measure_rollouts
-from recipes.run.metrics import rollout_metrics, speed_metrics, timed, validation_metrics
+from recipes.run.metrics import (
+    best_at_k,
+    majority_value,
+    pass_at_k,
+    rollout_metrics,
+    speed_metrics,
+    timed,
+    validation_metrics,
+)
 
 
 def batch():
@@ -120,8 +129,54 @@ def test_validation_metrics_by_hand():
             "val-core/b/reward/mean@2": 0.75,
             "val-aux/a/format/mean@1": 1.0,
             "val-aux/b/format/mean@2": 0.5,
+            "val-core/b/acc/best@2/mean": 1.0,
+            "val-core/b/acc/pass@2": 1.0,
+            "val-core/b/reward/best@2/mean": 0.95,
+            "val-aux/b/format/best@2/mean": 0.5,
         }
     )
+
+
+def test_pass_at_k_by_hand():
+    # 5 samples, 2 right: of the 10 pairs 3 have none of them, of the 10 triples 1, of the 5 quadruples none.
+    assert [pass_at_k(5, 2, k) for k in (1, 2, 3, 4)] == pytest.approx([0.4, 0.7, 0.9, 1.0])
+    assert [pass_at_k(4, correct, 2) for correct in (0, 1, 4)] == [0, 0.5, 1]
+    assert pass_at_k(200, 1, 100) == pytest.approx(0.5)  # large binomials stay exact
+
+
+def test_best_at_k_is_the_mean_over_all_choices():
+    values = [0.9, 0.1, 0.1, 0.5, 0.7]
+    for k in (1, 2, 3, 5):
+        chosen = [max(each) for each in combinations(values, k)]
+        assert best_at_k(values, k) == pytest.approx(sum(chosen) / len(chosen))
+    for right in range(6):
+        assert best_at_k([1.0] * right + [0.0] * (5 - right), 3) == pytest.approx(pass_at_k(5, right, 3))
+
+
+def test_several_samples_have_statistics_for_each_k():
+    # Prompt 1: one of five is right; prompt 2: four. Pass@2: 4/10 and 1; pass@4: 4/5 and 1.
+    acc = [0, 0, 1, 0, 0, 1, 1, 1, 1, 0]
+    answers = ["7", "7", "9", None, None, "4", "4", "4", "4", "5"]
+    metrics = validation_metrics(["a"] * 10, [1] * 5 + [2] * 5, {"acc": acc}, answers)
+    assert metrics == pytest.approx(
+        {
+            "val-core/a/acc/mean@5": 0.5,
+            "val-aux/a/acc/pass@2": 0.7,
+            "val-aux/a/acc/best@2/mean": 0.7,
+            "val-aux/a/acc/pass@4": 0.9,
+            "val-aux/a/acc/best@4/mean": 0.9,
+            "val-core/a/acc/pass@5": 1.0,
+            "val-core/a/acc/best@5/mean": 1.0,
+            "val-core/a/acc/maj@5/mean": 0.5,  # "7" is wrong, "4" right
+        }
+    )
+    partial = validation_metrics(["a"] * 2, [1, 1], {"acc": [0.5, 0.25]})
+    assert partial == {"val-core/a/acc/mean@2": 0.375, "val-core/a/acc/best@2/mean": 0.5}  # no pass@k of shares
+
+
+def test_a_majority_needs_an_answer():
+    assert majority_value([None, None], [1.0, 1.0]) == 0
+    assert majority_value(["1", "2"], [0.25, 1.0]) == 0.25  # of equally frequent answers the first
 
 
 def test_timed_adds_up_and_counts_failures(monkeypatch):

@@ -53,7 +53,13 @@ def writing_checkpoint(root: Path, step: int, keep: int | None = None) -> Iterat
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
     if keep is not None:
-        for old in sorted(checkpoint_steps(root))[:-keep]:
+        prune_checkpoints(root, keep)
+
+
+def prune_checkpoints(root: Path, keep: int, spared: int | None = None) -> None:
+    """Deletes all checkpoints under ``root`` but the ``keep`` newest ones and that of the step ``spared``."""
+    for old in checkpoint_steps(root)[:-keep]:
+        if old != spared:
             shutil.rmtree(root / f"global_step_{old}", ignore_errors=True)
 
 
