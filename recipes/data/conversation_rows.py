@@ -25,7 +25,7 @@ import numpy as np
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.problem_rows import KNOWN, row_media
-from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables
+from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
 from rollout.prompts.images import load_image
 
@@ -44,7 +44,7 @@ def conversation_rows(
     """
     tables, name = open_tables(source, split)
     keys.check([table for table, _ in tables], name)
-    rows = TableRows(tables, partial(read_conversation_row, data_source=name, keys=keys))
+    rows = TableRows(tables, partial(read_conversation_row, data_source=name, keys=keys), table_files(source, split))
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows

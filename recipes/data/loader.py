@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
+from recipes.data.prompt_lengths import prompt_lengths
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 
 OnBadRow = Literal["stop", "skip"]
@@ -211,19 +212,16 @@ class EvaluationLoader:
 def drop_overlong(rows: Any, builder: PromptBuilder) -> "tuple[Subset[Any], list[int]]":
     """The rows whose prompts fit into ``builder.max_prompt_length`` tokens, and the places of the others.
 
-    Image tokens are counted from the headers of the images, without decoding pixels. Rows whose length cannot be determined
-    are kept, so that the loader handles them.
+    Image tokens are counted from the headers of the images, without decoding pixels, and only once for rows from files (see
+    `prompt_lengths`). Rows whose length cannot be determined are kept, so that the loader handles them.
 
     Raises:
         InvalidConfig: no prompt fits.
     """
     kept: list[int] = []
     dropped: list[int] = []
-    for place in range(len(rows)):
-        try:
-            fits = builder.prompt_length(rows[place]) <= builder.max_prompt_length
-        except DataProtoError:
-            fits = True
+    for place, length in enumerate(prompt_lengths(rows, builder)):
+        fits = length is None or length <= builder.max_prompt_length
         (kept if fits else dropped).append(place)
     if not kept:
         raise InvalidConfig(f"all {len(rows)} prompts are longer than max_prompt_length={builder.max_prompt_length}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import ColumnKeys
-from recipes.data.tables import Table, TableRows, open_tables
+from recipes.data.tables import Table, TableRows, open_tables, table_files
 from rollout.prompts.images import media_list
 
 INSTRUCTION = (
@@ -46,11 +46,12 @@ class Geo3KDataset(TableRows):
         data_source: str,
         instruction: str = INSTRUCTION,
         keys: ColumnKeys = KNOWN,
+        files: Sequence[Path] = (),
     ) -> None:
         """``tables`` are `datasets.Dataset` objects, each with the folder at which its relative paths start."""
         self.split, self.data_source, self.instruction = split, data_source, instruction
         read = partial(read_row, split=split, data_source=data_source, instruction=instruction, keys=keys)
-        super().__init__(tables, read)
+        super().__init__(tables, read, files)
 
 
 def load_rows(
@@ -74,7 +75,7 @@ def load_rows(
     """
     tables, name = open_tables(source, split)
     keys.check([table for table, _ in tables], name)
-    rows = Geo3KDataset(tables, split, data_source or name, instruction, keys)
+    rows = Geo3KDataset(tables, split, data_source or name, instruction, keys, table_files(source, split))
     if not len(rows):
         raise InvalidConfig(f"data set {name!r} has no rows")
     return rows

@@ -33,7 +33,9 @@ class TableRows(Sequence[dict[str, Any]]):
     {'b': 21, 'media_root': None}
     """
 
-    def __init__(self, tables: Sequence[Table], read: ReadRow) -> None:
+    def __init__(self, tables: Sequence[Table], read: ReadRow, files: Sequence[Path] = ()) -> None:
+        """``files``: all that the tables were read from; empty if that is unknown."""
+        self.files = tuple(files)
         self.tables = [(_undecoded(table), root) for table, root in tables]
         self.ends = list(accumulate(len(table) for table, _ in tables))
         self.read = read
@@ -125,6 +127,14 @@ def open_tables(source: str | Path | Sequence[str | Path], split: str = "train")
         else:
             tables.append((_download(str(one), split), None))
     return tables, str(sources[0]) if tables[0][1] is None else Path(sources[0]).resolve().stem
+
+
+def table_files(source: str | Path | Sequence[str | Path], split: str = "train") -> list[Path]:
+    """The files that `open_tables` reads; empty if a data set comes from the hub."""
+    sources = [source] if isinstance(source, (str, Path)) else list(source)
+    if not all(Path(one).exists() for one in sources):
+        return []
+    return [file for one in sources for file in _files(Path(one), split)]
 
 
 def open_stream(source: str, split: str = "train") -> tuple[Any, Path | None]:

@@ -77,6 +77,20 @@ def image_size(source: Any, root: str | os.PathLike[str] | None = None) -> tuple
         return height, width
 
 
+def image_file(source: Any, root: str | os.PathLike[str] | None = None) -> Path | None:
+    """The file that `load_image` would read; `None` for an image that is not a file of its own.
+
+    >>> image_file({"bytes": None, "path": "a.png"}, "data"), image_file(b"...")
+    (PosixPath('data/a.png'), None)
+    """
+    try:
+        found = _unwrap(source)
+        file = _file_of(found, root) if isinstance(found, (str, os.PathLike)) else None
+    except InvalidMedia:
+        return None
+    return file if isinstance(file, Path) else None
+
+
 @contextmanager
 def _opened(source: Any, root: str | os.PathLike[str] | None) -> Iterator[Image.Image]:
     """The image with its size checked, before it is decoded. Closed afterwards unless the caller passed an open image."""
