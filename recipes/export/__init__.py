@@ -1,5 +1,7 @@
 """A checkpoint of a run as a model that others load: ``python -m recipes.export RUN/global_step_100 OUTPUT --dtype bfloat16``.
 
+With ``--push-to-hub ORG/NAME`` it is uploaded to the Hugging Face hub as well.
+
 Runs in any layout, and of adapters, save whole float32 weights; this makes them an ordinary Hugging Face directory in the dtype
 that they are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
 """
@@ -11,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from huggingface_hub import HfApi
 from transformers import AutoModelForImageTextToText
 
 from dataproto.errors import CheckpointError, InvalidConfig
@@ -25,14 +28,15 @@ class ModelExportConfig:
     checkpoint: Annotated[Path, tyro.conf.Positional]  # a run's global_step_N, or the actor directory in it
     output: Annotated[Path, tyro.conf.Positional]  # a directory that does not exist yet
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights
+    push_to_hub: str | None = None  # ORG/NAME of a model on the hub, private if it is new; log in with `hf auth login`
 
 
 def export_model(config: ModelExportConfig) -> Path:
-    """Writes model, tokenizer and image processor to ``config.output``, and returns it.
+    """Writes model, tokenizer and image processor to ``config.output``, uploads them if asked to, and returns the directory.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete.
-        InvalidConfig: the output exists already.
+        InvalidConfig: the output exists already; the hub refuses the name or the upload, or cannot be reached.
     """
     actor = config.checkpoint / "actor" if (config.checkpoint / "actor").is_dir() else config.checkpoint
     source = actor / "huggingface"
@@ -42,6 +46,8 @@ def export_model(config: ModelExportConfig) -> Path:
         )
     if config.output.exists():
         raise InvalidConfig(f"{config.output} exists already")
+    if config.push_to_hub:
+        create_on_hub(config.push_to_hub)  # before the work, so that a wrong name or a missing login costs none
     model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=getattr(torch, config.dtype))
     draft = config.output.with_name(f".{config.output.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
@@ -50,4 +56,29 @@ def export_model(config: ModelExportConfig) -> Path:
         if "safetensors" not in file.name and not (draft / file.name).exists():
             shutil.copy2(file, draft / file.name)
     draft.rename(config.output)
+    if config.push_to_hub:
+        upload(config.output, config.push_to_hub)
     return config.output
+
+
+def create_on_hub(name: str) -> None:
+    """Creates a private model on the hub unless it exists. Raises `InvalidConfig` with the hub's reason."""
+    try:
+        HfApi().create_repo(name, private=True, exist_ok=True)
+    except Exception as error:  # of the hub, and of the HTTP library that its version uses
+        raise InvalidConfig(f"push_to_hub={name}: {_reason(error)}") from error
+
+
+def upload(folder: Path, name: str) -> None:
+    """Uploads a folder to a model on the hub in one commit. Raises `InvalidConfig`, which says how to try again."""
+    try:
+        found = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
+    except Exception as error:  # of the hub, and of the HTTP library that its version uses
+        raise InvalidConfig(
+            f"{folder} is written, but its upload failed: {_reason(error)}; to try again: hf upload {name} {folder}"
+        ) from error
+    print(f"pushed: {found}")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -20,6 +20,7 @@ from rollout.prompts import SupervisedBuilder
 from workers.model.model_config import ModelConfig
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reward import RewardRow
+from workers.training.checkpoint import checkpoint_steps
 from workers.training.micro_batches import micro_batches
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -91,6 +92,23 @@ def test_a_run_leaves_metrics_report_and_a_checkpoint_to_start_from(finished_run
     exported = finished_run / "global_step_4" / "actor" / "huggingface"
     assert main(arguments(str(exported), data_path, tmp_path / "next", "--steps", "1")) == 0
     assert read_metrics(tmp_path / "next" / "metrics.jsonl")[0]["val/loss"] == rows[-1]["val/loss"]
+
+
+def test_epochs_the_best_checkpoint_and_the_first_evaluation_are_options(data_path, tmp_path):
+    """Of 24 rows 4 are held out; two passes over 20 rows in batches of 6 take 7 steps. The model is made on the spot."""
+    given = (
+        "--epochs 2 --batch-size 6 --eval-rows 4 --eval-every 3 --keep-best loss --keep-checkpoints 1 --no-eval-first"
+    )
+    own = ["--data-path", data_path, "--output-dir", str(tmp_path), "--max-response-length", "0", *given.split()]
+    assert main(own) == 0
+    losses = {row["step"]: row["val/loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "val/loss" in row}
+    assert sorted(losses) == [3, 6, 7]
+    best = min(losses, key=losses.get)
+    assert json.loads((tmp_path / "best.json").read_text()) == {"measure": "loss", "step": best, "value": losses[best]}
+    assert checkpoint_steps(tmp_path) == sorted({best, 7})
+    assert main([*own, "--resume"]) == 0  # there is nothing left to do
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["run"]["epochs"], config["run"]["steps"], config["optimizer"]["total_steps"]) == (2, 7, 7)
 
 
 def test_a_resumed_run_is_the_whole_run_to_the_bit(finished_run, checkpoints, data_path, tmp_path):
