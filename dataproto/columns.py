@@ -121,6 +121,14 @@ COLUMNS: dict[str, Column] = {
         Column("loss_weights", "float32", "B R", _CHUNKS, "cross entropy", "weight of each token in the loss"),
         Column("targets", "int64", "B R", _CHUNKS, "actor", "tokens to be scored, if some are not the next ones"),
         Column("old_log_probs", "float32", "B R", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
+        Column(
+            "actor_log_probs",
+            "float32",
+            "B R",
+            "recipes.run.phases",
+            "reports",
+            "log-probs before the update, NaN where not known",
+        ),
         Column("ref_log_prob", "float32", "B R", "ReferenceWorker.log_probs", "KL terms", "log-probs of the reference"),
         Column("values", "float32", "B R", "CriticWorker.values", "advantages", "value of each token"),
         Column(

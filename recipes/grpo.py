@@ -19,6 +19,7 @@ from recipes.run.loop import RunConfig
 from recipes.run.metrics import timed
 from recipes.run.phases import (
     Progression,
+    add_actor_log_probs,
     engine_differences,
     entropy_coefficient,
     generate_and_score,
@@ -99,6 +100,7 @@ def grpo_step(
                 learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
             )
         metrics |= updated.metrics | engine_differences(learned, config, updated.scores)
+        add_actor_log_probs(data, learned, config, updated.scores)
     roles.sync_weights()
     progression.steps += 1
     return data, metrics

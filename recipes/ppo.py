@@ -24,6 +24,7 @@ from recipes.run.loop import RunConfig
 from recipes.run.metrics import merge_updates, timed
 from recipes.run.phases import (
     Progression,
+    add_actor_log_probs,
     engine_differences,
     entropy_coefficient,
     generate_and_score,
@@ -120,6 +121,7 @@ def ppo_step(
                     learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
                 )
             metrics = merge_updates(metrics, updated.metrics) | engine_differences(learned, config, updated.scores)
+            add_actor_log_probs(data, learned, config, updated.scores)
     roles.sync_weights()
     return data, metrics
 

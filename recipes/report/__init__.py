@@ -1,6 +1,7 @@
-"""A run as a page for readers: its metrics file, sampled answers, charts, and the page that shows them."""
+"""A run as a page for readers: its metrics file, kept rollouts and answers, charts, and the page that shows them."""
 
+from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.metrics_file import MetricsLog, read_metrics
 from recipes.report.page import write_report
 
-__all__ = ["MetricsLog", "read_metrics", "write_report"]
+__all__ = ["KeptRollouts", "MetricsLog", "read_metrics", "write_report"]

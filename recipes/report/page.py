@@ -95,8 +95,7 @@ def write_report(run_dir: str | Path) -> Path:
     config = _read_json(run_dir / CONFIG_FILE)
     recorded = _read_json(run_dir / ENVIRONMENT_FILE)
     body = [
-        _tiles(rows),
-        _section("Curves", "", _charts(rows), "charts"),
+        curves(rows),
         _rollouts(shown),
         _confusion(latest_confusion(run_dir)),
         _table("Configuration", _flatten(config)),
@@ -112,6 +111,11 @@ def write_report(run_dir: str | Path) -> Path:
     path, temporary = run_dir / REPORT_FILE, run_dir / f"{REPORT_FILE}.tmp"
     temporary.write_text(page, encoding="utf-8", errors="replace")
     return temporary.replace(path)
+
+
+def curves(rows: Rows) -> str:
+    """A run's most important numbers, and its curves, as HTML for a page that has the report's `STYLE`."""
+    return "\n".join(filter(None, [_tiles(rows), _section("Curves", "", _charts(rows), "charts")]))
 
 
 def environment() -> dict[str, str]:

@@ -91,7 +91,7 @@ def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample
     lines = []
     for sample in rows:
         fields = {name: value for name, value in vars(sample).items() if name != "images"}
-        names = [_save_image(folder / "images", image) for image in sample.images]
+        names = [save_image(folder / "images", image) for image in sample.images]
         lines.append(json.dumps(fields | {"images": names}) + "\n")
     path = folder / f"step_{step}.jsonl"
     temporary = path.with_suffix(".tmp")
@@ -128,7 +128,7 @@ def _cell(data: "DataProto", name: str, row: int, default: Any) -> Any:
     return data[name][row] if name in data else default
 
 
-def _save_image(folder: Path, image: Image.Image) -> str:
+def save_image(folder: Path, image: Image.Image) -> str:
     small = image.convert("RGB")
     small.thumbnail((MAX_SIDE, MAX_SIDE))
     name = hashlib.sha256(repr(small.size).encode() + small.tobytes()).hexdigest()[:16] + ".png"

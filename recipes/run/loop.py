@@ -15,6 +15,7 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.packing import MAX_TOKENS
+from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.metrics_file import MetricsLog
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate, Measured
@@ -121,6 +122,7 @@ def train(
     builder: PromptBuilder | None = None,
     progression: Stateful | None = None,
     measure: Measure = measure_rollouts,
+    kept: KeptRollouts | None = None,
 ) -> None:
     """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
@@ -135,6 +137,7 @@ def train(
         builder: its tokenizer and image processor are saved beside the exported weights, so that these are a whole model.
         progression: state that the algorithm carries from step to step; checkpoints hold it.
         measure: statistics of the rows that a step returns.
+        kept: writes some of these rows for the viewer.
 
     Raises:
         MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
@@ -143,6 +146,8 @@ def train(
     best = BestStep(run.keep_best)
     done = restore(run, roles, loader, progression, best) if run.resume else None
     keep = done if done is not None or not run.resume else -1
+    if kept is not None and keep is not None:
+        kept.drop_after(keep)
     with (
         MetricsLog(run.output_dir, resume_after=keep) as log,
         Progress(run.steps, done or 0) as progress,
@@ -165,6 +170,9 @@ def train(
                 held_out = evaluate(roles, number)
                 metrics |= held_out
                 is_best = best.improved(number, held_out)
+            if kept is not None:
+                with timed(metrics, "keep_rollouts"):
+                    kept.keep(number, data)
             log.write(number, metrics)
             progress.update(number, metrics)
             if is_best or is_due(number, run.save_every, run.steps):

@@ -154,25 +154,52 @@ def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
     return config.entropy_coef * (1 - accuracy(data) if config.entropy_anneal else 1)
 
 
+def before_update(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> tuple[Tensor, np.ndarray]:
+    """The actor's log-probs before its update, ``(B, R)``, and the rows in which they hold.
+
+    They are ``old_log_probs``. Without that column, or if it holds the engine's own, they are the ones that the update computed,
+    of the rows of its first mini-batch: the later mini-batches met a policy that had already learned.
+
+    Args:
+        seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
+    """
+    every_row = np.arange(len(data))
+    if "old_log_probs" in data:
+        old: Tensor = data["old_log_probs"]
+        if "rollout_log_probs" not in data or not torch.equal(old, data["rollout_log_probs"]):
+            return old, every_row
+    return seen, every_row if config.minibatch is None else cut_minibatches(data["uid"], config.minibatch)[0]
+
+
 def engine_differences(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> Metrics:
     """How far the engine's log-probs are from the actor's before its update; see `difference_metrics`.
 
-    The actor's log-probs are ``old_log_probs``. Without that column, or if it holds the engine's own, they are the ones that the
-    update computed, of the rows of its first mini-batch: the later mini-batches met a policy that had already learned. (For a
-    batch that an older policy sampled, the distance includes the updates since then.) Empty if `rows_to_learn` has compared
-    all rows already.
+    It covers the rows that `before_update` gives. (For a batch that an older policy sampled, the distance includes the updates
+    since then.) Empty if `rows_to_learn` has compared all rows already.
 
     Args:
         seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
     """
     if config.compares_engine or "rollout_log_probs" not in data:
         return {}
-    if "old_log_probs" in data and not torch.equal(data["old_log_probs"], data["rollout_log_probs"]):
-        return difference_metrics(data, data["old_log_probs"])
-    if config.minibatch is None:
-        return difference_metrics(data, seen)
-    rows = cut_minibatches(data["uid"], config.minibatch)[0]
-    return difference_metrics(data[rows], seen[rows])
+    log_probs, rows = before_update(data, config, seen)
+    return difference_metrics(data[rows], log_probs[rows])
+
+
+def add_actor_log_probs(data: DataProto, learned: DataProto, config: AlgorithmConfig, seen: Tensor) -> None:
+    """Adds the column ``actor_log_probs (B, R)`` for reports: `before_update`, NaN in the other rows.
+
+    ``data`` stays as it is where the update left rows out, which only a comparison of ``old_log_probs`` does.
+
+    Args:
+        learned: the rows of the update.
+        seen: of these rows, the log-probs that the update computed before it changed the policy.
+    """
+    if len(learned) == len(data):
+        log_probs, rows = before_update(learned, config, seen)
+        known = torch.full_like(log_probs, torch.nan)
+        known[rows] = log_probs[rows]
+        data["actor_log_probs"] = known
 
 
 def accuracy(data: DataProto) -> float:

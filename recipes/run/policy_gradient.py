@@ -19,6 +19,7 @@ from recipes.data.column_keys import ColumnKeys
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
 from recipes.data.problem_rows import INSTRUCTION, load_rows
+from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
 from recipes.run.command_line import check_placement, names_a_model, names_an_algorithm, parse_config
@@ -94,6 +95,7 @@ class PolicyGradientConfig:
     layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
+    keep_rollouts: int = 64  # rows of each step, in whole groups, kept in output_dir for the viewer; 0: none
     one_step_off: bool = False  # generate the next batch during the update, on --ray.rollout-processes of its own
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
@@ -203,6 +205,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     config = replace(config, run=over_epochs(config.run, loader))
     config = with_schedules(config.run, config, **config.updates)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
+    kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     with recorded_run(config.run, replace(config, algorithm=spelled_out(config.algorithm))) as directory:
         for attempt in attempts(config.run, loader, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
@@ -212,7 +215,9 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
                 measure: Measure = measure_rollouts
                 if config.one_step_off:
                     batches, measure = generate_ahead(roles, loader, progression, attempt.run.steps)
-                train(attempt.run, roles, batches, partial(step, **options), evaluate, builder, progression, measure)
+                train(
+                    attempt.run, roles, batches, partial(step, **options), evaluate, builder, progression, measure, kept
+                )
     return directory / REPORT_FILE
 
 

@@ -32,6 +32,7 @@ FREE = (
     "run.keep_checkpoints",
     "run.keep_best",
     "data.num_workers",
+    "keep_rollouts",
 )
 FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
 

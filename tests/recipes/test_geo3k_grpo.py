@@ -21,6 +21,7 @@ from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
 from helpers.tiny_models import MODEL_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
 from recipes.grpo import GRPORunConfig
+from recipes.report.kept_rollouts import kept_steps, load_kept
 from recipes.report.metrics_file import read_metrics
 from recipes.run.policy_gradient import open_data_set
 from rollout.prompts import PromptBuilder
@@ -65,6 +66,9 @@ def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
         assert {"critic/score/mean", "response_length/mean", "timing_s/gen", "perf/throughput"} <= row.keys()
         assert row["training/rollout_probs_diff_images_log_p99"] <= row["training/rollout_probs_diff_log_max"] < 1e-4
     assert sorted(path.name for path in finished_run.glob("global_step_*")) == ["global_step_4", "global_step_5"]
+    assert kept_steps(finished_run) == [1, 2, 3, 4, 5]
+    assert [len(load_kept(finished_run, step)) for step in (1, 5)] == [12, 12]  # all rows of a step
+    assert all(0 <= row["mismatch"] < 1e-4 and row["images"] for row in load_kept(finished_run, 3))
     assert "<html" in (finished_run / "report.html").read_text()
     assert list((finished_run / "tensorboard").glob("events*"))
     config = json.loads((finished_run / "config.json").read_text())
@@ -83,6 +87,10 @@ def test_options_of_algorithm_and_model_are_there(options, checkpoint, geometry3
     assert main(arguments(checkpoint, geometry3k, reward, tmp_path / "run", *steps, *options)) == 0
     row = rows_of(tmp_path / "run")[1]
     assert 0 < row["training/rollout_probs_diff_log_max"] < 1e-4  # of the rows that met the policy that sampled them
+    mismatches = [row["mismatch"] for row in load_kept(tmp_path / "run", 1)]
+    known = [value for value in mismatches if value is not None]
+    assert len(known) == (6 if "--algorithm.minibatch" in options else 12)
+    assert max(known) < 1e-4
     assert row["actor/grad_norm"] > 0
 
 
@@ -120,6 +128,11 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
     assert without_times(rows_of(directory)) == without_times(rows_of(finished_run))
     for file in ("actor/huggingface/model.safetensors", "actor/training/__0_0.distcp"):
         assert (directory / "global_step_5" / file).read_bytes() == (finished_run / "global_step_5" / file).read_bytes()
+    kept = [
+        {path.name: path.read_bytes() for path in (run / "rollouts" / "training").iterdir()}
+        for run in (directory, finished_run)
+    ]
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "qwen2_5_vl"])

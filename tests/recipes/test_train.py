@@ -1,6 +1,7 @@
 """The loop around a step function: its records, evaluations, checkpoints and reports, and the batches that it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, MissingColumn
 from helpers.checkpoints import write_checkpoint
+from helpers.kept_runs import scored_batch
 from recipes.grpo import parse, policy_loss
+from recipes.report.kept_rollouts import KeptRollouts, kept_steps, load_kept
 from recipes.run import RunConfig, recorded_run, run, train
 from workers import Roles
 from workers.training.checkpoint import checkpoint_steps
@@ -164,6 +167,22 @@ def test_a_measure_that_nothing_gives_is_refused(tmp_path):
     run = RunConfig(steps=2, eval_every=1, keep_best="loss", output_dir=tmp_path)
     with pytest.raises(InvalidConfig, match="no held-out loss"), start() as roles:
         train(run, roles, Batches(), two_draws, scoring([0.5] * 3), measure=rows)
+
+
+def test_each_step_keeps_its_rollouts_once_also_after_a_resume(tmp_path):
+    def scored(roles, prompts, more):
+        roles.actor.learned += 1
+        return scored_batch(["x", "y"], [0.0, float(prompts["uid"][0])], ["a", "a"]), {}
+
+    for steps, resume, save_every in ((3, False, 2), (2, True, 2)):
+        run = RunConfig(steps=steps, resume=resume, save_every=save_every, output_dir=tmp_path)
+        if resume:  # as if the run had been killed in step 3
+            shutil.rmtree(tmp_path / "global_step_3")
+        with recorded_run(run), start() as roles:
+            train(run, roles, Batches(), scored, measure=rows, kept=KeptRollouts(tmp_path, 8))
+    assert kept_steps(tmp_path) == [1, 2]
+    assert [[row["reward"] for row in load_kept(tmp_path, step)] for step in (1, 2)] == [[0, 0], [0, 1]]
+    assert "timing_s/keep_rollouts" in rows_of(tmp_path)[-1]
 
 
 def test_the_report_is_written_after_an_error_too(tmp_path):

@@ -1,0 +1,271 @@
+"""Rollouts of training, kept on disk for the viewer: some whole groups of each step, their tokens and their pictures.
+
+A run's directory holds ``rollouts/training/step_<step>.jsonl``, one line a row, and beside it
+``step_<step>.tokens.jsonl.gz``, the tokens of the same rows, line by line. Pictures lie once each in ``rollouts/images``, for all
+steps.
+"""
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataproto import DataProto
+from dataproto.columns import COLUMNS
+from dataproto.errors import FileFormatError, InvalidConfig
+from recipes.report.samples import FOLDER, prompt_text, save_image
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+TRAINING = "training"
+NEEDED = ("responses", "response_mask", "attention_mask", "token_level_rewards", "uid")
+PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
+    "engine_log_probs": ("rollout_log_probs",),
+    "actor_log_probs": ("actor_log_probs", "old_log_probs"),
+    "advantages": ("advantages",),
+}
+DIGITS = 6  # decimals of numbers in the files
+
+Row = dict[str, Any]
+
+
+class KeptRollouts:
+    """Keeps some rollouts of each step in a run's directory.
+
+    The files of a step are complete or absent, and a step written again replaces its files.
+    """
+
+    def __init__(self, directory: str | Path, limit: int, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+        """Makes no file yet.
+
+        Args:
+            directory: of the run.
+            limit: the largest number of rows of a step; 0 keeps none.
+            tokenizer: gives the text of each token; without it the files hold ids only.
+
+        Raises:
+            InvalidConfig: the limit is negative.
+        """
+        if limit < 0:
+            raise InvalidConfig(f"keep_rollouts={limit}: must be at least 0")
+        self.limit = limit
+        self.directory, self.root = Path(directory), Path(directory) / FOLDER
+        self.text_of = cache(lambda token: tokenizer.decode([token])) if tokenizer is not None else None
+
+    def drop_after(self, step: int) -> None:
+        """Removes the rollouts of later steps, which a resumed run writes again."""
+        for path in (self.root / TRAINING).glob("step_*"):
+            match = re.match(r"step_(\d+)\.", path.name)
+            if match and int(match[1]) > step:
+                path.unlink()
+
+    def keep(self, step: int, data: DataProto) -> None:
+        """Writes the kept rows of a step; nothing for a batch that holds no scored rollouts.
+
+        Args:
+            data: with the columns of `NEEDED`; if present, those of `PER_TOKEN`, ``truncated``, ``response_text``, ``score`` and
+                further numbers of the reward, ``raw_prompt``, ``reward_model``, ``data_source``, ``multi_modal_data``.
+        """
+        if not self.limit or not len(data) or any(name not in data for name in NEEDED):
+            return
+        (self.root / TRAINING).mkdir(parents=True, exist_ok=True)
+        (self.root / "images").mkdir(exist_ok=True)
+        rows, samples = chosen_rows(data["uid"], self.limit, step)
+        kept = data[rows]
+        described = self._rows(step, kept, samples)
+        tokens = list(_tokens(kept, self.text_of))
+        for row, found in zip(described, tokens, strict=True):
+            row |= {"length": sum(found["sampled"]), "mismatch": found.pop("mismatch")}
+        _replace(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
+        _replace(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
+
+    def _rows(self, step: int, data: DataProto, samples: Sequence[int]) -> list[Row]:
+        parts, rewards = reward_parts(data), data["token_level_rewards"].sum(-1).tolist()
+        names: dict[int, str] = {}  # of pictures that rows share, by identity
+        rows = []
+        for row, sample in enumerate(samples):
+            media = _cell(data, "multi_modal_data", row) or {}
+            pictures = list(media.get("image", ()))
+            for picture in pictures:
+                if id(picture) not in names:
+                    names[id(picture)] = save_image(self.root / "images", picture)
+            score, shaped = _cell(data, "score", row), _number(rewards[row])
+            reward = shaped if score is None else _number(score)
+            changed = {} if shaped == reward else {"shaped": shaped}
+            rows.append(
+                {
+                    "step": step,
+                    "uid": str(data["uid"][row]),
+                    "sample": sample,
+                    "source": str(_cell(data, "data_source", row) or ""),
+                    "prompt": prompt_text(_cell(data, "raw_prompt", row) or ""),
+                    "response": str(_cell(data, "response_text", row) or ""),
+                    "ground_truth": str((_cell(data, "reward_model", row) or {}).get("ground_truth", "")),
+                    "reward": reward,
+                    "parts": {name: _number(value[row]) for name, value in parts.items()} | changed,
+                    "truncated": bool(data["truncated"][row]) if "truncated" in data else False,
+                    "images": [names[id(picture)] for picture in pictures],
+                }
+            )
+        return rows
+
+
+def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray, list[int]]:
+    """The rows of some whole groups, at most ``limit``, and the number of each row within its group.
+
+    Groups are drawn at random by the seed, until the next one would be too many. Only where the first group alone is larger than
+    the limit are its first rows taken.
+
+    >>> rows, samples = chosen_rows(["a", "b", "a", "b", "c", "c"], limit=5, seed=1)
+    >>> rows.tolist(), samples
+    ([0, 1, 2, 3], [0, 0, 1, 1])
+    >>> chosen_rows(["a", "a", "a"], limit=2, seed=1)[0].tolist()
+    [0, 1]
+    """
+    groups: dict[Any, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    names = list(groups)
+    taken: list[tuple[int, int]] = []  # row, its number in the group
+    for index in np.random.default_rng(seed).permutation(len(names)):
+        group = groups[names[index]]
+        if taken and len(taken) + len(group) > limit:
+            break
+        taken += [(row, sample) for sample, row in enumerate(group[:limit])]
+    taken.sort()
+    return np.array([row for row, _ in taken]), [sample for _, sample in taken]
+
+
+def reward_parts(data: DataProto) -> dict[str, list[float | None]]:
+    """The numbers that the reward function returned beside the score: object columns of plain numbers that no one else writes."""
+    known = COLUMNS.keys() - {"acc"}
+    columns = {name: list(column) for name, column in data.non_tensor_batch.items() if name not in known}
+    return {
+        name: column
+        for name, column in columns.items()
+        if all(value is None or isinstance(value, int | float | np.number) for value in column)
+    }
+
+
+def _tokens(data: DataProto, text_of: Any) -> Iterator[Row]:
+    """Ids, texts and numbers of each row's response tokens, those of an environment included, with its mismatch."""
+    width = data["responses"].shape[1]
+    attended = data["attention_mask"][:, -width:].bool() if width else data["responses"].bool()
+    sampled = data["response_mask"].bool()
+    found = {
+        name: next((data[column] for column in columns if column in data), None) for name, columns in PER_TOKEN.items()
+    }
+    mismatch = _mismatch(found["engine_log_probs"], found["actor_log_probs"], sampled)
+    numbers = {name: _numbers(column) for name, column in found.items() if column is not None}
+    for row, (ids, kept, own) in enumerate(
+        zip(data["responses"].tolist(), attended.tolist(), sampled.tolist(), strict=True)
+    ):
+        tokens = list(compress(ids, kept))
+        yield (
+            {"tokens": tokens}
+            | ({} if text_of is None else {"texts": [text_of(token) for token in tokens]})
+            | {"sampled": [int(each) for each in compress(own, kept)]}
+            | {name: list(compress(values[row], kept)) for name, values in numbers.items()}
+            | {"mismatch": mismatch[row]}
+        )
+
+
+def _mismatch(engine: "Tensor | None", actor: "Tensor | None", sampled: "Tensor") -> list[float | None]:
+    """Mean |actor - engine| of each row's sampled tokens, in nats; ``None`` where it is not known."""
+    if engine is None or actor is None:
+        return [None] * len(sampled)
+    difference = (actor.double() - engine.double()).abs().where(sampled, 0.0).sum(-1) / sampled.sum(-1)
+    return [None if math.isnan(value) else value for value in difference.tolist()]
+
+
+def rows_file(directory: str | Path, step: int) -> Path:
+    """The file of a step's kept rows in a run's directory."""
+    return Path(directory) / FOLDER / TRAINING / f"step_{step}.jsonl"
+
+
+def tokens_file(directory: str | Path, step: int) -> Path:
+    """The file of their tokens."""
+    return rows_file(directory, step).with_suffix(".tokens.jsonl.gz")
+
+
+def kept_steps(directory: str | Path) -> list[int]:
+    """The steps whose rollouts of training a run kept, in order."""
+    paths = (Path(directory) / FOLDER / TRAINING).glob("step_*.jsonl")
+    return sorted(int(match[1]) for path in paths if (match := re.fullmatch(r"step_(\d+)\.jsonl", path.name)))
+
+
+def load_kept(directory: str | Path, step: int) -> list[Row]:
+    """The kept rows of a step, without their tokens.
+
+    Raises:
+        FileFormatError: a line is not a kept row; the message names it.
+    """
+    path = rows_file(directory, step)
+    return read_lines(path, path.read_bytes(), "uid")
+
+
+def load_tokens(directory: str | Path, step: int) -> list[Row]:
+    """The tokens of the kept rows of a step, in the order of `load_kept`.
+
+    Raises:
+        FileFormatError: the file is damaged; the message names it.
+    """
+    path = tokens_file(directory, step)
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError) as error:
+        raise FileFormatError(f"{path}: {error}") from error
+    return read_lines(path, content, "tokens")
+
+
+def read_lines(path: Path, content: bytes, needed: str) -> list[Row]:
+    """The objects of the lines of a file, each of which has the field ``needed``.
+
+    Raises:
+        FileFormatError: a line is something else; the message names it.
+    """
+    rows = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            row = json.loads(line, parse_constant=lambda name: None)  # NaN and infinities, which JSON does not have
+        except ValueError as error:
+            raise FileFormatError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict) or needed not in row:
+            raise FileFormatError(f"{path}, line {number}: not a kept rollout")
+        rows.append(row)
+    return rows
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n" for row in rows).encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def _number(value: Any) -> float | None:
+    """A number that JSON has; ``None`` for NaN, infinity and ``None``."""
+    return round(float(value), DIGITS) if value is not None and math.isfinite(value) else None
+
+
+def _numbers(column: "Tensor") -> list[list[float | None]]:
+    """The rows of a column as numbers that JSON has."""
+    rounded = column.double().round(decimals=DIGITS)
+    rows: list[list[float | None]] = rounded.tolist()
+    return rows if bool(rounded.isfinite().all()) else [[_number(value) for value in row] for row in rows]
+
+
+def _cell(data: DataProto, name: str, row: int) -> Any:
+    return data[name][row] if name in data else None
