@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shutil
 import signal
 import sys
 from importlib.util import find_spec
@@ -38,7 +39,7 @@ def pytest_addoption(parser):
 
 def is_slow(item):
     """Whether a test starts processes, as far as its code tells, or is marked slow."""
-    if any(item.get_closest_marker(name) for name in ("slow", "vllm")):
+    if any(item.get_closest_marker(name) for name in ("slow", "vllm", "chromium")):
         return True
     fixtures = getattr(item, "_fixtureinfo", None)  # of a doctest none
     uses = [each.func for found in fixtures.name2fixturedefs.values() for each in found] if fixtures else []
@@ -74,17 +75,27 @@ def _refuse_processes(event, _):
         raise RuntimeError("this test starts a process: mark it slow, which leaves it out of the fast ones")
 
 
-def pytest_report_header(config):
-    """Says that tests which need vLLM are left out, where it is not installed."""
+def left_out_here():
+    """Marks whose tests cannot run on this machine, with the reason."""
+    reasons = {}
     if find_spec("vllm") is None:
-        return "vLLM is not installed: tests marked vllm are left out (see .ci/install_vllm_cpu)"
-    return None
+        reasons["vllm"] = "vLLM is not installed: tests marked vllm are left out (see .ci/install_vllm_cpu)"
+    if shutil.which("chromium") is None or find_spec("playwright") is None:
+        reasons["chromium"] = (
+            "Chromium or playwright is not installed: tests marked chromium are left out (apt-get install chromium)"
+        )
+    return reasons
+
+
+def pytest_report_header(config):
+    """Says which tests are left out because something is not installed."""
+    return list(left_out_here().values())
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need vLLM count as deselected where it is not installed; with ``--fast`` so do slow ones."""
-    without_vllm = find_spec("vllm") is None
-    left_out = {item for item in items if without_vllm and item.get_closest_marker("vllm")}
+    """Tests that need what is not installed count as deselected; with ``--fast`` so do slow ones."""
+    missing = left_out_here()
+    left_out = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
     if config.getoption("fast"):
         left_out |= {item for item in items if is_slow(item)}
     if left_out:

@@ -8,7 +8,8 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig Progression RunConfig StepFunction SupervisedConfig SupervisedTask attempts
         evaluate_answers evaluate_samples greedy_evaluation held_out_evaluation launch_supervised measure_rollouts
         next_token_loss recorded_run run run_supervised train""",
-    "recipes.report": "MetricsLog read_metrics write_report",
+    "recipes.report": "KeptRollouts MetricsLog read_metrics write_report",
+    "recipes.view": "ViewerServer main",
     "recipes.serve": "ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",
     "recipes.parity": "ParityConfig compare_log_probs comparison_table",

@@ -1,0 +1,362 @@
+"use strict";
+// All text of rollouts is set as text, never as HTML. The curves are HTML that the server has drawn and escaped.
+
+const POLL = 2000, PAGE = 200;
+const COLOURS = ["advantage", "log-prob", "difference", "none"];
+const state = { run: null, set: "training", step: null, follow: true, filter: "", sort: "step", down: true, rows: [], total: 0,
+  chosen: -1, group: null, groupKey: "", colour: "advantage", single: false, request: 0, detail: 0, more: false };
+const $ = (id) => document.getElementById(id);
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+async function get(path, asked = {}) {
+  const answer = await fetch(`${path}?${new URLSearchParams(asked)}`);
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer;
+}
+
+const number = (value) => value === null || value === undefined ? "–"
+  : Number.isInteger(value) ? String(value) : Math.abs(value) < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(4));
+const keyOf = (row) => `${row.step}/${row.uid}`;
+
+function complain(error) {
+  $("problem").hidden = !error;
+  $("problem").textContent = error ? error.message : "";
+}
+
+// ---- the run
+
+async function poll() {
+  try {
+    const run = await (await get("/api/run")).json();
+    const before = state.run;
+    state.run = run;
+    $("state").textContent = "live";
+    if (!before) start(run);
+    if (!before || String(before.metrics) !== String(run.metrics)) drawCurves();
+    if (!before || String(before.steps[state.set]) !== String(run.steps[state.set])) newSteps();
+  } catch (error) {
+    $("state").textContent = `not connected: ${error.message}`;
+  }
+  setTimeout(poll, POLL);
+}
+
+function start(run) {
+  $("name").textContent = document.title = run.name;
+  if (!run.steps.training.length && run.steps["held-out"].length) $("set").value = state.set = "held-out";
+}
+
+const steps = () => state.run ? state.run.steps[state.set] : [];
+
+function newSteps() {
+  const select = $("step"), known = steps();
+  const wanted = state.follow ? known.at(-1) ?? null : known.includes(state.step) || state.step === "all" ? state.step : known.at(-1) ?? null;
+  select.replaceChildren(element("option", { value: "all" }, "all steps"),
+    ...known.map((step) => element("option", { value: step }, `step ${step}`)).reverse());
+  select.value = wanted ?? "all";
+  if (wanted !== state.step || wanted === "all" || wanted === null) { state.step = wanted; load(); }
+}
+
+async function drawCurves() {
+  const text = await (await get("/api/curves")).text();
+  const drawn = new DOMParser().parseFromString(text, "text/html").body;
+  $("curves").replaceChildren(...(drawn.childElementCount ? drawn.children : [element("p", { class: "soft" }, "No metrics yet.")]));
+}
+
+// ---- the list
+
+function asked(begin) {
+  return { set: state.set, step: state.step ?? "all", filter: state.filter, sort: state.sort, order: state.down ? "down" : "up",
+    start: begin, count: PAGE };
+}
+
+async function load(keep = false) {
+  const request = ++state.request, chosen = keep ? state.rows[state.chosen] : null;
+  try {
+    const found = await (await get("/api/rollouts", asked(0))).json();
+    if (request !== state.request) return;
+    complain(null);
+    Object.assign(state, { rows: found.rows, total: found.total });
+    $("count").textContent = found.total === found.of ? `${found.total} rollouts` : `${found.total} of ${found.of}`;
+    const fields = ["uid", ...found.fields];
+    $("sort").replaceChildren(...fields.map((field) => element("option", { value: field }, `by ${field}`)));
+    $("sort").value = state.sort;
+    $("list").replaceChildren(...found.rows.map(entry));
+    $("list").scrollTop = 0;
+    const same = chosen ? found.rows.findIndex((row) => keyOf(row) === keyOf(chosen) && row.sample === chosen.sample) : -1;
+    choose(Math.max(same, 0));
+  } catch (error) {
+    if (request === state.request) complain(error);
+  }
+}
+
+async function loadMore() {
+  if (state.more || state.rows.length >= state.total) return;
+  state.more = true;
+  const request = state.request;
+  try {
+    const found = await (await get("/api/rollouts", asked(state.rows.length))).json();
+    if (request !== state.request) return;
+    $("list").append(...found.rows.map((row, index) => entry(row, state.rows.length + index)));
+    state.rows.push(...found.rows);
+  } catch (error) {
+    complain(error);
+  } finally {
+    state.more = false;
+  }
+}
+
+function entry(row, index) {
+  const facts = [`reward ${number(row.reward)}`, row.length === null ? "" : `${row.length} tokens`,
+    row.truncated ? "cut" : ""].filter(Boolean).join(" · ");
+  const mismatch = row.mismatch === null ? "" : ` · mismatch ${number(+row.mismatch.toPrecision(2))}`;
+  const line = element("div", { class: "line" }, element("div", { class: "facts" }, facts),
+    element("div", {}, row.response || "(empty)"),
+    element("div", { class: "soft" }, `step ${row.step}${mismatch} · ${row.uid}`));
+  const picture = row.image ? [element("img", { src: `/images/${row.image}`, alt: "", loading: "lazy" })] : [];
+  const made = element("li", { role: "option", id: `row-${index}`, "aria-selected": "false" }, ...picture, line);
+  made.dataset.index = index;
+  return made;
+}
+
+function choose(index) {
+  $(`row-${state.chosen}`)?.setAttribute("aria-selected", "false");
+  state.chosen = state.rows.length ? Math.min(Math.max(index, 0), state.rows.length - 1) : -1;
+  const made = $(`row-${state.chosen}`);
+  if (made) {
+    made.setAttribute("aria-selected", "true");
+    made.scrollIntoView({ block: "nearest" });
+    $("list").setAttribute("aria-activedescendant", made.id);
+  }
+  if (state.chosen > state.rows.length - 20) loadMore();
+  showGroup();
+}
+
+// ---- the group
+
+async function showGroup() {
+  const row = state.rows[state.chosen], request = ++state.detail;
+  if (!row) {
+    state.groupKey = "";
+    $("detail").replaceChildren(element("p", { class: "soft" }, state.run && steps().length ? "No rollout matches." : "No rollouts are kept yet."));
+    return;
+  }
+  const key = `${state.set}/${keyOf(row)}`;
+  if (key !== state.groupKey) {
+    try {
+      const group = await (await get("/api/group", { set: state.set, step: row.step, uid: row.uid })).json();
+      if (request !== state.detail) return;
+      state.group = group;
+      state.groupKey = key;
+      drawGroup();
+    } catch (error) {
+      if (request === state.detail) complain(error);
+      return;
+    }
+  }
+  for (const made of document.querySelectorAll(".sample")) {
+    const chosen = made.dataset.sample === String(row.sample) && made.dataset.step === String(row.step);
+    made.classList.toggle("chosen", chosen);
+    if (chosen) made.scrollIntoView({ block: "nearest" });
+  }
+}
+
+function drawGroup() {
+  const [first] = state.group;
+  const pictures = first.images.map((name, index) => {
+    const made = element("img", { src: `/images/${name}`, alt: `picture ${index + 1} of the prompt` });
+    made.addEventListener("load", () => made.classList.toggle("tiny", made.naturalWidth < 160));
+    return made;
+  });
+  const question = element("div", { class: "question" }, element("p", { class: "prompt" }, first.prompt),
+    element("p", { class: "truth" }, element("span", { class: "soft" }, "Answer "), element("b", {}, first.ground_truth)),
+    element("p", { class: "soft uid" }, `${first.uid}${first.source ? ` · ${first.source}` : ""}`));
+  const colour = element("select", { id: "colour", "aria-label": "Colour of tokens" },
+    ...COLOURS.map((name) => element("option", { value: name }, `colour: ${name}`)));
+  colour.value = state.colour;
+  colour.addEventListener("change", () => { state.colour = colour.value; paint(); colour.blur(); });
+  const one = element("button", { id: "single", "aria-pressed": String(!state.single) }, "side by side");
+  one.addEventListener("click", toggleSingle);
+  const tools = element("div", { class: "tools" }, colour, one, element("span", { class: "scale", id: "scale" }));
+  const made = element("div", { class: "group", id: "group" }, ...state.group.map(sample));
+  made.classList.toggle("single", state.single);
+  $("detail").replaceChildren(
+    element("div", { class: "problem-head" }, ...(pictures.length ? [element("div", { class: "pictures" }, ...pictures)] : []), question),
+    tools, made, element("p", { id: "token" }, "Point at a token to see its numbers."));
+  $("detail").scrollTop = 0;
+  paint();
+}
+
+function badge(text, kind = "") {
+  return element("span", { class: `badge ${kind}` }, text);
+}
+
+function sample(row, index) {
+  const parts = Object.entries(row.parts).map(([name, value]) => badge(`${name} ${number(value)}`,
+    name !== "acc" || value === null ? "" : value >= 0.5 ? "good" : "bad"));
+  const facts = [badge(`reward ${number(row.reward)}`), ...parts];
+  if (row.length !== null) facts.push(badge(`${row.length} tokens`));
+  if (row.truncated) facts.push(badge("cut", "bad"));
+  if (row.mismatch !== null) facts.push(badge(`mismatch ${number(row.mismatch)}`));
+  const title = state.set === "training" ? `sample ${row.sample}` : `step ${row.step}`;
+  const text = element("pre", { class: "tokens" });
+  if (row.tokens) {
+    text.append(...row.tokens.map((id, place) => {
+      const token = element("span", {}, row.texts ? row.texts[place] : `[${id}]`);
+      if (!row.sampled[place]) token.className = "given";
+      token.dataset.place = place;
+      return token;
+    }));
+  } else {
+    text.textContent = row.response || "(empty)";
+  }
+  const made = element("section", { class: "sample" }, element("header", {}, element("b", {}, title), ...facts), text);
+  Object.assign(made.dataset, { sample: row.sample, step: row.step, index });
+  return made;
+}
+
+const NUMBERS = {
+  advantage: (row, place) => row.advantages?.[place],
+  "log-prob": (row, place) => row.engine_log_probs?.[place] ?? row.actor_log_probs?.[place],
+  difference: (row, place) => row.engine_log_probs && row.actor_log_probs && row.engine_log_probs[place] !== null
+    && row.actor_log_probs[place] !== null ? row.actor_log_probs[place] - row.engine_log_probs[place] : null,
+};
+const LEAST_DIFFERENCE = 0.01;  // nats: below it the two probabilities differ by less than 1 %
+const GOOD = "31, 157, 107", BAD = "201, 48, 79", ODD = "224, 118, 47";
+
+function paint() {
+  const value = NUMBERS[state.colour];
+  const every = value ? state.group.flatMap((row) => (row.tokens || []).map((_, place) => row.sampled[place] ? value(row, place) : null)) : [];
+  const known = every.filter((each) => each !== null && each !== undefined).map(Math.abs);
+  const least = state.colour === "difference" ? LEAST_DIFFERENCE : 1e-9;  // numbers below it are as good as 0
+  const most = known.reduce((high, each) => Math.max(high, each), least);
+  const one = state.colour === "log-prob";
+  for (const made of document.querySelectorAll(".sample")) {
+    const row = state.group[Number(made.dataset.index)];
+    for (const token of made.querySelectorAll(".tokens span")) {
+      const place = Number(token.dataset.place), found = value && row.sampled[place] ? value(row, place) : null;
+      const strength = found === null || found === undefined ? 0 : 0.75 * Math.min(Math.abs(found) / most, 1);
+      token.style.backgroundColor = strength ? `rgba(${one ? ODD : found > 0 ? GOOD : BAD}, ${strength.toFixed(3)})` : "";
+    }
+  }
+  const bar = element("i");
+  bar.style.background = `linear-gradient(to right, rgba(${one ? ODD : BAD}, .75), transparent${one ? "" : `, rgba(${GOOD}, .75)`})`;
+  const text = state.colour === "difference" ? "actor − engine, nats" : one ? "engine's log-prob, nats" : "advantage";
+  $("scale").replaceChildren(...(value ? known.length ? [number(-most), bar, `${one ? "0" : number(most)} ${text}`] : [`no ${state.colour} kept`] : []));
+  $("colour").value = state.colour;
+}
+
+function tell(token) {
+  const row = state.group[Number(token.closest(".sample").dataset.index)], place = Number(token.dataset.place);
+  const facts = [`${JSON.stringify(token.textContent)} id ${row.tokens[place]}`];
+  if (!row.sampled[place]) facts.push("not sampled");
+  for (const [name, list] of [["advantage", row.advantages], ["engine", row.engine_log_probs], ["actor", row.actor_log_probs]]) {
+    if (list) facts.push(`${name} ${number(list[place])}`);
+  }
+  const off = NUMBERS.difference(row, place);
+  if (off !== null && off !== undefined) facts.push(`difference ${number(off)}`);
+  $("token").textContent = facts.join(" · ");
+}
+
+// ---- what the reader does
+
+function setFollow(follow) {
+  state.follow = $("follow").checked = follow;
+  if (follow) newSteps();
+}
+
+function goToStep(step) {
+  setFollow(false);
+  state.step = step;
+  $("step").value = step;
+  load();
+}
+
+function move(by) {
+  setFollow(false);
+  choose(state.chosen + by);
+}
+
+function moveStep(by) {
+  const known = steps();
+  if (!known.length) return;
+  const now = known.indexOf(state.step);
+  goToStep(known[now < 0 ? known.length - 1 : Math.min(Math.max(now + by, 0), known.length - 1)]);
+}
+
+function toggleSingle() {
+  state.single = !state.single;
+  $("group")?.classList.toggle("single", state.single);
+  $("single")?.setAttribute("aria-pressed", String(!state.single));
+}
+
+function nextColour() {
+  state.colour = COLOURS[(COLOURS.indexOf(state.colour) + 1) % COLOURS.length];
+  if (state.group && $("group")) paint();
+}
+
+function show(name) {
+  for (const each of ["rollouts", "curves"]) {
+    $(each).hidden = each !== name;
+    $(`show-${each}`).setAttribute("aria-pressed", String(each === name));
+  }
+}
+
+const KEYS = {
+  j: () => move(1), ArrowDown: () => move(1), k: () => move(-1), ArrowUp: () => move(-1),
+  ArrowRight: () => moveStep(1), ArrowLeft: () => moveStep(-1), t: nextColour, g: toggleSingle,
+  f: () => setFollow(!state.follow), c: () => show($("curves").hidden ? "curves" : "rollouts"),
+  "/": () => { show("rollouts"); $("filter").focus(); $("filter").select(); },
+  "?": () => $("keys").showModal(),
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
+  if (event.target === $("filter")) {
+    if (event.key === "Enter" || event.key === "Escape") { event.preventDefault(); $("list").focus(); }
+    return;
+  }
+  if (event.target instanceof HTMLSelectElement) return;
+  const action = KEYS[event.key];
+  if (action) { event.preventDefault(); action(); }
+});
+
+let typing;
+$("filter").addEventListener("input", () => {
+  clearTimeout(typing);
+  typing = setTimeout(() => { state.filter = $("filter").value; load(); }, 150);
+});
+$("set").addEventListener("change", () => { state.set = $("set").value; state.step = undefined; state.sort = "step"; newSteps(); $("set").blur(); });
+$("step").addEventListener("change", () => { const value = $("step").value; goToStep(value === "all" ? value : Number(value)); $("step").blur(); });
+$("sort").addEventListener("change", () => { state.sort = $("sort").value; load(); $("sort").blur(); });
+$("order").addEventListener("click", () => { state.down = !state.down; $("order").textContent = state.down ? "↓" : "↑"; load(); });
+$("follow").addEventListener("change", () => setFollow($("follow").checked));
+$("show-rollouts").addEventListener("click", () => show("rollouts"));
+$("show-curves").addEventListener("click", () => show("curves"));
+$("show-keys").addEventListener("click", () => $("keys").showModal());
+$("list").addEventListener("click", (event) => {
+  const made = event.target.closest("li");
+  if (made) { setFollow(false); choose(Number(made.dataset.index)); }
+});
+$("list").addEventListener("scroll", () => {
+  const list = $("list");
+  if (list.scrollTop + list.clientHeight > list.scrollHeight - 600) loadMore();
+});
+$("detail").addEventListener("click", (event) => {
+  const made = event.target.closest(".sample");
+  if (!made) return;
+  const index = state.rows.findIndex((row) => row.uid === state.group[0].uid && String(row.sample) === made.dataset.sample
+    && String(row.step) === made.dataset.step);
+  if (index >= 0) { setFollow(false); choose(index); }
+});
+$("detail").addEventListener("pointerover", (event) => {
+  const token = event.target.closest(".tokens span");
+  if (token) tell(token);
+});
+$("order").textContent = "↓";
+poll();
