@@ -101,6 +101,10 @@ class RewardError(DataProtoError, ValueError):
     """A reward function is missing or malformed, or did not return a score."""
 
 
+class UserFunctionFailed(DataProtoError, RuntimeError):
+    """A loss or an advantage of a user's own raised an exception; the message has its file and line."""
+
+
 class NonFiniteLogits(DataProtoError, ArithmeticError):
     """The logits of a model are NaN or infinite; the message names the row."""
 

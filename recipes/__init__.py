@@ -1,4 +1,4 @@
-"""Recipes: each is a module with a command, ``python -m recipes.NAME``, on algorithms, data and the run around a step."""
+"""Recipes: each is a module with a command, ``dataproto NAME``, on algorithms, data and the run around a step."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 __all__: list[str] = []
 
-NEEDED = ("transformers", "tyro", "rich", "datasets", "mathruler")
+NEEDED = ("transformers", "tyro", "yaml", "rich", "datasets", "mathruler")
 
 SPINS = "2000"
 """The number of times that an idle OpenMP thread (of GNU's library, which torch contains) looks for work before it sleeps. The
@@ -14,14 +14,21 @@ default is 300,000 times, some milliseconds: where other programs run on the sam
 thread that it waits for. Results do not depend on it.
 """
 
-_from_command_line = sys.argv[0] == "-m" and any(argument.startswith("recipes.") for argument in sys.orig_argv)
+_console_script = os.path.splitext(os.path.basename(sys.argv[0]))[0] == "dataproto"
+_module_option = sys.argv[0] == "-m" and any(argument.startswith("recipes.") for argument in sys.orig_argv)
 _set_by_user = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
-# With ``-m`` Python imports this package first, before any module imports torch, which reads the variable. A program that imports
-# a recipe keeps the settings of its process.
-if _from_command_line and not _set_by_user:
+# With ``-m`` Python imports this package first, before any module imports torch, which reads the variable; so does the command
+# ``dataproto``. A program that imports a recipe keeps the settings of its process.
+if (_console_script or _module_option) and not _set_by_user:
     os.environ["GOMP_SPINCOUNT"] = SPINS
 
 if not all(find_spec(package) for package in NEEDED):  # only then: importing dataproto loads torch
+    from dataproto.errors import MissingPackage
     from dataproto.extras import require_extra
 
-    require_extra("train", "recipes", *NEEDED)
+    try:
+        require_extra("train", "recipes", *NEEDED)
+    except MissingPackage as error:
+        if _console_script:
+            sys.exit(f"error: {error}")
+        raise

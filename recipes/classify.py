@@ -1,4 +1,4 @@
-"""Image classification by a vision-language model: ``python -m recipes.classify``.
+"""Image classification by a vision-language model: ``dataproto classify``.
 
 With no arguments it draws pictures of 48 classes, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With
 ``--model-path`` and ``--data-path`` it takes a folder of class directories (as Caltech-101's) or a data set with an image and a
@@ -19,7 +19,7 @@ from recipes.data.conversation_rows import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, Templates, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.report.confusion import Confusion, save_confusion
-from recipes.run.command_line import exit_status, names_a_model, parse_config
+from recipes.run.command_line import announce_small_model, exit_status, parse_recipe
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import RowsConfig, SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
@@ -74,8 +74,10 @@ TINY = ClassifyConfig(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status() as status:
-        config = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with exit_status(arguments) as status:
+        config = parse(arguments)
+        announce_small_model(config.model_path, config.data.data_path)
         pictures = open_labelled(config.data, config.run.seed)
         print(f"report: {run_supervised(config, partial(classification_task, config, pictures))}")
     return status.code
@@ -87,7 +89,7 @@ def parse(arguments: Sequence[str]) -> ClassifyConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_config(arguments, ClassifyConfig() if names_a_model(arguments) else TINY, __doc__, "recipes.classify")
+    return parse_recipe(arguments, ClassifyConfig(), {"tiny": TINY}, __doc__, "dataproto classify")
 
 
 def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:

@@ -15,19 +15,27 @@ from recipes.run.command_line import exit_status
 from recipes.run.policy_gradient import parse_with_defaults, run
 
 OUTPUT_DIR = Path("outputs/geo3k_ppo")
-REAL, TINY = (replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for each in (PPORunConfig(), ppo.TINY))
+
+
+def _here(config: PPORunConfig) -> PPORunConfig:
+    return replace(config, run=replace(config.run, output_dir=OUTPUT_DIR))
+
+
+REAL, PRESETS = _here(PPORunConfig()), {name: _here(each) for name, each in ppo.PRESETS.items()}
+TINY = PRESETS["tiny"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status() as status:
-        print(f"report: {run(parse(sys.argv[1:] if arguments is None else arguments), ppo_step)}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with exit_status(arguments) as status:
+        print(f"report: {run(parse(arguments), ppo_step)}")
     return status.code
 
 
 def parse(arguments: Sequence[str]) -> PPORunConfig:
     """The configuration of a command line; see `recipes.ppo.parse`."""
-    return parse_with_defaults(arguments, REAL, TINY, __doc__, "recipes.geo3k_ppo")
+    return parse_with_defaults(arguments, REAL, PRESETS, __doc__, "python -m recipes.geo3k_ppo")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GRPO (DeepSeekMath, arXiv:2402.03300) and its relatives without a critic: ``python -m recipes.grpo``.
+"""GRPO (DeepSeekMath, arXiv:2402.03300) and its relatives without a critic: ``dataproto grpo``.
 
 With no arguments it draws problems, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
 and ``--data-path`` the same loop trains any checkpoint of a known family on prompts with images.
@@ -26,7 +26,7 @@ from recipes.run.phases import (
     rows_to_learn,
     shape_rewards,
 )
-from recipes.run.policy_gradient import DataConfig, PolicyGradientConfig, parse_with_defaults, run
+from recipes.run.policy_gradient import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults, run
 from rollout.engine import SamplingParams
 from workers import Roles
 from workers.model.packed_model import Outputs
@@ -52,7 +52,9 @@ def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
     estimate_kl = KL_ESTIMATORS[config.settings.kl]
 
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = named.function(**named.arguments(outputs, data))  # each (B, R)
+        given = named.arguments(outputs, data)
+        with named.guarded():
+            loss, metrics = named.function(**given)  # each (B, R)
         named.check(outputs, loss, *metrics.values())
         if "rollout_is_weights" in data:
             loss = loss * data["rollout_is_weights"]
@@ -120,12 +122,17 @@ TINY = GRPORunConfig(
     optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
     run=RunConfig(steps=500, eval_every=50, save_every=100),
 )
+PRESETS = {"tiny": TINY} | {
+    size: GRPORunConfig(algorithm=GRPOConfig(minibatch=128, kl_coef=0.01), **options) for size, options in SIZES.items()
+}
+"""The defaults of ``--preset``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status() as status:
-        print(f"report: {run(parse(sys.argv[1:] if arguments is None else arguments), grpo_step)}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with exit_status(arguments) as status:
+        print(f"report: {run(parse(arguments), grpo_step)}")
     return status.code
 
 
@@ -135,7 +142,7 @@ def parse(arguments: Sequence[str]) -> GRPORunConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, GRPORunConfig(), TINY, __doc__, "recipes.grpo")
+    return parse_with_defaults(arguments, GRPORunConfig(), PRESETS, __doc__, "dataproto grpo")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""PPO (arXiv:1707.06347) with a critic: ``python -m recipes.ppo``.
+"""PPO (arXiv:1707.06347) with a critic: ``dataproto ppo``.
 
 Data, model, reward and report are those of `recipes.grpo`; beside the policy, a critic of the same kind learns the value of each
 token.
@@ -31,9 +31,9 @@ from recipes.run.phases import (
     rows_to_learn,
     shape_rewards,
 )
-from recipes.run.policy_gradient import DataConfig, PolicyGradientConfig, parse_with_defaults, run
+from recipes.run.policy_gradient import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults, run
 from rollout.engine import SamplingParams
-from workers import Roles
+from workers import Layout, Roles
 from workers.roles.critic import Values
 from workers.training.forward_pass import LossFn
 from workers.training.optimizer import OptimizerConfig
@@ -160,12 +160,18 @@ TINY = PPORunConfig(
     critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=10),
     run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
 )
+PRESETS = {"tiny": TINY} | {
+    size: PPORunConfig(algorithm=PPOConfig(minibatch=128, kl_coef=0.001, kl_in="reward"), **options)
+    for size, options in (SIZES | {"3b": SIZES["3b"] | {"on": "ray", "layout": Layout(dp=2)}}).items()  # for the critic
+}
+"""The defaults of ``--preset``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status() as status:
-        print(f"report: {run(parse(sys.argv[1:] if arguments is None else arguments), ppo_step)}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with exit_status(arguments) as status:
+        print(f"report: {run(parse(arguments), ppo_step)}")
     return status.code
 
 
@@ -175,7 +181,7 @@ def parse(arguments: Sequence[str]) -> PPORunConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_with_defaults(arguments, PPORunConfig(), TINY, __doc__, "recipes.ppo")
+    return parse_with_defaults(arguments, PPORunConfig(), PRESETS, __doc__, "dataproto ppo")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Supervised training on conversations with images: ``python -m recipes.sft``.
+"""Supervised training on conversations with images: ``dataproto sft``.
 
 With no arguments it draws conversations, makes a small Qwen2.5-VL and trains it on the CPU within minutes. With ``--model-path``
 and ``--data-path`` the same loop trains any checkpoint of a known family on data sets of chat messages (see
@@ -21,7 +21,7 @@ from recipes.data.conversation_rows import Questions, conversation_rows, convers
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.mixture import Mixture
-from recipes.run.command_line import exit_status, names_a_model, parse_config
+from recipes.run.command_line import announce_small_model, exit_status, parse_recipe
 from recipes.run.evaluation import evaluate_answers
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import RowsConfig, SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
@@ -80,8 +80,10 @@ TINY = SFTConfig(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    with exit_status() as status:
-        config = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with exit_status(arguments) as status:
+        config = parse(arguments)
+        announce_small_model(config.model_path, config.data.data_path)
         print(f"report: {run_supervised(config, partial(conversation_task, config))}")
     return status.code
 
@@ -92,7 +94,7 @@ def parse(arguments: Sequence[str]) -> SFTConfig:
     Raises:
         InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
     """
-    return parse_config(arguments, SFTConfig() if names_a_model(arguments) else TINY, __doc__, "recipes.sft")
+    return parse_recipe(arguments, SFTConfig(), {"tiny": TINY}, __doc__, "dataproto sft")
 
 
 def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:

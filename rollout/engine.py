@@ -1,6 +1,7 @@
 """The interface of rollout engines: requests in, completions out, each as soon as it is finished."""
 
 import importlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
@@ -137,6 +138,20 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
     module, _, attribute = ENGINES.get(name, name).partition(":")
     engine: RolloutEngine = getattr(importlib.import_module(module), attribute)(model_path, **options)
     return engine
+
+
+def check_engine_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises `InvalidConfig` for an option that a known engine does not have; vLLM passes further ones on to its own library."""
+    if not options or name not in ENGINES:
+        return
+    module, _, attribute = ENGINES[name].partition(":")
+    parameters = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    known = [each for each in parameters if each not in ("model_path", "device")]
+    for option in options:
+        if option not in known:
+            raise InvalidConfig(f"engine {name!r} has no option {option!r}: choose one of {', '.join(known)}")
 
 
 def cpu_or_cuda() -> torch.device:

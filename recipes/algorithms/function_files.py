@@ -1,13 +1,15 @@
-"""Loading of users' functions that a command line names as ``FILE.py:FUNCTION``."""
+"""Users' functions that a command line names as ``FILE.py:FUNCTION``: loading them, and their errors."""
 
+import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, UserFunctionFailed
 
 
 def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Callable[..., Any]:
@@ -37,10 +39,55 @@ def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Ca
         spec.loader.exec_module(module)
     except Exception as failure:
         del sys.modules[module_name]
-        raise error(f"{path} cannot be imported: {type(failure).__name__}: {failure}") from failure
+        raise error(f"{path} cannot be imported: {describe(failure, str(path))}") from failure
     function = getattr(module, attribute, None)
     if not callable(function):
         functions = inspect.getmembers(module, inspect.isfunction)
         defined = [key for key, value in functions if value.__module__ == module_name]
         raise error(f"{path} has no function {attribute!r}; it defines {', '.join(defined) or 'none'}")
     return function
+
+
+def describe(failure: BaseException, file: str | None) -> str:
+    """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file.
+
+    >>> def half(x):
+    ...     return x / 0
+    >>> try:
+    ...     half(1)
+    ... except ZeroDivisionError as error:
+    ...     describe(error, half.__code__.co_filename).partition(" (")[0]
+    'ZeroDivisionError: division by zero'
+    """
+    message = " ".join(f"{type(failure).__name__}: {failure}".split())
+    if isinstance(failure, SyntaxError):  # its message has file and line
+        return message
+    frames = traceback.extract_tb(failure.__traceback__)
+    own = [frame for frame in frames if file is not None and frame.filename == file]
+    if not frames:
+        return message
+    last = (own or frames)[-1]
+    return f"{message} ({last.filename}:{last.lineno}, in {last.name})"
+
+
+def source_file(function: Callable[..., Any]) -> str | None:
+    """The file that defines a function, as tracebacks name it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else code.co_filename
+
+
+@contextlib.contextmanager
+def in_users_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Raises what a user's function raises as `UserFunctionFailed`, with its file and line; functions of ours are left alone.
+
+    Args:
+        name: of the option and the function, e.g. ``algorithm.loss=mine.py:loss``; ours have no colon.
+    """
+    try:
+        yield
+    except DataProtoError:
+        raise
+    except Exception as failure:
+        if ":" not in name:
+            raise
+        raise UserFunctionFailed(f"{name} raised {describe(failure, source_file(function))}") from failure

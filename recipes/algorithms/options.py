@@ -1,6 +1,7 @@
 """The options that all policy-gradient recipes share, and the loss and the advantages that they select."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
+from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
 from recipes.algorithms.penalties import KLController
 from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, arguments_by_name, takes
@@ -78,7 +80,7 @@ class AlgorithmConfig:
     correction_limit: float | tuple[float, float] = 2.0
     # remove tokens or responses from the loss whose ratio of actor to engine is outside of the bounds
     rejection: Rejection = "none"
-    rejection_bounds: tuple[float, float] = (0.5, 2.0)
+    rejection_bounds: tuple[float, float] = (0.5, 2.0)  # the smallest and the largest ratio that is kept
     # use the engine's log-probs as the actor's old log-probs: valid if the actor has not changed and the two agree
     skip_old_log_probs: bool = False
 
@@ -256,8 +258,11 @@ def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
     function = ADVANTAGES.find(name).function
     if name == "gae":
         raise InvalidConfig("gae needs the values of a critic")
-    found = function(**arguments_by_name(f"algorithm.advantage={name}", function, _columns(data), config.options()))
-    _check_shape(f"algorithm.advantage={name}", found, data["response_mask"])
+    what = f"algorithm.advantage={name}"
+    given = arguments_by_name(what, function, _columns(data), config.options())
+    with in_users_function(what, function):
+        found = function(**given)
+    _check_shape(what, found, data["response_mask"])
     advantages: Tensor = found
     return advantages
 
@@ -291,6 +296,10 @@ class NamedLoss:
         columns = {"old_log_probs": outputs.log_probs.detach()} | _columns(data)
         columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
         return arguments_by_name(self.name, self.function, columns, self.options)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """A block in which an exception of a user's function gets its file and line; see `in_users_function`."""
+        return in_users_function(self.name, self.function)
 
     def check(self, outputs: Outputs, *results: object) -> None:
         """Raises `InvalidColumn` unless the loss and each metric are ``(B, R)``."""

@@ -38,7 +38,7 @@ class ParityConfig:
     tolerance: float | None = None  # largest difference of a log-prob that ends with status 0
     rows: int = 32  # prompts
     n: int = 4  # samples of each
-    temperature: float = 1.0
+    temperature: float = 1.0  # of sampling and of both sides' log-probs
     max_prompt_length: int = 2048  # tokens
     max_response_length: int = 64  # tokens
     seed: int = 0  # of sampling, and of the small model

@@ -3,22 +3,17 @@
 import sys
 from collections.abc import Sequence
 
-from transformers.utils.logging import disable_progress_bar
-
-from dataproto.errors import DataProtoError
 from recipes import parity
-from recipes.run.command_line import parse_config
+from recipes.run.command_line import exit_status, parse_config
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, compares, prints, and returns the exit status."""
-    disable_progress_bar()
-    try:
-        config = parse_config(arguments, parity.ParityConfig(), parity.__doc__, "recipes.parity")
+    with exit_status(arguments) as status:
+        config = parse_config(arguments, parity.ParityConfig(), parity.__doc__, "dataproto parity")
         found, differing = parity.compare_log_probs(config)
-    except (DataProtoError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
+    if status.code:
+        return status.code
     print("\n".join(parity.comparison_table(found)))
     if config.check_weights:
         print(f"weights that differ: {', '.join(differing) or 'none'}")

@@ -10,7 +10,7 @@ from recipes.report.page import write_report
 def main(arguments: Iterable[str]) -> int:
     paths = list(arguments)
     if len(paths) != 1 or paths[0].startswith("-"):
-        print("usage: python -m recipes.report RUN_DIR", file=sys.stderr)
+        print("usage: dataproto report RUN_DIR", file=sys.stderr)
         return 0 if paths in (["-h"], ["--help"]) else 2
     try:
         print(write_report(paths[0]))

@@ -28,6 +28,7 @@ from recipes.report.style import PAGE, STYLE
 Rows = Sequence[Mapping[str, float]]
 
 CONFIG_FILE, ENVIRONMENT_FILE, REPORT_FILE = "config.json", "environment.json", "report.html"
+OPTIONS_FILE = "config.yaml"  # as the run was asked for, to start or resume one from
 MAX_CARDS = 24
 TINY = 160  # pictures narrower than this are shown enlarged
 ACCURACY = "val-core/*/acc/mean@*"

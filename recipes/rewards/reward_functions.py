@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 
 from dataproto.errors import RewardError
-from recipes.algorithms.function_files import load_named_function
+from recipes.algorithms.function_files import describe, load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.sequence_classifier import SequenceClassifier
 from workers.roles.reward import RewardFunction, RewardRow
@@ -29,6 +29,8 @@ SIGNATURES = (
 )
 ATTEMPTS = 3
 """Requests to a server that cannot be reached, or fails, before a run stops."""
+SHOWN = 200
+"""Characters of a response that an error message shows."""
 PAUSE_S = 1.0
 """Seconds before the second attempt; doubled before the third."""
 
@@ -89,8 +91,8 @@ def from_verl(function: Callable[..., Any]) -> RewardFunction:
             }
             for row in rows
         ]
-        results = _call_all(function, calls, [f"row {number}" for number in range(len(rows))])
-        return [read_score(result, number, function) for number, result in enumerate(results)]
+        results = _call_all(function, calls, [_place(number, row) for number, row in enumerate(rows)])
+        return [read_score(result, _place(number, rows[number]), function) for number, result in enumerate(results)]
 
     return score_rows
 
@@ -198,8 +200,8 @@ def remote_reward(url: str, timeout_s: float = 120.0) -> RewardFunction:
     return score_rows
 
 
-def read_score(result: Any, row: int, function: Callable[..., Any]) -> dict[str, float]:
-    """Converts the result of a function for one row to ``{"score": float, ...}``.
+def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[str, float]:
+    """Converts the result of a function for one row, which ``place`` names, to ``{"score": float, ...}``.
 
     Raises:
         RewardError: the score is not a finite number; names the row.
@@ -207,7 +209,7 @@ def read_score(result: Any, row: int, function: Callable[..., Any]) -> dict[str,
     values = dict(result) if isinstance(result, Mapping) else {"score": result}
     numbers = {str(name): number for name, value in values.items() if (number := _number(value)) is not None}
     if not math.isfinite(numbers.get("score", math.nan)):
-        raise RewardError(f"row {row}: {_name(function)} returned {result!r}; a score must be a finite number")
+        raise RewardError(f"{place}: {_name(function)} returned {result!r}; a score must be a finite number")
     return numbers
 
 
@@ -226,7 +228,7 @@ def _read_all(results: Any, rows: Sequence[RewardRow], function: Callable[..., A
         raise RewardError(f"{_name(function)} returned {results!r}, not a list of scores") from error
     if len(scores) != len(rows):
         raise RewardError(f"{_name(function)} returned {len(scores)} scores for {len(rows)} rows")
-    return [read_score(score, number, function) for number, score in enumerate(scores)]
+    return [read_score(score, _place(number, rows[number]), function) for number, score in enumerate(scores)]
 
 
 def _completion(row: RewardRow) -> Any:
@@ -263,7 +265,14 @@ async def _immediate(value: Any) -> Any:
 
 
 def _failure(function: Callable[..., Any], place: str, error: BaseException) -> RewardError:
-    return RewardError(f"{place}: {_name(function)} raised {type(error).__name__}: {error}")
+    return RewardError(f"{place}: {_name(function)} raised {describe(error, source_file(function))}")
+
+
+def _place(number: int, row: RewardRow) -> str:
+    """Number, uid and response of a row, for messages."""
+    uid = f"uid {row.uid}, " if row.uid else ""
+    cut = " ..." if len(row.solution_str) > SHOWN else ""
+    return f"row {number} ({uid}response {row.solution_str[:SHOWN]!r}{cut})"
 
 
 def _number(value: Any) -> float | None:

@@ -4,18 +4,32 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 from transformers.utils.logging import disable_progress_bar
 
-from dataproto.errors import DataProtoError, InvalidConfig
-from rollout.engine import ENGINES
+from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
+from recipes.options import file_arguments, help_text, options_of, refuse_idle_options, with_plain_flags
+from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
+from rollout.engine import ENGINES, check_engine_options
 from workers.ranks.layout import Layout
 
 Config = TypeVar("Config")
+
+
+TRACEBACK, PRESET, CONFIG = "--traceback", "--preset", "--config"
+TRACEBACK_TEXT = "show the whole traceback of an error"
+PRESET_TEXT = "defaults for a size of model (default: tiny, or verl's with --model-path)"
+RECIPE_OPTIONS = {
+    f"{CONFIG} FILE": "read options from a YAML file, such as a run's config.yaml; those given here override it",
+    "--resume [RUN_DIR]": "continue the run in RUN_DIR with its own options; without RUN_DIR, that in --output-dir with these",
+}
+"""Options that no configuration holds, and their texts."""
 
 
 @dataclass
@@ -26,13 +40,19 @@ class ExitStatus:
 
 
 @contextlib.contextmanager
-def exit_status() -> Iterator[ExitStatus]:
-    """Sets the exit status of the block: 2 after a user's mistake, which is one line on stderr, and 130 after an interrupt."""
+def exit_status(arguments: Sequence[str] = ()) -> Iterator[ExitStatus]:
+    """Sets the exit status of the block: 2 after a user's mistake, which is one line on stderr, and 130 after an interrupt.
+
+    Args:
+        arguments: of the command line; with ``--traceback`` among them a mistake is shown with its traceback.
+    """
     disable_progress_bar()  # of transformers; a run shows its own
     status = ExitStatus()
     try:
         yield status
     except (DataProtoError, OSError) as error:
+        if TRACEBACK in arguments:
+            traceback.print_exc()
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         status.code = 2
     except KeyboardInterrupt:
@@ -40,24 +60,132 @@ def exit_status() -> Iterator[ExitStatus]:
         status.code = 130
 
 
+def parse_recipe(
+    arguments: Sequence[str],
+    real: Config,
+    presets: Mapping[str, Config],
+    description: str | None,
+    prog: str,
+    with_algorithm: Callable[[Config], Config] = lambda config: config,
+) -> Config:
+    """The configuration of a recipe's command line, with ``--preset``, ``--config`` and ``--resume RUN_DIR``.
+
+    The options are over those of the run in RUN_DIR; else over the preset; else over ``real`` with ``--model-path``, and over
+    the preset ``tiny`` without. Those of a file come before those of the command line.
+
+    Args:
+        with_algorithm: changes the defaults where the options name a loss or an advantage.
+
+    Raises:
+        InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
+    """
+    options = options_of(real)
+    if asks_for_help(arguments):
+        print_help(arguments, presets["tiny"], description, prog, presets)
+    rest, run_dir = _take_run_dir(arguments)
+    rest, preset = _take(rest, PRESET)
+    rest, file = _take(rest, CONFIG)
+    if preset is not None and preset not in presets:
+        raise InvalidConfig(f"--preset {preset} is unknown: choose one of {', '.join(presets)}")
+    if run_dir is not None and (preset or file):
+        raise InvalidConfig(
+            f"--resume {run_dir} continues with the options of that run: leave out --preset and --config"
+        )
+    if run_dir is not None:
+        return parse_config([*rest, "--resume", f"--output-dir={run_dir}"], _recorded(run_dir, real, prog), None, prog)
+    given = [*(file_arguments(Path(file), options, without=("resume", "overwrite")) if file else ()), *rest]
+    default = presets[preset] if preset else real if names_a_model(given) else presets["tiny"]
+    if names_an_algorithm(given):
+        default = with_algorithm(default)
+    return parse_config(given, default, description, prog)
+
+
+def _recorded(run_dir: str, like: Config, prog: str) -> Config:
+    """The options with which the run in a directory began."""
+    files = [Path(run_dir, name) for name in (OPTIONS_FILE, CONFIG_FILE)]
+    file = next((each for each in files if each.is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            f"--resume {run_dir}: there is no run, which would have a {OPTIONS_FILE} or {CONFIG_FILE}"
+        )
+    options = options_of(like)
+    filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
+    return _parse(file_arguments(file, options, ("resume", "overwrite", *filled_in)), like, prog)
+
+
 def parse_config(arguments: Sequence[str], default: Config, description: str | None, prog: str) -> Config:
     """The options of a command line over ``default``, a dataclass.
 
     Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+        InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
     if _has_any(arguments, "--steps") and _has_any(arguments, "--epochs"):
         raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
+    if asks_for_help(arguments):
+        print_help(arguments, default, description, prog)
+    given = [argument for argument in with_plain_flags(arguments, options_of(default)) if argument != TRACEBACK]
+    config = _parse(given, default, prog)
+    refuse_idle_options(config, default)
+    return config
+
+
+def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
     refusal = io.StringIO()
-    asks_for_help = bool({"-h", "--help"} & {*arguments})
     try:
-        with contextlib.redirect_stderr(refusal), contextlib.nullcontext() if asks_for_help else _unwrapped():
-            return tyro.cli(type(default), args=list(arguments), default=default, description=description, prog=prog)
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
+        with contextlib.redirect_stderr(refusal), _unwrapped():
+            return tyro.cli(type(default), args=list(arguments), default=default, prog=prog, add_help=False)
+    except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
         raise InvalidConfig("; ".join(line for line in lines[1:] if line)) from None
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether a command line has ``--help`` or ``--help-all``."""
+    return bool({"-h", "--help", "--help-all"} & {*arguments})
+
+
+def print_help(
+    arguments: Sequence[str],
+    default: Any,
+    description: str | None,
+    prog: str,
+    presets: Mapping[str, Any] | None = None,
+) -> NoReturn:
+    """Prints the options, with ``--help-all`` all of them, and ends the program."""
+    more = {f"{PRESET} {'|'.join(presets)}": PRESET_TEXT} | RECIPE_OPTIONS if presets else {}
+    options = [option for option in options_of(default) if not (presets and option.name == "resume")]
+    print(help_text(prog, description, options, "--help-all" in arguments, more | {TRACEBACK: TRACEBACK_TEXT}))
+    raise SystemExit(0)
+
+
+def _take(arguments: Sequence[str], name: str) -> tuple[list[str], str | None]:
+    """The command line without an option, and the option's last value."""
+    rest, value = [], None
+    given = list(arguments)
+    while given:
+        argument = given.pop(0)
+        if argument == name:
+            if not given:
+                raise InvalidConfig(f"{name} needs a value")
+            value = given.pop(0)
+        elif argument.startswith(f"{name}="):
+            value = argument.removeprefix(f"{name}=")
+        else:
+            rest.append(argument)
+    return rest, value
+
+
+def _take_run_dir(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """The command line without ``--resume RUN_DIR``, and the directory; ``--resume`` alone is a flag and stays."""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--resume":
+            after = arguments[place + 1 :]
+            if not equals and after and not after[0].startswith("-"):
+                value, after = after[0], after[1:]
+            if value and value.lower() not in ("true", "false"):
+                return [*arguments[:place], *after], value
+    return list(arguments), None
 
 
 @contextlib.contextmanager
@@ -76,7 +204,7 @@ def _unwrapped() -> Iterator[None]:
 
 def names_a_model(arguments: Sequence[str]) -> bool:
     """Whether a command line has ``--model-path``; without it recipes train a small model with defaults for it."""
-    return _has_any(arguments, "--model-path")
+    return _has_any([each for each in arguments if each != "--model-path=None"], "--model-path")  # null in a file
 
 
 def names_an_algorithm(arguments: Sequence[str]) -> bool:
@@ -88,11 +216,24 @@ def _has_any(arguments: Sequence[str], *options: str) -> bool:
     return any(argument.split("=")[0].replace("_", "-") in options for argument in arguments)
 
 
+def announce_small_model(model_path: str | None, data_path: str | Sequence[str] | None) -> None:
+    """Says in one line what a run with data and without ``--model-path`` trains."""
+    if model_path is None and data_path:
+        paths = data_path if isinstance(data_path, str) else " ".join(data_path)
+        print(
+            f"no --model-path: trains the small Qwen2.5-VL made on the spot on {paths}; "
+            "choose another model with --model-path or a preset"
+        )
+
+
 class Placed(Protocol):
     """The fields of a recipe's configuration that say where and in how many processes it runs."""
 
     @property
     def engine(self) -> str: ...
+
+    @property
+    def engine_options(self) -> Mapping[str, Any]: ...
 
     @property
     def on(self) -> str: ...
@@ -108,10 +249,11 @@ def check_placement(config: Placed) -> None:
     """Refuses what no machine can run.
 
     Raises:
-        InvalidConfig: an unknown engine, a number out of range, or several processes without Ray.
+        InvalidConfig: an unknown engine or option of it, a number out of range, or several processes without Ray.
     """
     if config.engine not in ENGINES:
         raise InvalidConfig(f"engine {config.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+    check_engine_options(config.engine, config.engine_options)
     if config.max_restarts < 0:
         raise InvalidConfig(f"max_restarts={config.max_restarts}: must be at least 0")
     if config.on == "local" and config.layout.world_size > 1:

@@ -87,7 +87,7 @@ class Loader(Stateful, Protocol):
 class RunConfig:
     """The length of a run, and what it writes and when."""
 
-    steps: int = 100  # of rollout and update
+    steps: int = 100  # steps of the run: a batch and its update each
     epochs: int | None = None  # passes over the data, instead of --steps
     eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
     eval_first: bool = True  # evaluate before the first step too

@@ -3,7 +3,7 @@
 `PolicyGradientConfig` holds all options, `run` the rest of a recipe around its step function.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from recipes.data.problem_rows import INSTRUCTION, load_rows
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
-from recipes.run.command_line import check_placement, names_a_model, names_an_algorithm, parse_config
+from recipes.run.command_line import announce_small_model, check_placement, parse_recipe
 from recipes.run.evaluation import held_out_evaluation
 from recipes.run.loop import Loader, Measure, RunConfig, attempts, measure_rollouts, train
 from recipes.run.one_step_off import generate_ahead
@@ -58,7 +58,7 @@ class DataConfig:
     eval_rows: int = 256  # held-out problems: the first ones of their split
     eval_samples: int = 1  # answers to each: 1 greedy one, or several sampled as in training, for pass@k
     max_prompt_length: int = 2048  # tokens, image tokens included; longer prompts are left out
-    max_response_length: int = 2048  # tokens
+    max_response_length: int = 2048  # tokens; longer responses are cut
     min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
     max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
     on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
@@ -154,21 +154,46 @@ class PolicyGradientConfig:
 
 Config = TypeVar("Config", bound=PolicyGradientConfig)
 
+# What the presets of a size share. 7B: the settings of the step that was measured on four H200 (benchmarks/RESULTS.md, "A whole
+# GRPO step at scale"). 3B: the same batch on one; docs/command_line.md says why.
+PUBLISHED_BATCH: dict[str, Any] = {
+    "engine": "vllm",
+    "data": DataConfig(level=4, max_prompt_length=1024),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "3b": PUBLISHED_BATCH
+    | {
+        "model_path": "Qwen/Qwen2.5-VL-3B-Instruct",
+        "engine_options": {"max_num_seqs": 512, "memory_share": 0.3},
+        "compute": ModelConfig(token_budget=8192, activation_checkpointing="selective", compile=True),
+    },
+    "7b": PUBLISHED_BATCH
+    | {
+        "model_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "engine_options": {"max_num_seqs": 512, "memory_share": 0.4},
+        "compute": ModelConfig(token_budget=10_240, activation_checkpointing="selective", compile=True),
+        "on": "ray",
+        "layout": Layout(dp=4),
+    },
+}
+
 
 def parse_with_defaults(
-    arguments: Sequence[str], real: Config, tiny: Config, description: str | None, prog: str
+    arguments: Sequence[str], real: Config, presets: Mapping[str, Config], description: str | None, prog: str
 ) -> Config:
-    """The configuration of a command line: over the defaults ``real`` if it has ``--model-path``, else over ``tiny``.
+    """The configuration of a command line: over a preset, or ``real`` with ``--model-path``; see `parse_recipe`.
 
-    The KL term of ``tiny`` is dropped where the command line names an algorithm, whose paper then sets it.
+    The KL term of a preset is dropped where the command line names an algorithm, whose paper then sets it.
 
     Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+        InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    default = real if names_a_model(arguments) else tiny
-    if default is tiny and names_an_algorithm(arguments):
-        default = replace(tiny, algorithm=replace(tiny.algorithm, kl_coef=None))
-    return parse_config(arguments, default, description, prog)
+    return parse_recipe(arguments, real, presets, description, prog, _without_kl)
+
+
+def _without_kl(config: Config) -> Config:
+    without: Config = replace(config, algorithm=replace(config.algorithm, kl_coef=None, kl_in=None))
+    return without
 
 
 def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
@@ -196,6 +221,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     Raises:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
+    asked = config
+    announce_small_model(config.model_path, config.data.data_path)
     reward = load_reward(config.reward or "geo3k")
     model_path = str(tiny_checkpoint(config.run.seed)) if config.model_path is None else config.model_path
     checkpoint_family(model_path)  # refuses an unknown model before anything is written
@@ -206,7 +233,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     config = with_schedules(config.run, config, **config.updates)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    with recorded_run(config.run, replace(config, algorithm=spelled_out(config.algorithm))) as directory:
+    recorded = replace(config, algorithm=spelled_out(config.algorithm))
+    with recorded_run(config.run, recorded, asked) as directory:
         for attempt in attempts(config.run, loader, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             options = {"config": config.algorithm, "sampling": config.sampling(), "progression": progression}

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from recipes.data.loader import PromptLoader
+from recipes.options import config_as_yaml
 from recipes.report.metrics_file import METRICS_FILE
-from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
+from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, OPTIONS_FILE, environment, write_report
 from recipes.run.loop import RunConfig
 from workers.training.checkpoint import latest_checkpoint, write_json
 from workers.training.optimizer import OptimizerConfig
@@ -93,16 +94,17 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
 
 
 @contextmanager
-def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
+def recorded_run(run: RunConfig, config: Any = None, asked: Any = None) -> Iterator[Path]:
     """Opens the run's directory for the time of a block, and writes ``report.html`` at its end, also after an error.
 
     Args:
         config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
+        asked: see `open_run_directory`.
 
     Raises:
         InvalidConfig, CheckpointError: see `open_run_directory`.
     """
-    with reported(open_run_directory(run, config)) as directory:
+    with reported(open_run_directory(run, config, asked)) as directory:
         yield directory
 
 
@@ -115,11 +117,12 @@ def reported(directory: Path) -> Iterator[Path]:
         write_report(directory)
 
 
-def open_run_directory(run: RunConfig, config: Any = None) -> Path:
-    """Prepares ``run.output_dir``, and writes ``config.json`` and ``environment.json`` there.
+def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) -> Path:
+    """Prepares ``run.output_dir``, and writes ``config.json``, ``config.yaml`` and ``environment.json`` there.
 
     Args:
-        config: the dataclass that describes the run; see `recorded_run`.
+        config: the dataclass that describes the run, with what was filled in; see `recorded_run`.
+        asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
 
     Raises:
         InvalidConfig: the directory holds an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite`` is
@@ -141,6 +144,8 @@ def open_run_directory(run: RunConfig, config: Any = None) -> Path:
         )
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / CONFIG_FILE, asdict(config))
+    text = config_as_yaml(config if asked is None else asked, without=("resume", "overwrite"))
+    (directory / OPTIONS_FILE).write_text(text, encoding="utf-8")
     write_json(directory / ENVIRONMENT_FILE, environment())
     return directory
 

@@ -97,13 +97,13 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     """
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
-    task = None
+    asked, task = config, None
     if config.run.epochs is not None:  # the number of steps, which the run records, depends on the data
         with TemporaryDirectory() as folder:
             task = make_task(config.model_path or str(tiny_model(Path(folder), config.run.seed)))
         config = replace(config, run=over_epochs(config.run, task.loader))
     config = with_schedules(config.run, config, optimizer=1)
-    directory = open_run_directory(config.run, config)
+    directory = open_run_directory(config.run, config, asked)
     model_path = config.model_path or str(tiny_model(directory, config.run.seed))
     task = task or make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}

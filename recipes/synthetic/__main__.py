@@ -19,9 +19,9 @@ class ParquetConfig:
     """The problems, and the file."""
 
     output: Path  # parquet file to write; an existing file is replaced
-    rows: int = 1000
+    rows: int = 1000  # problems to draw
     level: int = 1  # 1: a model with less than a million parameters learns it within minutes; 4: similar to Geometry3K
-    seed: int = 0
+    seed: int = 0  # another one gives other problems
     split: Split = "train"  # no problem occurs in both splits
 
     def __post_init__(self) -> None:

@@ -241,7 +241,7 @@ def check_refused(wrong, message, capfd, directory):
 
 def test_help_is_complete(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        parse(["--help"])
+        parse(["--help-all"])
     assert exit_info.value.code == 0
     told = set(re.findall(r"--([\w.-]+)", capsys.readouterr().out))
     assert set(option_names(GRPORunConfig)) - told == set()

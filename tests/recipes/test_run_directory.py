@@ -108,7 +108,7 @@ def test_what_bears_on_the_steps_is_refused_by_name_and_the_rest_may_change(tmp_
         "optimizer.betas=": replace(resumed, optimizer=replace(began.optimizer, betas=(0.5, 0.9))),
         "compute.lora_rank=": replace(resumed, compute=replace(began.compute, lora_rank=2)),
         "data.batch_size=": replace(resumed, data=replace(began.data, batch_size=7)),
-        "engine_options=": replace(resumed, engine_options={"top_k": 3}),
+        "engine_options=": replace(resumed, engine_options={"max_num_seqs": 3}),
         "run.seed=": replace(resumed, run=replace(resumed.run, seed=3)),
     }
     for name, other in refused.items():

@@ -64,7 +64,9 @@ def test_an_async_failure_names_its_row():
     async def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 1 / (int(ground_truth) - 2)
 
-    with pytest.raises(RewardError, match="row 1: compute_score raised ZeroDivisionError") as caught:
+    with pytest.raises(
+        RewardError, match=r"row 1 \(response 'three'\): compute_score raised Zero.* \(.*\.py:\d+, in compute"
+    ) as caught:
         from_verl(compute_score)(ROWS)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -111,13 +113,13 @@ def test_invalid_scores_raise_an_error_that_names_the_row(score):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if ground_truth == "1" else score
 
-    with pytest.raises(RewardError, match=r"row 1: compute_score returned .* finite number"):
+    with pytest.raises(RewardError, match=r"row 1 .*: compute_score returned .* finite number"):
         from_verl(compute_score)(ROWS)
 
     def reward_func(prompts, completions, **columns):
         return [1.0, score]
 
-    with pytest.raises(RewardError, match=r"row 1: reward_func returned"):
+    with pytest.raises(RewardError, match=r"row 1 .*: reward_func returned"):
         from_trl(reward_func)(ROWS)
 
 
@@ -125,7 +127,9 @@ def test_an_exception_names_its_row_and_keeps_its_traceback():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"1": 1.0}[ground_truth]
 
-    with pytest.raises(RewardError, match="row 1: compute_score raised KeyError: '2'") as caught:
+    with pytest.raises(
+        RewardError, match=r"row 1 \(response 'three'\): compute_score raised KeyError: '2' \("
+    ) as caught:
         from_verl(compute_score)(ROWS)
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.__cause__.__traceback__ is not None

@@ -17,11 +17,11 @@ class Layout:
     {'pp': 0, 'dp': 1, 'sp': 0, 'tp': 1}
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    sp: int = 1
-    ep: int = 1
+    dp: int = 1  # groups of ranks with rows of their own; FSDP shards the weights over them
+    tp: int = 1  # ranks that share each layer
+    pp: int = 1  # stages, each with some of the layers
+    sp: int = 1  # ranks that share the tokens of a row (Ulysses)
+    ep: int = 1  # ranks that share the experts of a mixture
 
     def __post_init__(self) -> None:
         for field in fields(self):

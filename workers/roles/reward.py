@@ -28,6 +28,7 @@ class RewardRow:
     extra_info: Mapping[str, Any] | None = None
     prompt: Any = None  # messages
     response_length: int | None = None  # tokens that were sampled
+    uid: str = ""  # of the prompt, for messages
 
 
 # One {"score": float, ...} for each row; further numbers become columns.
@@ -126,10 +127,11 @@ def reward_rows(data: DataProto, texts: Sequence[str]) -> list[RewardRow]:
     extras = data["extra_info"] if "extra_info" in data else [None] * len(data)
     prompts = data["raw_prompt"] if "raw_prompt" in data else [None] * len(data)
     lengths = data["response_mask"].bool().sum(1).tolist()
+    uids = data["uid"] if "uid" in data else [""] * len(data)
     return [
-        RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt, length)
-        for text, model, source, extra, prompt, length in zip(
-            texts, models, sources, extras, prompts, lengths, strict=True
+        RewardRow(text, dict(model or {}).get("ground_truth"), source, extra, prompt, length, str(uid))
+        for text, model, source, extra, prompt, length, uid in zip(
+            texts, models, sources, extras, prompts, lengths, uids, strict=True
         )
     ]
 

@@ -23,13 +23,13 @@ class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
 
     lr: float = 1e-6  # after the warm-up
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.01
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the means of gradients and of their squares
+    weight_decay: float = 0.01  # decoupled from the gradient; the weights shrink by lr times this in a step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # how the rate falls after the warm-up
+    warmup_steps: int = 0  # in which the rate rises linearly
     total_steps: int | None = None  # of the whole run, for "linear" and "cosine"; recipes fill in their own number
-    min_lr_ratio: float = 0.0
-    max_grad_norm: float = 1.0
+    min_lr_ratio: float = 0.0  # of "linear" and "cosine": the last rate as a share of lr
+    max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
 
     def __post_init__(self) -> None:
         if self.lr < 0 or self.max_grad_norm <= 0:

@@ -1,0 +1,99 @@
+"""The help of a command: the common options, or all of them."""
+
+import shutil
+import types
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, Literal, Union, get_args, get_origin
+
+from recipes.options.option_table import Option
+
+FEW = 16
+"""A command with at most this many options shows all of them."""
+COMMON = {
+    "model-path", "data-path", "eval-data-path", "reward", "engine", "on", "layout.dp", "steps", "batch-size", "level",
+    "max-prompt-length", "max-length", "max-response-length", "image-column", "label-column", "eval-every", "save-every",
+    "overwrite", "seed", "output-dir", "token-budget", "activation-checkpointing", "compile", "lora-rank",
+    "algorithm.n", "algorithm.minibatch", "algorithm.loss", "algorithm.advantage", "algorithm.kl-coef",
+    "optimizer.lr", "optimizer.schedule", "optimizer.warmup-steps", "critic-optimizer.lr",
+}  # fmt: skip
+"""The options that most runs set."""
+INDENT = 30
+
+
+def help_text(
+    prog: str,
+    description: str | None,
+    options: Sequence[Option],
+    everything: bool = False,
+    command_options: Mapping[str, str] | None = None,
+) -> str:
+    """What ``--help`` prints; with ``everything``, what ``--help-all`` prints.
+
+    Args:
+        command_options: further options, which no configuration holds, and their texts.
+    """
+    width = min(shutil.get_terminal_size().columns, 130)
+    positional = [option for option in options if option.positional]
+    named = [option for option in options if not option.positional]
+    everything = everything or len(named) <= FEW
+    shown = [option for option in named if everything or option.name in COMMON]
+    usage = " ".join(["usage:", prog, *(option.name.upper() for option in positional), "[OPTIONS]"])
+    lines = [usage, "", *(description or "").strip().splitlines(), ""]
+    for option in positional:
+        lines += _entry(option.name.upper(), option.text, width)
+    for name, text in (command_options or {}).items():
+        lines += _entry(name, text, width)
+    shown.sort(key=lambda option: bool(_group(option)))  # those of no group first
+    for group, members in groupby(shown, _group):
+        lines += ["", f"{group}:"] if group else [""]
+        for option in members:
+            default = "" if option.default is None else f" (default: {_value(option.default)})"
+            lines += _entry(_spelling(option), option.text + default, width)
+    if left := len(named) - len(shown):
+        lines += ["", f"{left} more options: {prog} --help-all"]
+    return "\n".join(lines)
+
+
+def _group(option: Option) -> str:
+    return option.name.rpartition(".")[0]
+
+
+def _entry(name: str, text: str, width: int) -> list[str]:
+    lines = wrap(text, max(width - INDENT, 40)) or [""]
+    first = f"  {name}"
+    if len(first) > INDENT - 2:
+        return [first, *(" " * INDENT + line for line in lines)]
+    return [f"{first:{INDENT}}{lines[0]}", *(" " * INDENT + line for line in lines[1:])]
+
+
+def _spelling(option: Option) -> str:
+    if option.kind is bool:
+        return f"--{option.name}, {option.no_flag}"
+    return f"--{option.name} {_kind(option.kind)}"
+
+
+def _kind(kind: Any) -> str:
+    """How a value of a type is written, e.g. ``FLOAT FLOAT``."""
+    origin, inner = get_origin(kind), [each for each in get_args(kind) if each is not type(None)]
+    if origin is Literal:
+        return "|".join(map(str, inner))
+    if origin in (Union, types.UnionType):
+        return "|".join(dict.fromkeys(_kind(each) for each in inner))
+    if origin is tuple:
+        return f"{_kind(inner[0])} ..." if Ellipsis in inner else " ".join(map(_kind, inner))
+    if origin is dict:
+        return "NAME VALUE ..."
+    return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}.get(kind, "VALUE")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name} {each}" for name, each in value.items()) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if value == "" or "\n" in str(value) else str(value)

@@ -1,0 +1,108 @@
+"""Options that would do nothing beside the others of a command line, and what gives them an effect."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dataproto.errors import InvalidConfig
+from recipes.options.option_table import options_of
+
+
+@dataclass(frozen=True)
+class IdleRule:
+    """Options, when they do nothing, and the way out. A name that ends in a dot stands for all options of the group."""
+
+    names: tuple[str, ...]
+    is_idle: Callable[[Any], bool]
+    way_out: str
+
+    def covers(self, name: str) -> bool:
+        return any(name == each or (each.endswith(".") and name.startswith(each)) for each in self.names)
+
+
+IDLE_RULES = (
+    IdleRule(("ray.", "max-restarts"), lambda c: c.on == "local", "this run starts no processes: add --on ray"),
+    IdleRule(
+        ("ray.object-store-gib",),
+        lambda c: c.ray.address is not None,
+        "a running cluster has its own: leave out --ray.address to start one here",
+    ),
+    IdleRule(("lora-alpha",), lambda c: not c.compute.lora_rank, "there are no adapters: add --lora-rank"),
+    IdleRule(
+        ("pipeline-schedule", "pipeline-chunks", "pipeline-layers"),
+        lambda c: c.layout.pp == 1,
+        "there is one stage: add --layout.pp",
+    ),
+    IdleRule(
+        ("pipeline-chunks",),
+        lambda c: c.compute.pipeline_schedule != "interleaved",
+        "only one schedule has chunks: add --pipeline-schedule interleaved",
+    ),
+    IdleRule(
+        ("reshard-after-forward",),
+        lambda c: c.layout.dp * c.layout.sp == 1,
+        "weights are not sharded: add --layout.dp or --layout.sp",
+    ),
+    IdleRule(
+        ("optimizer.min-lr-ratio", "optimizer.total-steps"),
+        lambda c: c.optimizer.schedule == "constant",
+        "the rate is constant: add --optimizer.schedule linear or cosine",
+    ),
+    IdleRule(
+        ("critic-optimizer.min-lr-ratio", "critic-optimizer.total-steps"),
+        lambda c: c.critic_optimizer.schedule == "constant",
+        "the critic's rate is constant: add --critic-optimizer.schedule linear or cosine",
+    ),
+    IdleRule(
+        ("level", "drawn-rows"),
+        lambda c: bool(c.data.data_path),
+        "only drawn data have it: leave out --data-path",
+    ),
+    IdleRule(
+        ("image-column", "label-column", "exclude"),
+        lambda c: not c.data.data_path,
+        "drawn pictures have no files and columns: add --data-path",
+    ),
+    IdleRule(("shuffle-buffer",), lambda c: not c.data.streaming, "only streams have a buffer: add --streaming"),
+    IdleRule(("weights",), lambda c: len(c.data.data_path) == 1, "one data set has the whole weight: name several"),
+    IdleRule(
+        ("algorithm.kl", "algorithm.kl-in"),
+        lambda c: not c.algorithm.settings.kl_coef,
+        "there is no KL term: add --algorithm.kl-coef",
+    ),
+    IdleRule(
+        ("algorithm.kl-horizon",),
+        lambda c: c.algorithm.kl_target is None,
+        "the KL weight is constant: add --algorithm.kl-target",
+    ),
+    IdleRule(
+        ("algorithm.entropy-anneal",),
+        lambda c: not c.algorithm.entropy_coef,
+        "there is no entropy bonus: add --algorithm.entropy-coef",
+    ),
+    IdleRule(
+        ("algorithm.overlong-penalty",),
+        lambda c: not c.algorithm.settings.overlong_buffer,
+        "no response is penalised for its length: add --algorithm.overlong-buffer",
+    ),
+    IdleRule(
+        ("algorithm.correction-limit",),
+        lambda c: c.algorithm.correction == "none",
+        "nothing is corrected: add --algorithm.correction",
+    ),
+    IdleRule(
+        ("algorithm.rejection-bounds",),
+        lambda c: c.algorithm.rejection == "none",
+        "nothing is rejected: add --algorithm.rejection",
+    ),
+)
+
+
+def refuse_idle_options(config: Any, default: Any) -> None:
+    """Raises `InvalidConfig` for an option that differs from ``default`` and does nothing in ``config``; names the way out."""
+    before = {option.name: option.default for option in options_of(default)}
+    for option in options_of(config):
+        if option.default != before.get(option.name):
+            for rule in IDLE_RULES:
+                if rule.covers(option.name) and rule.is_idle(config):
+                    raise InvalidConfig(f"--{option.name} would do nothing: {rule.way_out}")

@@ -1,0 +1,124 @@
+"""The options of a configuration: names, types, defaults, and the texts that stand as comments beside the fields."""
+
+import inspect
+import io
+import tokenize
+from ast import AnnAssign, ClassDef, Name, parse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from textwrap import dedent
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import tyro
+
+from dataproto.errors import InvalidConfig
+
+TRUTH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command.
+
+    Attributes:
+        name: on the command line, without the dashes, e.g. ``algorithm.kl-coef``.
+        path: the fields that lead to its value.
+        kind: the type of its value.
+        default: the value without the option.
+        text: what it is for.
+        positional: whether it is given by position, without its name.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    kind: Any
+    default: Any
+    text: str
+    positional: bool = False
+
+    @property
+    def no_flag(self) -> str:
+        """How a flag is switched off: ``--no-compile``, ``--algorithm.no-whiten``."""
+        group, dot, last = self.name.rpartition(".")
+        return f"--{group}{dot}no-{last}"
+
+
+def options_of(config: Any) -> list[Option]:
+    """All options of a configuration, a dataclass with dataclasses in it, in order.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Config:
+    ...     max_tokens: int = 7
+    >>> [(option.name, option.default) for option in options_of(Config())]
+    [('max-tokens', 7)]
+    """
+    return list(_walk(config, (), ""))
+
+
+def _walk(config: Any, path: tuple[str, ...], prefix: str) -> Iterator[Option]:
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in fields(config):
+        hint, value, here = hints[field.name], getattr(config, field.name), (*path, field.name)
+        kind, marks = (hint, ()) if get_origin(hint) is not Annotated else (get_args(hint)[0], get_args(hint)[1:])
+        name = f"{prefix}{field.name.replace('_', '-')}"
+        if is_dataclass(kind):
+            yield from _walk(value, here, prefix if tyro.conf.OmitArgPrefixes in marks else f"{name}.")
+        else:
+            text = field_text(type(config), field.name)
+            yield Option(name, here, kind, value, text, tyro.conf.Positional in marks)
+
+
+def field_text(config: type, name: str) -> str:
+    """The comment of a field: behind it, or in the lines above it; empty without one."""
+    return next((texts[name] for each in config.__mro__ if (texts := _texts(each)) and name in texts), "")
+
+
+@cache
+def _texts(config: type) -> dict[str, str]:
+    """The comments of the fields that a class itself declares."""
+    if not is_dataclass(config):
+        return {}
+    try:
+        source = dedent(inspect.getsource(config))
+    except (OSError, TypeError):  # made without a file
+        return {}
+    comments: dict[int, tuple[str, bool]] = {}  # line: text, whether it has the line to itself
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.lstrip("# "), not token.line[: token.start[1]].strip()
+    found = {}
+    (declaration,) = (node for node in parse(source).body if isinstance(node, ClassDef))
+    for node in declaration.body:
+        if isinstance(node, AnnAssign) and isinstance(node.target, Name):
+            above = node.lineno - 1
+            while comments.get(above, ("", False))[1]:
+                above -= 1
+            lines = range(above + 1, (node.end_lineno or node.lineno) + 1)
+            found[node.target.id] = " ".join(comments[line][0] for line in lines if line in comments)
+    return found
+
+
+def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
+    """``--flag true`` as ``--flag``, and ``--flag false`` as ``--no-flag``; the same for ``--flag=true``.
+
+    Raises:
+        InvalidConfig: ``--flag=VALUE`` with another value.
+    """
+    flags = {f"--{option.name}": option for option in options if option.kind is bool}
+    found: list[str] = []
+    given = list(arguments)
+    while given:
+        argument = given.pop(0)
+        name, equals, value = argument.partition("=")
+        option = flags.get(name.replace("_", "-"))
+        if option is None:
+            found.append(argument)
+            continue
+        if not equals and given and given[0].lower() in TRUTH:
+            equals, value = "=", given.pop(0)
+        if equals and value.lower() not in TRUTH:
+            raise InvalidConfig(f"{name}={value}: must be true or false")
+        found.append(f"--{option.name}" if not equals or TRUTH[value.lower()] else option.no_flag)
+    return found

@@ -1,0 +1,154 @@
+"""Options from a YAML file, from a preset and from a run's directory, and those that would do nothing."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dataproto.errors import CheckpointError, InvalidConfig
+from recipes import classify, geo3k_grpo, grpo, ppo, sft
+from recipes.algorithms.options import spelled_out
+from recipes.run.run_directory import open_run_directory, with_schedules
+from workers.ranks.layout import Layout
+
+
+def written(path: Path, text: str) -> list[str]:
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_a_file_gives_options_and_the_command_line_overrides_them(tmp_path):
+    text = """
+steps: 7
+batch_size: 8                       # or batch-size
+compile: true
+engine-options: {max_num_seqs: 4}
+algorithm: {n: 3, clip: [0.1, 0.3], kl_coef: null}
+optimizer.lr: 1e-3
+run: {seed: 5}                      # as in config.json
+model-path: null
+instruction: "--think,
+ then answer"
+"""
+    given = written(tmp_path / "mine.yaml", text)
+    config = grpo.parse([*given, "--steps", "9", "--algorithm.n", "4"])
+    assert (config.run.steps, config.data.batch_size, config.compute.compile, config.run.seed) == (9, 8, True, 5)
+    assert (config.algorithm.n, config.algorithm.clip, config.algorithm.kl_coef) == (4, (0.1, 0.3), None)
+    assert (config.optimizer.lr, config.engine_options, config.model_path) == (1e-3, {"max_num_seqs": 4}, None)
+    assert config.data.instruction == "--think, then answer"
+    assert config.run.eval_every == grpo.TINY.run.eval_every
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 3", r"mine.yaml: there is no option 'stepz'; the nearest is 'steps'"),
+        ("algorithm: {clipp: 3}", r"there is no option 'algorithm.clipp'; the nearest is 'algorithm.clip'"),
+        ("steps: many", "many"),
+        ("compile: 3", "compile=3 must be true or false"),
+        ("[1, 2]", "not a list of options"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_key(text, message, tmp_path):
+    with pytest.raises(InvalidConfig, match=message):
+        grpo.parse(written(tmp_path / "mine.yaml", text))
+    with pytest.raises(InvalidConfig, match=r"nowhere\.yaml cannot be read"):
+        grpo.parse(["--config", "nowhere.yaml"])
+
+
+@pytest.mark.parametrize("recipe", [grpo, ppo, sft, classify, geo3k_grpo])
+def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
+    began = recipe.parse(
+        ["--steps", "40", "--output-dir", str(tmp_path / "run"), "--engine-options", "max_num_seqs", "8"]
+    )
+    open_run_directory(began.run, began)
+    assert recipe.parse(["--config", str(tmp_path / "run" / "config.yaml")]) == began
+    assert recipe.parse(["--config", str(tmp_path / "run" / "config.json")]) == began
+    resumed = recipe.parse(["--resume", str(tmp_path / "run"), "--steps", "50"])
+    assert resumed == replace(began, run=replace(began.run, steps=50, resume=True))
+    resumed = with_schedules(
+        replace(began.run, resume=True), recipe.parse([f"--resume={tmp_path / 'run'}"]), optimizer=1
+    )
+    open_run_directory(resumed.run, resumed)  # the same settings
+    assert "resume" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+
+
+def test_a_run_of_an_earlier_version_resumes_from_its_config_json(tmp_path):
+    began = grpo.parse(["--output-dir", str(tmp_path), "--model-path", "mine", "--optimizer.schedule", "linear"])
+    recorded = with_schedules(began.run, replace(began, algorithm=spelled_out(began.algorithm)), optimizer=1)
+    open_run_directory(began.run, recorded)
+    (tmp_path / "config.yaml").unlink()
+    resumed = grpo.parse(["--resume", str(tmp_path)])
+    assert resumed.optimizer.total_steps is None  # it was filled in, and is again
+    again = with_schedules(resumed.run, replace(resumed, algorithm=spelled_out(resumed.algorithm)), optimizer=1)
+    open_run_directory(again.run, again)
+    assert asdict(replace(again, run=recorded.run)) == asdict(recorded)
+
+
+def test_resuming_names_what_it_lacks(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no run"):
+        grpo.parse(["--resume", str(tmp_path)])
+    with pytest.raises(InvalidConfig, match="leave out --preset and --config"):
+        grpo.parse(["--resume", str(tmp_path), "--preset", "tiny"])
+    (tmp_path / "config.json").write_text(json.dumps({"critic_optimizer": {"lr": 1}}))
+    with pytest.raises(InvalidConfig, match=r"there is no option 'critic-optimizer.lr'"):
+        grpo.parse(["--resume", str(tmp_path)])
+    assert grpo.parse(["--resume", "--steps", "3"]).run.resume
+    assert not grpo.parse(["--resume", "false"]).run.resume
+
+
+def test_presets_are_defaults_by_name():
+    assert grpo.parse(["--preset", "tiny"]) == grpo.parse([]) == grpo.TINY
+    assert sft.parse(["--preset=tiny", "--model-path", "mine"]) == replace(sft.TINY, model_path="mine")
+    large = grpo.parse(["--preset", "7b", "--data-path", "mine", "--steps", "3"])
+    assert (large.model_path, large.layout, large.on) == ("Qwen/Qwen2.5-VL-7B-Instruct", Layout(dp=4), "ray")
+    assert (large.engine, large.data.batch_size, large.algorithm.minibatch) == ("vllm", 512, 128)
+    assert grpo.parse(["--preset", "7b", "--algorithm.loss", "dapo"]).algorithm.settings.kl_coef == 0.0
+    assert ppo.parse(["--preset", "3b"]).layout == Layout(dp=2)
+    assert geo3k_grpo.parse(["--preset", "3b"]).run.output_dir == Path("outputs/geo3k_grpo")
+    with pytest.raises(InvalidConfig, match="--preset 30b is unknown: choose one of tiny, 3b, 7b"):
+        grpo.parse(["--preset", "30b"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "message"),
+    [
+        (grpo, "--ray.cpus 2", "--ray.cpus would do nothing: .* add --on ray"),
+        (sft, "--max-restarts 1", "add --on ray"),
+        (grpo, "--on ray --ray.address auto --ray.object-store-gib 1", "leave out --ray.address"),
+        (grpo, "--lora-alpha 3", "add --lora-rank"),
+        (grpo, "--pipeline-chunks 3", "add --layout.pp"),
+        (grpo, "--on ray --layout.pp 2 --pipeline-chunks 3", "add --pipeline-schedule interleaved"),
+        (grpo, "--reshard-after-forward false", "add --layout.dp"),
+        (grpo, "--optimizer.schedule constant --optimizer.min-lr-ratio 0.1", "add --optimizer.schedule"),
+        (
+            ppo,
+            "--critic-optimizer.schedule constant --critic-optimizer.total-steps 9",
+            "add --critic-optimizer.schedule",
+        ),
+        (grpo, "--data-path mine --level 2", "leave out --data-path"),
+        (classify, "--image-column img", "add --data-path"),
+        (sft, "--shuffle-buffer 3", "add --streaming"),
+        (sft, "--data-path mine --weights 1", "name several"),
+        (grpo, "--algorithm.kl-coef 0 --algorithm.kl k2", "add --algorithm.kl-coef"),
+        (grpo, "--algorithm.kl-horizon 3", "add --algorithm.kl-target"),
+        (grpo, "--algorithm.entropy-anneal", "add --algorithm.entropy-coef"),
+        (grpo, "--algorithm.overlong-penalty 2", "add --algorithm.overlong-buffer"),
+        (grpo, "--algorithm.correction-limit 3", "add --algorithm.correction"),
+        (grpo, "--algorithm.rejection-bounds 0.1 3", "add --algorithm.rejection"),
+        (grpo, "--engine-options memory_share 0.3", "engine 'hf' has no option 'memory_share': .* max_num_seqs, dtype"),
+        (grpo, "--critic-optimizer.lr 1", "critic-optimizer"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused_with_the_way_out(recipe, given, message):
+    with pytest.raises(InvalidConfig, match=message):
+        recipe.parse(given.split())
+
+
+def test_idle_options_of_a_file_are_refused_too_and_its_defaults_are_not(tmp_path):
+    with pytest.raises(InvalidConfig, match=r"--ray\.cpus would do nothing"):
+        grpo.parse(written(tmp_path / "mine.yaml", "ray: {cpus: 2}"))
+    assert grpo.parse(written(tmp_path / "mine.yaml", "ray: {cpus: 1.0}")) == grpo.TINY

@@ -1,0 +1,81 @@
+"""Names and texts of options, flags with a value, and what --help shows."""
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import tyro
+
+from dataproto.errors import InvalidConfig
+from recipes import classify, geo3k_grpo, grpo, ppo, sft
+from recipes.export import ModelExportConfig
+from recipes.options import options_of, with_plain_flags
+from recipes.parity import ParityConfig
+
+CONFIGS = (
+    grpo.TINY,
+    ppo.TINY,
+    sft.TINY,
+    classify.TINY,
+    ParityConfig(),
+    ModelExportConfig(tyro.MISSING, tyro.MISSING),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    fast: bool = True  # how it runs
+
+
+@dataclass(frozen=True)
+class Whole:
+    # above it
+    # in two lines
+    one: int = 1  # and within
+    bare: bool = False
+    part: Part = field(default_factory=Part)
+    merged: tyro.conf.OmitArgPrefixes[Part] = field(default_factory=Part)
+
+
+def test_names_and_texts_are_those_of_the_source():
+    found = {option.path: (option.name, option.text) for option in options_of(Whole())}
+    assert found == {
+        ("one",): ("one", "above it in two lines and within"),
+        ("bare",): ("bare", ""),
+        ("part", "fast"): ("part.fast", "how it runs"),
+        ("merged", "fast"): ("fast", "how it runs"),
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda each: type(each).__name__)
+def test_every_option_has_a_text(config):
+    assert [option.name for option in options_of(config) if not option.text] == []
+
+
+def test_flags_take_true_and_false():
+    options = options_of(Whole())
+    given = ["--bare", "true", "--part.fast=false", "--one", "3", "--fast", "False", "--bare", "--bare=true"]
+    wanted = ["--bare", "--part.no-fast", "--one", "3", "--no-fast", "--bare", "--bare"]
+    assert with_plain_flags(given, options) == wanted
+    with pytest.raises(InvalidConfig, match="--bare=maybe: must be true or false"):
+        with_plain_flags(["--bare=maybe"], options)
+    config = ppo.parse(["--algorithm.whiten", "false", "--compile", "true", "--algorithm.entropy_anneal=false"])
+    assert (config.algorithm.whiten, config.compute.compile) == (False, True)
+
+
+def shown(recipe, option, capsys):
+    with pytest.raises(SystemExit) as stop:
+        recipe.parse([option])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [grpo, ppo, sft, classify, geo3k_grpo])
+def test_help_shows_the_common_options_and_says_how_many_more_there_are(recipe, capsys):
+    common, everything = (
+        {*re.findall(r"^  --([\w.-]+)", shown(recipe, option, capsys), re.M)} for option in ("--help", "--help-all")
+    )
+    assert {"preset", "config", "resume", "model-path", "data-path", "steps", "optimizer.lr"} <= common < everything
+    assert {option.name for option in options_of(recipe.TINY)} <= everything
+    (more,) = re.findall(r"^(\d+) more options: .* --help-all$", shown(recipe, "--help", capsys), re.M)
+    assert int(more) == len(everything) - len(common)

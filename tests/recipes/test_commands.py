@@ -1,0 +1,64 @@
+"""The command ``dataproto``: its table, and that nothing in the working directory takes its place."""
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from recipes.commands import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import atexit, sys
+atexit.register(lambda: print("torch" in sys.modules))
+from {module} import {function}
+if __name__ == "__main__":
+    sys.exit({function}())
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_function_of_a_module(name):
+    module, _, function = COMMANDS[name].target.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert COMMANDS[name].text
+
+
+def test_what_is_no_command_is_refused_with_the_nearest(capsys):
+    assert main(["gropo"]) == 2
+    assert capsys.readouterr().err == "error: there is no command 'gropo': did you mean grpo?\n"
+    assert main(["--help"]) == 0
+    assert all(f"  {name} " in capsys.readouterr().out for name in ["grpo"])
+
+
+def test_the_arguments_reach_the_command(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_folder_named_recipes_does_not_shadow_the_command_and_help_loads_no_torch(tmp_path):
+    """The script is what an installer makes of the entry point: its own folder, not the working directory, is searched."""
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["dataproto"]
+    module, _, function = entry.partition(":")
+    script = tmp_path / "bin" / "dataproto"
+    script.parent.mkdir()
+    script.write_text(SCRIPT.format(module=module, function=function))
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").write_text("raise SystemExit('shadowed')")
+
+    def run(*command: str) -> "subprocess.CompletedProcess[str]":
+        paths = [path for path in sys.path if path and Path(path).resolve() != tmp_path]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}
+        return subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+        )
+
+    told = run(str(script), "--help")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("usage: dataproto COMMAND")
+    assert told.stdout.splitlines()[-1] == "False"
+    assert run("-m", "recipes.report", "--help").stderr.strip() == "shadowed"

@@ -1,0 +1,87 @@
+"""Errors in users' own functions, by file and line, and a run that continues by its directory alone."""
+
+import pytest
+
+from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_runs import rows_of
+from recipes import sft
+from recipes.grpo import main
+
+MINE = """
+def loss(log_probs, advantages):
+    return -advantages * log_probs, {}
+
+def failing_loss(log_probs, advantages):
+    return halved(advantages)
+
+def halved(x):
+    return {}["half"]
+
+def failing_advantage(token_level_rewards):
+    raise ValueError("no baseline")
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str) % 2)
+
+def failing_score(data_source, solution_str, ground_truth, extra_info):
+    return {}[ground_truth]
+"""
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A command line without output directory."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "mine.py").write_text(MINE)
+    (folder / "broken.py").write_text("x = 1\ny = x / 0\n")
+    (folder / "unfinished.py").write_text("x = 1\ny = (\n")
+    options = "--steps 1 --batch-size 2 --algorithm.n 2 --eval-rows 2 --max-prompt-length 500 --max-response-length 4"
+    model = write_checkpoint("qwen2_5_vl", folder / "model")
+    return [*options.split(), "--model-path", model, "--reward", f"{folder / 'mine.py'}:score"], folder
+
+
+@pytest.mark.parametrize(
+    ("option", "function", "message"),
+    [
+        ("--algorithm.loss", "mine.py:failing_loss", "mine.py:9, in halved)"),
+        ("--algorithm.advantage", "mine.py:failing_advantage", "raised ValueError: no baseline ("),
+        ("--reward", "mine.py:failing_score", "mine.py:18, in failing_score)"),
+        ("--reward", "broken.py:score", "ZeroDivisionError: division by zero ("),
+        ("--reward", "unfinished.py:score", "unfinished.py, line 2)"),
+    ],
+)
+def test_an_error_of_ones_own_function_is_one_line_with_its_place(option, function, message, given, tmp_path, capfd):
+    options, folder = given
+    assert main([*options, "--output-dir", str(tmp_path / "run"), option, f"{folder}/{function}"]) == 2
+    errors = capfd.readouterr().err
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert "Traceback" not in errors
+    if function == "mine.py:failing_score":
+        assert line.startswith("error: row 0 (uid ")
+        assert ", response '" in line
+
+
+def test_the_traceback_is_there_for_the_asking(given, tmp_path, capfd):
+    options, folder = given
+    own = ["--traceback", "--reward", f"{folder}/broken.py:score", "--output-dir", str(tmp_path / "run")]
+    assert main([*options, *own]) == 2
+    errors = capfd.readouterr().err
+    assert 'broken.py", line 2, in <module>' in errors
+    assert errors.splitlines()[-1].startswith("error: ")
+
+
+def test_a_run_continues_by_its_directory_alone(given, tmp_path):
+    options, _ = given
+    directory = tmp_path / "run"
+    assert main([*options, "--output-dir", str(directory)]) == 0
+    assert main(["--resume", str(directory), "--steps", "2"]) == 0
+    assert [row["step"] for row in rows_of(directory)] == [0, 1, 2]
+    assert "steps: 2" in (directory / "config.yaml").read_text()
+
+
+def test_data_without_a_model_are_announced(tmp_path, capsys):
+    wrong = ["--data-path", f"{tmp_path}/nowhere.jsonl", "--output-dir", str(tmp_path / "run")]
+    assert sft.main(wrong) == 2
+    told = capsys.readouterr().out.splitlines()[0]
+    assert told.startswith(f"no --model-path: trains the small Qwen2.5-VL made on the spot on {tmp_path}/nowhere.jsonl")
