@@ -31,7 +31,8 @@ Correct answer:
 {response}
 [student's answer ends]
 
-Explain in at most three sentences what is right and wrong. Then end with a line "Score: N", where N is a whole number from 0 (wrong) to 10 (right and well reasoned)."""
+Explain in at most three sentences what is right and wrong. Then end with a line "Score: N".
+N is a whole number from 0 (wrong) to 10 (right and well reasoned)."""
 PAUSE_S = 1.0
 """Seconds before the second attempt; doubled before each further one."""
 

@@ -1,4 +1,4 @@
-"""Adapters that make reward functions of verl's, EasyR1's and TRL's functions, of files that a command line names, and of servers."""
+"""Adapters that make reward functions of verl's, EasyR1's and TRL's functions, of files that users name, and of servers."""
 
 import asyncio
 import inspect

@@ -41,8 +41,8 @@ class SequenceClassifier:
         for number, text in enumerate(texts):
             if most and len(text["input_ids"]) > most:
                 raise RewardError(
-                    f"row {number}: {len(text['input_ids'])} tokens of prompt and response, but {self.model_path} takes {most}: lower "
-                    "--max-prompt-length or --max-response-length, or choose another model"
+                    f"row {number}: {len(text['input_ids'])} tokens of prompt and response, but {self.model_path} takes "
+                    f"{most}: lower --max-prompt-length or --max-response-length, or choose another model"
                 )
         scores: list[float] = []
         for start in range(0, len(texts), self.batch_size):

@@ -48,7 +48,8 @@ def evaluate_samples(
             data = roles.rollout.generate(prompts, sampling)
             data |= roles.reward.score(data)
             batches.append(data)
-    samples = [sample for data in batches for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
+    firsts = (data[:: sampling.n] for data in batches)  # of each problem
+    samples = [sample for data in firsts for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
     save_rollouts(output_dir, step, samples[:REPORTED_ROLLOUTS])
     columns = {name: [value for data in batches if name in data for value in data[name]] for name in ("acc", "format")}
     columns["reward"] = [value for data in batches for value in data["score"]]
