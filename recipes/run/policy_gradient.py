@@ -87,7 +87,8 @@ class PolicyGradientConfig:
     """All options of a run; written to config.json in its directory."""
 
     model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
-    reward: str | None = None  # FILE.py:FUNCTION in verl's or TRL's form; Geo3K's reward by default
+    # FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a server; Geo3K's by default
+    reward: str | None = None
     engine: str = "hf"  # what generates: hf or vllm
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
     compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
