@@ -70,7 +70,7 @@ def test_without_a_type_the_argument_tells_the_form():
     [
         ([{"accuracy": 1.0}, {}], "row 0: .* not a dict with 'overall'"),
         ([{"overall": 1.0}, 0.5], "row 1: .* not a dict with 'overall'"),
-        ([{"overall": 1.0}, {"overall": float("nan")}], "row 1: .* must be a finite number"),
+        ([{"overall": 1.0}, {"overall": float("nan")}], "row 1.*: .* must be a finite number"),
         ([{"overall": 1.0}], "1 scores for 2 rows"),
         (None, "not a list of scores"),
     ],
