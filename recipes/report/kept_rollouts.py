@@ -28,6 +28,16 @@ if TYPE_CHECKING:
 
 TRAINING = "training"
 NEEDED = ("responses", "response_mask", "attention_mask", "token_level_rewards", "uid")
+DESCRIBING = [
+    "uid",
+    "data_source",
+    "raw_prompt",
+    "response_text",
+    "reward_model",
+    "multi_modal_data",
+    "score",
+    "truncated",
+]
 PER_TOKEN = {  # name in the file: columns (B, R), of which the first that the batch has is kept
     "engine_log_probs": ("rollout_log_probs",),
     "actor_log_probs": ("actor_log_probs", "old_log_probs"),
@@ -89,30 +99,30 @@ class KeptRollouts:
         _replace(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
 
     def _rows(self, step: int, data: DataProto, samples: Sequence[int]) -> list[Row]:
-        parts, rewards = reward_parts(data), data["token_level_rewards"].sum(-1).tolist()
+        parts, shaped = reward_parts(data), data["token_level_rewards"].sum(-1).tolist()
         names: dict[int, str] = {}  # of pictures that rows share, by identity
+        columns = {name: data[name] if name in data else [None] * len(data) for name in DESCRIBING}
         rows = []
         for row, sample in enumerate(samples):
-            media = _cell(data, "multi_modal_data", row) or {}
-            pictures = list(media.get("image", ()))
+            cells = {name: column[row] for name, column in columns.items()}
+            pictures = list((cells["multi_modal_data"] or {}).get("image", ()))
             for picture in pictures:
                 if id(picture) not in names:
                     names[id(picture)] = save_image(self.root / "images", picture)
-            score, shaped = _cell(data, "score", row), _number(rewards[row])
-            reward = shaped if score is None else _number(score)
-            changed = {} if shaped == reward else {"shaped": shaped}
+            reward = _number(shaped[row] if cells["score"] is None else cells["score"])
+            changed = {} if _number(shaped[row]) == reward else {"shaped": _number(shaped[row])}
             rows.append(
                 {
                     "step": step,
-                    "uid": str(data["uid"][row]),
+                    "uid": str(cells["uid"]),
                     "sample": sample,
-                    "source": str(_cell(data, "data_source", row) or ""),
-                    "prompt": prompt_text(_cell(data, "raw_prompt", row) or ""),
-                    "response": str(_cell(data, "response_text", row) or ""),
-                    "ground_truth": str((_cell(data, "reward_model", row) or {}).get("ground_truth", "")),
+                    "source": str(cells["data_source"] or ""),
+                    "prompt": prompt_text(cells["raw_prompt"] or ""),
+                    "response": str(cells["response_text"] or ""),
+                    "ground_truth": str((cells["reward_model"] or {}).get("ground_truth", "")),
                     "reward": reward,
                     "parts": {name: _number(value[row]) for name, value in parts.items()} | changed,
-                    "truncated": bool(data["truncated"][row]) if "truncated" in data else False,
+                    "truncated": bool(cells["truncated"]),
                     "images": [names[id(picture)] for picture in pictures],
                 }
             )
@@ -265,7 +275,3 @@ def _numbers(column: "Tensor") -> list[list[float | None]]:
     rounded = column.double().round(decimals=DIGITS)
     rows: list[list[float | None]] = rounded.tolist()
     return rows if bool(rounded.isfinite().all()) else [[_number(value) for value in row] for row in rows]
-
-
-def _cell(data: DataProto, name: str, row: int) -> Any:
-    return data[name][row] if name in data else None
