@@ -10,6 +10,10 @@ EXPORTS = {
         next_token_loss recorded_run run run_supervised train""",
     "recipes.report": "KeptRollouts MetricsLog read_metrics write_report",
     "recipes.view": "ViewerServer main",
+    "recipes.forecast": """BatchSizes DEVICES Device ModelSize Phase PromptSizes RoleMemory SLACK Setting StepForecast beside_fact
+        calibrate_cpu device_named forecast forecast_lines measure_conversations measure_prompts model_size
+        policy_gradient_batch policy_gradient_setting response_lengths supervised_setting this_device""",
+    "recipes.plan": "PlanOptions as_options fit main plan",
     "recipes.serve": "ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",
     "recipes.parity": "ParityConfig compare_log_probs comparison_table",

@@ -1,0 +1,45 @@
+"""Forecasts: the memory, operations and time of a run, from the checkpoint's config, the sizes of its data and its options.
+
+Nothing is loaded: parameters are counted on the meta device, images by their headers. See docs/plan.md.
+"""
+
+from recipes.forecast.batch_sizes import (
+    BatchSizes,
+    PromptSizes,
+    measure_conversations,
+    measure_prompts,
+    response_lengths,
+)
+from recipes.forecast.calibration import calibrate_cpu, this_device
+from recipes.forecast.devices import DEVICES, Device, device_named
+from recipes.forecast.forecast_table import beside_fact, forecast_lines
+from recipes.forecast.model_size import ModelSize, model_size
+from recipes.forecast.role_memory import RoleMemory
+from recipes.forecast.settings import policy_gradient_batch, policy_gradient_setting, supervised_setting
+from recipes.forecast.step_forecast import SLACK, Phase, Setting, StepForecast, forecast
+
+__all__ = [
+    "DEVICES",
+    "SLACK",
+    "BatchSizes",
+    "Device",
+    "ModelSize",
+    "Phase",
+    "PromptSizes",
+    "RoleMemory",
+    "Setting",
+    "StepForecast",
+    "beside_fact",
+    "calibrate_cpu",
+    "device_named",
+    "forecast",
+    "forecast_lines",
+    "measure_conversations",
+    "measure_prompts",
+    "model_size",
+    "policy_gradient_batch",
+    "policy_gradient_setting",
+    "response_lengths",
+    "supervised_setting",
+    "this_device",
+]

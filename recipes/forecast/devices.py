@@ -1,0 +1,57 @@
+"""Devices by name: what their data sheets say, and which part of it a training step reaches."""
+
+from dataclasses import dataclass
+
+from dataproto.errors import InvalidConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, and the speed of this project's kernels on it.
+
+    Operations per second are those of forward and backward pass together, of the operations that a step requires.
+    """
+
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes per second, of its memory
+    language: float  # operations per second in decoder layers and head
+    vision: float  # operations per second in the tower
+    link: float = 0.0  # bytes per second between devices, of those that computation does not hide
+    decode_overhead: float = 0.0  # least seconds of a decoding step: those of the host
+    peak: float | None = None  # dense bfloat16 operations per second
+    on_cpu: bool = False
+    context: int = 0  # bytes that the driver and its libraries take
+
+    @property
+    def bytes_of_number(self) -> int:
+        """Bytes of a number in activations: float32 on a CPU, bfloat16 elsewhere."""
+        return 4 if self.on_cpu else 2
+
+
+def accelerator(name: str, memory: int, bandwidth: float, peak: float, link: float) -> Device:
+    """A GPU that reaches what an H200 does of its peak (benchmarks/RESULTS.md): 0.55 in compiled layers, 0.44 in the tower."""
+    return Device(name, memory, bandwidth, 0.55 * peak, 0.44 * peak, link, 6.5e-3, peak, context=GIB)
+
+
+DEVICES = {
+    "h200": accelerator("h200", 150_754_820_096, 4.8e12, 989e12, 250e9),
+    "h100": accelerator("h100", 85_520_809_984, 3.35e12, 989e12, 250e9),
+    "a100-80g": accelerator("a100-80g", 85_095_874_560, 2.04e12, 312e12, 170e9),
+}
+EAGER = 0.85  # speed of layers that are not compiled, beside compiled ones
+SHARED = {"tp": 0.67, "pp": 0.81, "sp": 0.64}
+"""Speed with a degree above 1, beside data parallelism on as many devices: 7B on four H200, benchmarks/RESULTS.md."""
+
+
+def device_named(name: str) -> Device:
+    """The device of the table.
+
+    Raises:
+        InvalidConfig: the table does not have it.
+    """
+    if name not in DEVICES:
+        raise InvalidConfig(f"device={name!r} is unknown: choose one of {', '.join([*DEVICES, 'cpu'])}")
+    return DEVICES[name]

@@ -1,0 +1,76 @@
+"""A forecast as text: the table before a run, and forecast beside fact after it."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from recipes.forecast.devices import GIB
+from recipes.forecast.step_forecast import StepForecast
+
+COLUMNS = ("weights", "copies", "gradients", "moments", "activations", "tower", "logits", "kv_cache", "other", "device")
+
+
+def forecast_lines(found: StepForecast) -> list[str]:
+    """Memory by phase and role, operations and seconds by phase, and the run, as lines of text."""
+    setting = found.setting
+    layout = ", ".join(f"{name} {degree}" for name, degree in vars(setting.layout).items() if degree > 1) or "alone"
+    scale, unit = (GIB, "GiB") if found.memory > GIB else (2**20, "MiB")
+    roles = [(phase, number, role) for phase in found.phases for number, role in enumerate(phase.roles)]
+    columns = [name for name in COLUMNS if any(getattr(role, name) for _, _, role in roles)]
+    lines = [
+        f"forecast: {setting.layout.world_size} x {setting.device.name} ({layout}), {count(setting.size.total)} parameters, "
+        f"{count(setting.size.trained)} trained",
+        "",
+        f"{unit + ' on the fullest device':25}{''.join(f'{name:>12}' for name in columns)}",
+    ]
+    for phase, number, role in roles:
+        cells = "".join(f"{getattr(role, each) / scale:12.1f}" for each in columns)
+        lines.append(f"{phase.name if not number else '':14}{role.role:11}{cells}")
+    lines += ["", f"{'phase':14}{'TFLOP':>12}{'seconds':>10}{unit:>10}"]
+    for phase in found.phases:
+        lines.append(f"{phase.name:14}{phase.flops / 1e12:12,.4g}{phase.seconds:10.3g}{phase.memory / scale:10.1f}")
+    rate = found.tokens / found.seconds / setting.layout.world_size
+    lines += [
+        f"{'step':14}{found.flops / 1e12:12,.4g}{found.seconds:10.3g}{found.memory / scale:10.1f} of "
+        f"{setting.device.memory / scale:,.1f} with reserve; {found.tokens:,} tokens, {rate:,.0f} tokens/s/device",
+        f"run: {setting.steps} steps in {duration(found.run_seconds)}, {found.disk / GIB:.3g} GiB on disk in checkpoints of "
+        f"{found.checkpoint / GIB:.3g} GiB, {found.host / GIB:.3g} GiB of host memory a process",
+    ]
+    return [*lines, *(f"does not fit: {problem}" for problem in found.problems)]
+
+
+def count(number: int) -> str:
+    """
+    >>> count(638_976), count(8_292_166_656)
+    ('0.639 M', '8.29 B')
+    """
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(42), duration(600), duration(9000)
+    ('42 s', '10 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def beside_fact(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Forecast beside fact, as lines of a table: medians over the steps of ``metrics.jsonl``, the first one left out.
+
+    A fact that the run did not measure (the memory of a CPU) is not in the table.
+    """
+    steps = [row for row in rows if row.get("step", 0) > 0]
+    steps = steps[1:] or steps
+    expected = {f"timing_s/{phase.name}": phase.seconds for phase in found.phases}
+    expected |= {"timing_s/step": found.seconds, "perf/total_num_tokens": float(found.tokens)}
+    expected |= {"perf/max_memory_allocated_gb": max(phase.memory for phase in found.phases) / GIB}
+    lines = []
+    for name, forecast in expected.items():
+        facts = [row[name] for row in steps if name in row]
+        if facts:
+            fact = median(facts)
+            ratio = f"{forecast / fact:10.2f}" if fact else f"{'':10}"
+            lines.append(f"{name:32}{forecast:12,.4g}{fact:12,.4g}{ratio}")
+    return [f"{'':32}{'forecast':>12}{'fact':>12}{'ratio':>10}", *lines] if lines else []

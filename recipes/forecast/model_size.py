@@ -1,0 +1,109 @@
+"""The parameters of a model by part, from its config alone: the model is built on the meta device, without storage."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
+from dataproto.vlm import VLMFamily, family_of
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
+from workers.training.loading import freeze
+
+PARTS = ("vision", "layers", "embedding", "head", "rest")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of parameters. A tied head counts as embedding."""
+
+    vision: int  # tower and mergers
+    layers: int  # decoder layers
+    embedding: int
+    head: int
+    rest: int  # the final norm
+    largest_layer: int  # of the decoder
+    trained: int  # of all parts, adapters included
+    tower_trained: bool
+    norms: tuple[int, ...] = ()  # widths of the norms in a decoder layer
+
+    @property
+    def total(self) -> int:
+        return self.vision + self.layers + self.embedding + self.head + self.rest
+
+    def on_rank(self, layout: Layout) -> int:
+        """Parameters that the fullest rank keeps: layers are split over pp and tp, words over tp, everything over dp x sp.
+
+        >>> size = ModelSize(100, 800, embedding=40, head=60, rest=0, largest_layer=80, trained=1000, tower_trained=True)
+        >>> size.on_rank(Layout()), size.on_rank(Layout(dp=2)), size.on_rank(Layout(tp=2)), size.on_rank(Layout(pp=2))
+        (1000, 500, 550, 540)
+        """
+        layers, embedding, head = (part / layout.tp for part in (self.layers, self.embedding, self.head))
+        ends = self.vision + embedding + head + self.rest
+        if layout.pp > 1:  # the first stage has tower and embedding, the last one the head, tied or not
+            ends = max(self.vision + embedding, (head or embedding) + self.rest)
+        return round((layers / layout.pp + ends) / (layout.dp * layout.sp))
+
+
+def model_size(config: Any, compute: ModelConfig, trains: bool = True, makes_logits: bool = True) -> ModelSize:
+    """The size of the model that a config describes.
+
+    Args:
+        compute: what of it is trained, and the adapters.
+        trains: ``False`` for a reference.
+        makes_logits: ``False`` for a critic, whose head has one output.
+    """
+    frozen = compute.lora_rank, compute.lora_vision, compute.freeze_vision
+    key = (config.to_json_string(), *frozen, trains, makes_logits)
+    if key not in _counted:
+        _counted[key] = count(meta_model(config), family_of(config), compute, trains, makes_logits)
+    return _counted[key]
+
+
+_counted: dict[tuple[Any, ...], ModelSize] = {}
+
+
+def meta_model(config: Any) -> Any:
+    """The model without storage."""
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, makes_logits: bool) -> ModelSize:
+    """Counts the parameters of a model, which it freezes and gives adapters as ``compute`` says."""
+    freeze(model, family, compute, trains)
+    places = {
+        "vision": (family.vision_tower, *family.mergers),
+        "layers": (family.decoder_layers,),
+        "embedding": (family.embedding,),
+        "head": (family.head,),
+    }
+    sizes, trained = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+    for name, weight in model.named_parameters():
+        part = next(
+            (part for part, paths in places.items() if any(name.startswith(f"{each}.") for each in paths)), "rest"
+        )
+        sizes[part] += weight.numel()
+        trained[part] += weight.numel() * weight.requires_grad
+    if not makes_logits:
+        hidden = int(model.config.text_config.hidden_size)
+        sizes["head"], trained["head"] = hidden, hidden * trains
+    layers = list(model.get_submodule(family.decoder_layers).children())
+    return ModelSize(
+        **sizes,
+        largest_layer=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
+        trained=sum(trained.values()),
+        tower_trained=trained["vision"] > 0,
+        norms=tuple(_norms(layers[0])),
+    )
+
+
+def _norms(layer: nn.Module) -> list[int]:
+    return [
+        int(weight.numel())
+        for module in layer.modules()
+        if type(module).__name__.endswith("Norm")
+        for weight in module.parameters(recurse=False)
+    ]

@@ -1,0 +1,245 @@
+"""Bytes that a role takes on its fullest device, from sizes alone.
+
+A float32 parameter that is trained takes 4 bytes, and as many for its gradient and each of AdamW's two moments; computation in
+bfloat16 takes a copy of 2 bytes. Activations are the tensors that the backward pass reads, which is what autograd keeps.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dataproto.vlm.costs import attention_width, head_dim
+from recipes.forecast.batch_sizes import MicroBatchSize
+from recipes.forecast.devices import GIB, Device
+from recipes.forecast.model_size import ModelSize
+from workers.model.logprobs import CHUNK_ELEMENTS
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
+
+ASLEEP = GIB  # of a sleeping vLLM engine, measured with 3B on an H200
+ENGINE_RESERVE = 4 * GIB  # of an awake one beside weights and cache: activations, graphs
+LOGIT_BYTES = {"cuda": 13, "cpu": 12}  # of each logit in a chunk and what is computed from it
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of one role on its fullest device in one phase."""
+
+    role: str
+    weights: int = 0  # float32 masters; an engine's own weights
+    copies: int = 0  # bfloat16 copies, or what FSDP has gathered
+    gradients: int = 0
+    moments: int = 0
+    activations: int = 0  # of the decoder
+    tower: int = 0  # activations of the vision tower
+    logits: int = 0  # one chunk, with the float32 gradient of the head
+    kv_cache: int = 0
+    other: int = 0  # of an engine
+    host: int = 0  # in host memory, not on the device
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name not in ("role", "host"))
+
+
+def sharded(layout: Layout) -> int:
+    """The number of ranks that FSDP spreads weights over."""
+    return layout.dp * layout.sp
+
+
+def held(role: str, size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, trains: bool) -> RoleMemory:
+    """What a role holds between passes: weights, moments and copies, on the device or, with offload, in host memory.
+
+    >>> size = ModelSize(0, 900, embedding=50, head=50, rest=0, largest_layer=90, trained=1000, tower_trained=True)
+    >>> from recipes.forecast.devices import DEVICES
+    >>> held("actor", size, ModelConfig(), Layout(), DEVICES["h200"], trains=True)
+    RoleMemory(role='actor', weights=4000, copies=2000, gradients=0, moments=8000, activations=0, tower=0, logits=0, \
+kv_cache=0, other=0, host=0)
+    """
+    mine = size.on_rank(layout)
+    trained = round(mine * size.trained / size.total) if trains else 0
+    copies = 2 * mine if _half(compute, device) and sharded(layout) == 1 and layout.tp == 1 else 0
+    if compute.offload and sharded(layout) > 1:
+        return RoleMemory(role, host=4 * mine + 12 * trained)
+    return RoleMemory(role, weights=4 * mine, copies=copies, moments=8 * trained)
+
+
+def updating(
+    memory: RoleMemory,
+    size: ModelSize,
+    config: Any,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    parts: list[MicroBatchSize],
+    makes_logits: bool = True,
+) -> RoleMemory:
+    """What a role that learns takes at the height of a backward pass, where all activations and a chunk of logits exist.
+
+    From the second micro-batch on, all gradients exist then too. With a single one they are made while activations are freed,
+    so the larger of both counts.
+    """
+    trained = round(size.on_rank(layout) * size.trained / size.total)
+    gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained
+    per_token = decoder_bytes(config.text_config, size, compute, device)
+    per_patch = tower_bytes(config, compute, device, size.tower_trained)
+    fullest = max(parts, key=lambda part: part.tokens * per_token.kept + part.patches * per_patch.kept)
+    layers = 1 / layout.pp * min(len(parts), layout.pp)  # a stage keeps as many micro-batches as stages follow it
+    activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
+    tower = fullest.patches * (per_patch.kept + per_patch.again) / (layout.tp * layout.sp)
+    logits = head_bytes(config.text_config, fullest.logits, size, device, layout) if makes_logits else 0
+    if len(parts) == 1 and gradients:  # of the two heights, before and after the decoder's backward pass
+        before, after = activations + logits, gradients * size.layers / size.total
+        if after > before:
+            activations, logits = 0.0, 0
+        else:
+            gradients = 0
+    return RoleMemory(
+        memory.role,
+        memory.weights,
+        memory.copies + gathered(size, compute, layout, device, gradients=True),
+        gradients,
+        memory.moments,
+        round(activations),
+        round(tower),
+        logits,
+        host=memory.host,
+    )
+
+
+def scoring(
+    memory: RoleMemory,
+    size: ModelSize,
+    config: Any,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    parts: list[MicroBatchSize],
+) -> RoleMemory:
+    """What a role takes in a pass without gradients: the states of one layer and a chunk of logits."""
+    per_token = decoder_bytes(config.text_config, size, compute, device).layer
+    per_patch = tower_bytes(config, compute, device, True).layer
+    fullest = max(parts, key=lambda part: part.tokens * per_token)
+    logits = _chunk_bytes(config.text_config, fullest.logits, device) // layout.tp
+    return RoleMemory(
+        memory.role,
+        memory.weights,
+        memory.copies + gathered(size, compute, layout, device, gradients=False),
+        0,
+        memory.moments,
+        round(fullest.tokens * per_token / layout.tp),
+        round(fullest.patches * per_patch / (layout.tp * layout.sp)),
+        logits,
+        host=memory.host,
+    )
+
+
+def _half(compute: ModelConfig, device: Device) -> bool:
+    return compute.dtype == "bfloat16" or (compute.dtype == "auto" and not device.on_cpu)
+
+
+def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, gradients: bool) -> int:
+    """Weights that FSDP has gathered at a time, and whole gradients that it has not scattered yet.
+
+    The root's weights (embedding, head, norm) stay from the first to the last use; of the layers, the one that runs and the next.
+    """
+    if sharded(layout) == 1:
+        return 0
+    number = 2 if _half(compute, device) else 4
+    root = (size.embedding + size.head + size.rest) / layout.tp
+    layers = 2 * size.largest_layer / layout.tp
+    if not compute.reshard_after_forward:
+        layers = (size.layers / layout.pp + 0.0) / layout.tp + size.vision
+    whole_gradients = (root + size.largest_layer / layout.tp) * (number + 4) if gradients else 0
+    return round(number * (root + layers) + whole_gradients)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes for each token, or patch, of all layers on all ranks together."""
+
+    kept: float  # by autograd, of all layers
+    again: float  # of the one layer that is computed again
+    layer: float  # of one layer
+
+
+def decoder_bytes(text: Any, size: ModelSize, compute: ModelConfig, device: Device) -> TokenBytes:
+    """Activations of the decoder for a token, by checkpointing mode.
+
+    A layer keeps the input and the output of each norm and product, queries, keys, values and the result of attention, and in
+    the gated MLP the gate, its activation, the other factor and their product. Compiled layers compute norms and the activation
+    again.
+    """
+    number, hidden = device.bytes_of_number, int(text.hidden_size)
+    heads, keys = attention_width(text), 2 * int(text.num_key_value_heads) * head_dim(text)
+    wide = mlp_width(text)
+    if compute.compile:
+        layer = 2 * hidden + 2 * heads + keys + 3 * wide
+    else:
+        norms = sum(3 * _per_token(width, text) for width in size.norms) or 6 * hidden
+        layer = norms + 2 * heads + keys + 4 * wide
+    selective = 3 * hidden + 2 * heads + keys + 2 * wide
+    return _by_mode(compute, number, int(text.num_hidden_layers), layer, selective, hidden)
+
+
+def mlp_width(text: Any) -> int:
+    """Numbers between the two products of a layer's MLP; of a mixture, those of the experts that a token is sent to."""
+    experts = getattr(text, "num_experts_per_tok", None)
+    if experts and getattr(text, "moe_intermediate_size", None):
+        return int(experts) * (int(text.moe_intermediate_size) + int(text.hidden_size) // 2)
+    return int(text.intermediate_size)
+
+
+def _per_token(width: int, text: Any) -> int:
+    """Numbers for each token of a norm: one that is as wide as a head runs for all heads."""
+    return width if width >= int(text.hidden_size) else width * int(text.num_attention_heads)
+
+
+def tower_bytes(config: Any, compute: ModelConfig, device: Device, trained: bool) -> TokenBytes:
+    """Activations of the vision tower for a patch; none are kept of a tower that is not trained.
+
+    FlashAttention's heads are a multiple of 32 wide, so queries, keys and values are kept padded.
+    """
+    vision, number = config.vision_config, device.bytes_of_number
+    width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
+    heads = int(getattr(vision, "num_heads", None) or vision.num_attention_heads)
+    depth = int(getattr(vision, "depth", None) or vision.num_hidden_layers)
+    wide = int(getattr(vision, "intermediate_size", None) or width * vision.mlp_ratio)
+    if "intermediate_size" not in vision.to_dict() or getattr(vision, "embed_dim", None):
+        wide = int(width * vision.mlp_ratio)
+    padded = width if device.on_cpu else -(-width // heads // 32) * 32 * heads
+    attention = 4 * width if padded == width else 3 * width + 4 * padded
+    gated = config.model_type in ("qwen2_5_vl", "glm4v")
+    inner = 4 * wide if gated else 2 * wide
+    layer = 2 * width + attention + inner * 3 // 4 if compute.compile else 6 * width + attention + inner
+    selective = 3 * width + 3 * width + padded + inner // 2
+    if not trained or compute.freeze_vision:
+        return TokenBytes(0, 0, layer * number)
+    return _by_mode(compute, number, depth, layer, selective, width)
+
+
+def _by_mode(compute: ModelConfig, number: int, layers: int, layer: int, selective: int, hidden: int) -> TokenBytes:
+    mode = compute.activation_checkpointing
+    kept = {"none": layer, "selective": selective, "full": hidden}[mode]
+    again = {"none": 0, "selective": max(layer - selective, 0), "full": layer}[mode]
+    return TokenBytes(number * layers * kept, number * again, number * layer)
+
+
+def head_bytes(text: Any, tokens: int, size: ModelSize, device: Device, layout: Layout) -> int:
+    """A chunk of logits, and the gradient of the head in float32 while its chunks are summed."""
+    return (_chunk_bytes(text, tokens, device) + 4 * int(text.hidden_size) * int(text.vocab_size)) // layout.tp
+
+
+def _chunk_bytes(text: Any, tokens: int, device: Device) -> int:
+    kind = "cpu" if device.on_cpu else "cuda"
+    return LOGIT_BYTES[kind] * min(tokens * int(text.vocab_size), CHUNK_ELEMENTS[kind])
+
+
+def kv_bytes(text: Any, number: int) -> int:
+    """Bytes of keys and values for a token.
+
+    >>> from types import SimpleNamespace
+    >>> kv_bytes(SimpleNamespace(num_hidden_layers=28, num_key_value_heads=4, head_dim=128), number=2)
+    57344
+    """
+    return 2 * int(text.num_hidden_layers) * int(text.num_key_value_heads) * head_dim(text) * number

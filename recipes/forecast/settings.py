@@ -1,0 +1,77 @@
+"""From a recipe's options to the setting of a forecast. Options are read by attribute: recipes stand above this package."""
+
+import math
+from typing import Any
+
+from recipes.forecast.batch_sizes import BatchSizes, PromptSizes, response_lengths
+from recipes.forecast.devices import Device
+from recipes.forecast.step_forecast import Setting
+from workers.cluster.ray_config import RayConfig
+
+
+def policy_gradient_batch(
+    options: Any, config: Any, prompts: PromptSizes, mean_response: int | None = None
+) -> BatchSizes:
+    """The rows of a step of policy gradients.
+
+    Args:
+        options: a `recipes.run.PolicyGradientConfig`.
+        config: the checkpoint's.
+        prompts: some of the data's.
+        mean_response: expected tokens of a response; by default half of the longest.
+    """
+    data, samples = options.data, options.algorithm.n
+    mean = mean_response or max(math.ceil(data.max_response_length / 2), 1)
+    responses = response_lengths(data.batch_size * samples, mean, data.max_response_length)
+    return BatchSizes(config, prompts.repeated(data.batch_size), responses, samples)
+
+
+def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> Setting:
+    """The setting of a run of GRPO or PPO.
+
+    Args:
+        options: a `recipes.run.PolicyGradientConfig`.
+        batch: from `policy_gradient_batch`.
+    """
+    algorithm, data = options.algorithm, options.data
+    return Setting(
+        batch.config,
+        batch,
+        device,
+        minibatch=algorithm.minibatch,
+        epochs=algorithm.epochs,
+        old_log_probs=algorithm.needs_old_log_probs(algorithm.updates(data.batch_size))
+        and not algorithm.skip_old_log_probs,
+        reference=bool(algorithm.settings.kl_coef),
+        critic_epochs=algorithm.critic_epochs if options.critic else 0,
+        longest=data.max_prompt_length + data.max_response_length,
+        eval_rows=data.eval_rows,
+        **_shared(options),
+    )
+
+
+def supervised_setting(options: Any, batch: BatchSizes, device: Device) -> Setting:
+    """The setting of a supervised run; the engine, which answers held-out questions, is not part of a step.
+
+    Args:
+        options: a `recipes.run.SupervisedConfig`, with ``data``.
+        batch: its rows, each with the learnt tokens as response.
+    """
+    shared = _shared(options) | {"engine": None}
+    return Setting(batch.config, batch, device, longest=options.data.max_length, **shared)
+
+
+def _shared(options: Any) -> dict[str, Any]:
+    """What all recipes have."""
+    ray: RayConfig = options.ray
+    return {
+        "compute": options.compute,
+        "layout": options.layout,
+        "engine": options.engine,
+        "engine_options": dict(options.engine_options),
+        "engine_apart": options.on == "ray" and bool(ray.rollout_processes),
+        "steps": options.run.steps,
+        "eval_every": options.run.eval_every,
+        "save_every": options.run.save_every,
+        "keep_checkpoints": options.run.keep_checkpoints,
+    }

@@ -1,0 +1,155 @@
+"""Seconds of the phases of a step on one device of a layout, from operations, bytes and the device's speeds."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataproto.vlm.costs import logit_flops
+from recipes.forecast.batch_sizes import BatchSizes
+from recipes.forecast.devices import EAGER, SHARED, Device
+from recipes.forecast.model_size import ModelSize
+from recipes.forecast.role_memory import kv_bytes
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
+
+INFERENCE = 1.25  # speed of an engine's products beside those of forward and backward pass
+OPTIMIZER_BYTES = 30  # read and written for each trained parameter: weight, gradient, moments, clipping, the copy
+GRADIENT_BYTES = 10  # read and written for each trained parameter when a micro-batch's gradient is added
+RECOMPUTED = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
+"""Further time of a backward pass that computes activations again, as a share of forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Operations of the passes over all rows of a step, on all devices together."""
+
+    language: float
+    vision: float
+
+    @property
+    def total(self) -> float:
+        return self.language + self.vision
+
+
+def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig) -> Passes:
+    """Operations that an update over these rows requires, as `workers.training.accounting.required_work` counts them."""
+    decoder = 2 if compute.lora_rank else 3
+    return Passes(decoder * batch.language_flops, (3 if size.tower_trained else 1) * float(batch.vision_flops.sum()))
+
+
+def scoring_flops(batch: BatchSizes) -> Passes:
+    """Operations of a pass without gradients."""
+    return Passes(batch.language_flops, float(batch.vision_flops.sum()))
+
+
+def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: Device) -> float:
+    """Seconds of passes that all devices share.
+
+    >>> from recipes.forecast.devices import accelerator
+    >>> device = accelerator("one", 0, 1e12, 100e12, 1e12)
+    >>> pass_seconds(Passes(55e12, 44e12), ModelConfig(compile=True), Layout(), device)
+    2.0
+    """
+    pace = 1.0 if compute.compile or device.on_cpu else EAGER
+    for axis, factor in SHARED.items():
+        pace *= factor if getattr(layout, axis) > 1 else 1
+    return (passes.language / device.language + passes.vision / device.vision) / (pace * layout.world_size)
+
+
+def update_seconds(
+    batch: BatchSizes,
+    size: ModelSize,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    updates: int,
+    micro_batches: int,
+) -> float:
+    """Seconds of ``updates`` optimizer steps over the rows, with ``micro_batches`` in each on a device."""
+    passes, again = update_flops(batch, size, compute), RECOMPUTED[compute.activation_checkpointing]
+    head = 3 * sum(batch.responses) * logit_flops(batch.config.text_config)  # has no layers that compute again
+    passes = Passes(passes.language + again * (passes.language - head), passes.vision * (1 + again))
+    computed = pass_seconds(passes, compute, layout, device)
+    mine = size.on_rank(layout) * size.trained / size.total
+    stepped = updates * mine * OPTIMIZER_BYTES / device.bandwidth
+    added = updates * micro_batches * mine * GRADIENT_BYTES / device.bandwidth
+    return computed + stepped + added + updates * sent_seconds(size, compute, layout, device, micro_batches)
+
+
+def sent_seconds(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int) -> float:
+    """Seconds that FSDP's traffic of an optimizer step adds: weights gathered in bfloat16, gradients scattered in float32."""
+    ranks = layout.dp * layout.sp
+    if ranks == 1 or not device.link:
+        return 0.0
+    whole = size.on_rank(layout) * ranks * (ranks - 1) / ranks
+    gathers = 2 * micro_batches if compute.reshard_after_forward else 1
+    return whole * (2 * gathers + 4 * micro_batches) / device.link
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What decides the speed of an engine on one device."""
+
+    weight_bytes: float  # that a decoding step reads
+    kv_bytes: int  # of a token
+    flops: float  # of a token of one row
+    rows: int  # that it generates at a time
+    continuous: bool  # whether a finished row makes place for the next
+
+
+def decoding_steps(responses: Sequence[int], rows: int, continuous: bool) -> list[int]:
+    """The number of running rows in each decoding step.
+
+    >>> decoding_steps([3, 1, 2], rows=2, continuous=True)
+    [2, 2, 2]
+    >>> decoding_steps([3, 1, 2], rows=2, continuous=False)
+    [2, 1, 1, 1, 1]
+    """
+    if not continuous:
+        waves = [responses[start : start + rows] for start in range(0, len(responses), rows)]
+        return [sum(length > step for length in wave) for wave in waves for step in range(max(wave))]
+    free = [0] * min(rows, len(responses))
+    changes: dict[int, int] = {}
+    for length in responses:
+        start = heapq.heappop(free)
+        heapq.heappush(free, start + length)
+        changes[start] = changes.get(start, 0) + 1
+        changes[start + length] = changes.get(start + length, 0) - 1
+    running, found = 0, []
+    for step in range(max(free, default=0)):
+        running += changes.get(step, 0)
+        found.append(running)
+    return found
+
+
+def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device: Device) -> float:
+    """Seconds to answer the prompts: a pass over them, once for all samples, and the decoding steps.
+
+    Args:
+        batch: the rows of one engine.
+
+    A decoding step computes the running rows, or reads all weights if that takes longer, and reads the rows' keys and values.
+    Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model.
+    """
+    prompts = BatchSizes(batch.config, batch.prompts, (0,) * len(batch.prompts.tokens))
+    filled = pass_seconds(scoring_flops(prompts), ModelConfig(compile=True), Layout(), device) / INFERENCE
+    steps = decoding_steps(batch.responses, engine.rows, engine.continuous)
+    lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
+    read = sum((length - response / 2) * response for length, response in lengths) * engine.kv_bytes / device.bandwidth
+    cache = read / max(len(steps), 1)
+    reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
+    return filled + sum(max(max(reading, rows * computing) + cache, device.decode_overhead) for rows in steps)
+
+
+def engine_of(config: Any, size: ModelSize, name: str, options: dict[str, Any], device: Device) -> Engine:
+    """The engine that these options describe."""
+    parallel, number = int(options.get("tensor_parallel", 1)), device.bytes_of_number
+    weights = size.layers + (size.head or size.embedding)
+    return Engine(
+        weight_bytes=number * weights / parallel,
+        kv_bytes=kv_bytes(config.text_config, number) // parallel,
+        flops=2 * weights / parallel,
+        rows=int(options.get("max_num_seqs", 256)),
+        continuous=name == "vllm",
+    )

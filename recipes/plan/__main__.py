@@ -1,0 +1,8 @@
+"""``python -m recipes.plan``."""
+
+import sys
+
+from recipes.plan import main
+
+if __name__ == "__main__":
+    sys.exit(main())

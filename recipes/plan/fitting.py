@@ -1,0 +1,84 @@
+"""Choosing layout, token budget, checkpointing and the engine's share of memory: the fastest setting that fits."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dataproto.errors import InvalidConfig
+from recipes.forecast import SLACK, Setting, StepForecast, forecast
+from workers.ranks.layout import Layout
+
+BUDGETS = (4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152)
+MODES = ("none", "selective", "full")
+LEAST_SHARE, MOST_SHARE = 0.1, 0.85
+
+
+def fit(setting: Setting, devices: int = 1) -> StepForecast:
+    """The fastest forecast that fits into ``devices``; of equally fast ones, that with the least memory.
+
+    Data parallelism comes first: tensor and sequence parallelism are tried only where it does not fit.
+
+    Raises:
+        InvalidConfig: nothing fits.
+    """
+    last: StepForecast | None = None
+    for layouts in layout_choices(setting, devices):
+        tried = [forecast(each) for layout in layouts for each in choices(replace(setting, layout=layout))]
+        fitting = [each for each in tried if each.fits]
+        if fitting:
+            return min(fitting, key=lambda each: (round(each.seconds, 3), each.memory))
+        last = min(tried, key=lambda each: each.memory, default=last)
+    why = f": {last.problems[0]}" if last is not None else ""
+    raise InvalidConfig(f"nothing fits into {devices} x {setting.device.name}{why}; give more --devices")
+
+
+def layout_choices(setting: Setting, devices: int) -> Iterator[list[Layout]]:
+    """Layouts on so many devices, the preferred ones first."""
+    if setting.prompts >= devices:
+        yield [Layout(dp=devices)]
+    heads = int(setting.config.text_config.num_attention_heads)
+    split = [degree for degree in range(2, devices + 1) if devices % degree == 0 and heads % degree == 0]
+    if split:
+        yield [Layout(dp=devices // degree, **{axis: degree}) for degree in split for axis in ("tp", "sp")]
+
+
+def choices(setting: Setting) -> Iterator[Setting]:
+    """The setting with every budget that holds its longest row, every checkpointing mode, and a share for the engine."""
+    longest = int(setting.batch.lengths.max())
+    most = max(setting.share.packed_tokens, longest)
+    budgets = [each for each in BUDGETS if longest <= each < most] or [longest]
+    if most <= BUDGETS[-1]:
+        budgets.append(most)  # all rows at once
+    for mode in MODES:
+        for budget in budgets:
+            compute = replace(setting.compute, token_budget=budget, activation_checkpointing=mode)
+            yield with_share(replace(setting, compute=compute))
+
+
+def with_share(setting: Setting) -> Setting:
+    """vLLM's ``memory_share``: what the other roles leave of the device while they rest."""
+    if setting.engine != "vllm" or setting.device.on_cpu or setting.engine_apart:
+        return setting
+    generating = forecast(setting).phases[0]
+    others = sum(role.device for role in generating.roles if role.role != "engine") * SLACK + setting.device.context
+    share = math.floor(100 * (1 - others / setting.device.memory)) / 100
+    options = dict(setting.engine_options) | {"memory_share": min(max(share, LEAST_SHARE), MOST_SHARE)}
+    return replace(setting, engine_options=options)
+
+
+def as_options(setting: Setting) -> str:
+    """The chosen options as a recipe's command line takes them.
+
+    >>> from types import SimpleNamespace
+    >>> from workers.model.model_config import ModelConfig
+    >>> as_options(SimpleNamespace(compute=ModelConfig(), layout=Layout(dp=2), engine="hf", engine_options={}))
+    '--token-budget 16384 --activation-checkpointing none --on ray --layout.dp 2'
+    """
+    compute = setting.compute
+    parts = [f"--token-budget {compute.token_budget}", f"--activation-checkpointing {compute.activation_checkpointing}"]
+    degrees = [f"--layout.{axis} {degree}" for axis, degree in vars(setting.layout).items() if degree > 1]
+    parts += ["--on ray", *degrees] if degrees else []
+    if setting.engine == "vllm":
+        options = " ".join(f"{name} {value}" for name, value in setting.engine_options.items())
+        parts.append(f"--engine-options {options}")
+    return " ".join(parts)

@@ -1,0 +1,184 @@
+"""The forecast of a run: counts beside the real model and batch, hand-worked memory, the command, and what it chooses."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from benchmarks.forecasts import GENERATIONS, UPDATES, batch_sizes, generation_row, update_row
+from benchmarks.workload import TINY, make_batch, model_config
+from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
+from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
+from recipes.data.drawn_rows import ProblemRows
+from recipes.data.loader import draws
+from recipes.forecast import (
+    DEVICES,
+    BatchSizes,
+    PromptSizes,
+    Setting,
+    beside_fact,
+    forecast,
+    forecast_lines,
+    measure_prompts,
+    model_size,
+    response_lengths,
+)
+from recipes.forecast.batch_sizes import MicroBatchSize
+from recipes.forecast.role_memory import held, kv_bytes, updating
+from recipes.forecast.step_time import update_flops
+from recipes.plan import as_options, fit, main
+from recipes.tiny import make_tiny_model
+from rollout.prompts import PromptBuilder
+from workers.model.lora import add_adapters
+from workers.model.model_config import ModelConfig
+from workers.model.packed_model import PackedVLM
+from workers.ranks.layout import Layout
+from workers.training.accounting import required_work
+from workers.training.micro_batches import micro_batches
+
+H200 = DEVICES["h200"]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_parameters_are_those_of_the_built_model(model_type):
+    model, size = tiny_model(model_type), model_size(tiny_config(model_type), ModelConfig())
+    assert size.total == size.trained == sum(weight.numel() for weight in model.parameters())
+    tower = model.get_submodule(family_of(model_type).vision_tower)
+    assert size.vision >= sum(weight.numel() for weight in tower.parameters())
+
+
+def test_adapters_are_counted_as_they_are_built():
+    compute, model = ModelConfig(lora_rank=4), tiny_model("qwen2_5_vl")
+    add_adapters(model, family_of(model.config), compute)
+    size = model_size(tiny_config("qwen2_5_vl"), compute)
+    assert size.total == sum(weight.numel() for weight in model.parameters())
+    assert size.trained == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+@pytest.fixture(scope="module")
+def tiny_batch():
+    config = model_config("tiny")
+    return config, make_batch(config, TINY, prompts=6, samples=3, seed=3)
+
+
+def test_operations_tokens_and_micro_batches_are_those_of_a_real_batch(tiny_batch):
+    config, data = tiny_batch
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    module, sizes = PackedVLM(model, family_of(config), 1.0), batch_sizes(data, config, 3)
+    work, flops = required_work(module, data), update_flops(sizes, model_size(config, ModelConfig()), ModelConfig())
+    assert (flops.language, flops.vision, sizes.packed_tokens) == (work.language, work.vision, work.tokens)
+    planned, real = sizes.micro_batches(600), micro_batches(data, module, 600)
+    assert len(planned) == len(real)
+    assert sorted(part.logits for part in planned) == sorted(int(part.rows["response_mask"].sum()) for part in real)
+
+
+def test_the_headers_of_images_give_the_sizes_that_the_processor_makes(tmp_path):
+    builder, rows = PromptBuilder.from_pretrained(make_tiny_model(tmp_path), 256), ProblemRows(level=2)
+    places = [place for _, place, _ in islice(draws(rows, 0), 4)]
+    sizes = measure_prompts(rows, builder, sample=4)
+    for number, (tokens, grids) in enumerate(zip(sizes.tokens, sizes.grids, strict=True)):
+        prompt = builder.prepare(rows[places[number]])
+        assert tokens == len(prompt.input_ids)
+        assert [list(grid) for grid in grids] == [image.inputs["image_grid_thw"][0].tolist() for image in prompt.images]
+
+
+def test_memory_worked_by_hand():
+    """The tiny decoder in bfloat16, compiled: 2 layers, hidden 64, MLP 96, 2 heads of 32, 1 of keys, 256 words."""
+    config, compute = tiny_config("qwen2_5_vl"), ModelConfig(compile=True)
+    size = model_size(config, compute)
+    rest = held("actor", size, compute, Layout(), H200, trains=True)
+    assert (rest.weights, rest.copies, rest.moments) == (4 * 140_704, 2 * 140_704, 8 * 140_704)
+    parts = [MicroBatchSize(tokens=100, patches=0, logits=10)] * 2
+    busy = updating(rest, size, config, compute, Layout(), H200, parts)
+    assert busy.gradients == 4 * 140_704
+    assert busy.activations == 100 * 2 * 2 * (2 * 64 + 2 * 64 + 2 * 32 + 3 * 96)  # tokens, layers, bytes, numbers
+    assert busy.logits == 13 * 10 * 256 + 4 * 64 * 256
+    full = replace(compute, activation_checkpointing="full")
+    kept = updating(rest, size, config, full, Layout(), H200, parts).activations
+    assert kept == 100 * 2 * (
+        2 * 64 + (2 * 64 + 2 * 64 + 2 * 32 + 3 * 96)
+    )  # inputs of both layers, and one layer again
+    halves = held("actor", size, compute, Layout(dp=2), H200, trains=True)
+    assert (halves.weights, halves.copies, halves.moments) == (2 * 140_704, 0, 4 * 140_704)
+    offloaded = held("actor", size, replace(compute, offload=True), Layout(dp=2), H200, trains=True)
+    assert (offloaded.device, offloaded.host) == (0, 8 * 140_704)
+    assert held("reference", model_size(config, compute, trains=False), compute, Layout(), H200, False).moments == 0
+    assert kv_bytes(config.text_config, 2) == 2 * 2 * 32 * 2
+
+
+def seven_b(**options) -> Setting:
+    config = model_config("7b")
+    prompts = PromptSizes((361,), (((1, 30, 30),),)).repeated(16)
+    batch = BatchSizes(config, prompts, response_lengths(16 * 5, 400, 2048), 5)
+    values = {"engine": "vllm", "reference": True, "longest": 4096, "compute": ModelConfig(compile=True)} | options
+    return Setting(config, batch, H200, **values)
+
+
+def test_a_run_that_does_not_fit_says_what_to_change():
+    found = forecast(seven_b())
+    assert not found.fits
+    assert "memory_share" in found.problems[0] or "--token-budget" in found.problems[0] or "dp" in found.problems[0]
+    assert any("does not fit" in line for line in forecast_lines(found))
+
+
+def test_fit_chooses_what_fits():
+    with pytest.raises(InvalidConfig, match="nothing fits into 1 x h200"):
+        fit(seven_b(), devices=1)  # masters, moments, copies and gradients alone take 149 GB
+    found = fit(seven_b(), devices=4)
+    assert found.fits
+    assert found.memory <= H200.memory
+    assert found.setting.layout == Layout(dp=4)
+    options = as_options(found.setting)
+    assert "--layout.dp 4" in options
+    assert "memory_share" in options
+    assert found.seconds <= forecast(seven_b(layout=Layout(dp=4))).seconds
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("measured", UPDATES, ids=lambda each: each.name)
+def test_updates_on_h200_take_what_benchmarks_results_reports(measured):
+    """Figures of benchmarks/RESULTS.md, "A training step"."""
+    seconds, gib = update_row(measured)
+    assert gib == pytest.approx(measured.gib, rel=0.1)
+    assert seconds == pytest.approx(measured.seconds, rel=0.2)
+
+
+@pytest.mark.parametrize("measured", GENERATIONS, ids=lambda each: each.size)
+def test_generation_on_h200_takes_what_benchmarks_results_reports(measured):
+    """Figures of benchmarks/RESULTS.md, "Rollouts with vLLM"."""
+    rate, gib = generation_row(measured)
+    assert rate == pytest.approx(measured.tokens_per_second, rel=0.2)
+    assert gib == pytest.approx(measured.gib, rel=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "sft"])
+def test_the_command_prints_a_plan(recipe, capsys):
+    assert main([recipe, "--device", "h200", "--batch-size", "4", "--steps", "10"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("forecast: 1 x h200")
+    assert "update_actor" in printed
+    assert ("update_critic" in printed) == (recipe == "ppo")
+    assert "run: 10 steps" in printed
+
+
+def test_the_command_refuses_what_it_does_not_know(capsys):
+    assert main(["grpo", "--device", "abacus"]) == 2
+    assert "device='abacus' is unknown: choose one of h200, h100, a100-80g, cpu" in capsys.readouterr().err
+    assert main(["walk"]) == 2
+    assert "one of grpo, ppo, sft" in capsys.readouterr().err
+    assert main(["grpo", "--no-such-option"]) == 2
+
+
+def test_forecast_beside_fact():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((5, 7), ((), ())), (3, 3))
+    found = forecast(Setting(config, batch, H200, engine=None))
+    rows = [{"step": 0}, {"step": 1, "timing_s/step": 9.0, "perf/total_num_tokens": 18}]
+    lines = beside_fact(found, rows)
+    assert [line.split()[0] for line in lines] == ["forecast", "timing_s/step", "perf/total_num_tokens"]
+    assert lines[-1].split()[1:] == ["18", "18", "1.00"]
+    assert beside_fact(found, []) == []
+    assert torch.equal(batch.lengths, torch.tensor([8, 10]))
