@@ -11,6 +11,9 @@ from difflib import get_close_matches
 from importlib.metadata import version
 
 
+__all__ = ["COMMANDS", "Command", "main", "usage"]
+
+
 @dataclass(frozen=True)
 class Command:
     """A function ``main(arguments) -> exit status``, named as ``module:function``, and what it is for."""
@@ -26,6 +29,8 @@ COMMANDS = {
     "classify": Command("recipes.classify:main", "supervised training on labelled pictures"),
     "parity": Command("recipes.parity.__main__:main", "compare log-probs of the rollout engine with the actor's"),
     "export": Command("recipes.export.__main__:main", "make a checkpoint of a run an ordinary Hugging Face model"),
+    "plan": Command("recipes.plan:main", "forecast memory, time and disk of a run before anything is loaded"),
+    "view": Command("recipes.view:main", "show a run in the browser, while it goes on"),
     "report": Command("recipes.report.__main__:main", "write the page that shows a run"),
 }
 """The commands by name. A further one is one line here."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 from dataclasses import replace
 
 from dataproto.errors import InvalidConfig
@@ -9,7 +10,7 @@ from recipes.forecast import SLACK, Setting, StepForecast, forecast
 from workers.ranks.layout import Layout
 
 BUDGETS = (4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152)
-MODES = ("none", "selective", "full")
+MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 LEAST_SHARE, MOST_SHARE = 0.1, 0.85
 
 
