@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-
 __all__ = ["COMMANDS", "Command", "main", "usage"]
 
 

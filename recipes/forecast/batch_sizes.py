@@ -164,8 +164,8 @@ def measure_prompts(rows: Any, builder: PromptBuilder, seed: int = 0, sample: in
         if conversation.videos:
             prompt = builder.prepare(row)
             tokens.append(len(prompt.input_ids))
-            parts: list[Any] = [*prompt.images, *prompt.videos]
-            grids.append(tuple(grid for part in parts for grid in _grids_of(builder, part.inputs)))
+            parts = [*(one.inputs for one in prompt.images), *(one.inputs for one in prompt.videos)]
+            grids.append(tuple(grid for part in parts for grid in _grids_of(builder, part)))
             continue
         length = builder.prompt_length(row)
         if length > builder.max_prompt_length:
@@ -196,8 +196,8 @@ def measure_conversations(
         row = builder.prepare(rows[place] if raw is None else rows.read_row(raw, place))
         learnt.append(int(row.loss_mask.sum()))
         prompts.append(len(row.input_ids) - learnt[-1])
-        media: list[Any] = [*row.images, *row.videos]
-        grids.append(tuple(grid for part in media for grid in _grids_of(builder, part.inputs)))
+        parts = [*(one.inputs for one in row.images), *(one.inputs for one in row.videos)]
+        grids.append(tuple(grid for part in parts for grid in _grids_of(builder, part)))
     sizes = PromptSizes(tuple(prompts), tuple(grids)).repeated(batch_size)
     return BatchSizes(builder.config, sizes, tuple(learnt[place % len(learnt)] for place in range(batch_size)))
 

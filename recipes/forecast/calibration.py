@@ -19,8 +19,8 @@ from recipes.forecast.devices import DEVICES, Device
 from workers.model.packed_model import PackedVLM
 from workers.training.forward_pass import forward_rows
 
-TOKENS = 4096  # at most, in a timed pass
-FLOPS = 1e10  # about, of a timed pass
+TOKENS = 2048  # at most, in a timed pass
+FLOPS = 3e10  # about, of a timed pass
 LAYERS = 4  # of the timed model, at most
 CPU = torch.device("cpu")
 Clock = Callable[[], float]

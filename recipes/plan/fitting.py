@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 from dataclasses import replace
+from typing import Literal
 
 from dataproto.errors import InvalidConfig
 from recipes.forecast import SLACK, Setting, StepForecast, forecast
