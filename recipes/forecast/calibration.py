@@ -16,12 +16,15 @@ from dataproto import DataProto
 from dataproto.vlm import VLMFamily, family_of
 from recipes.forecast.batch_sizes import BatchSizes
 from recipes.forecast.devices import DEVICES, Device
+from recipes.forecast.model_size import model_size
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.training.forward_pass import forward_rows
 
 TOKENS = 2048  # at most, in a timed pass
 FLOPS = 3e10  # about, of a timed pass
-LAYERS = 4  # of the timed model, at most
+LARGEST = 300_000_000  # parameters of a model that is timed whole
+LAYERS = 4  # of the timed part of a larger one
 CPU = torch.device("cpu")
 Clock = Callable[[], float]
 
@@ -41,8 +44,8 @@ def this_device(batch: BatchSizes) -> Device:
 def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device:
     """This CPU, with the operations per second that a model of these widths reaches on rows like these.
 
-    Builds the model with random weights and at most `LAYERS` decoder layers, and times forward and backward passes of text rows,
-    of the tower, decoding steps, and a copy in memory. ``clock`` returns seconds.
+    Builds the model with random weights, of a large one the first decoder layers, and times forward and backward passes of text
+    rows, of the tower, decoding steps, and a copy in memory. ``clock`` returns seconds.
     """
     config = _shortened(batch.config)
     family = family_of(config)
@@ -64,7 +67,7 @@ def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device
 def _shortened(config: Any) -> Any:
     found = copy.deepcopy(config)
     text = found.text_config
-    if text.num_hidden_layers > LAYERS:
+    if text.num_hidden_layers > LAYERS and model_size(config, ModelConfig()).total > LARGEST:
         text.num_hidden_layers = LAYERS
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:LAYERS]
