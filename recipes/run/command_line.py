@@ -93,6 +93,8 @@ def parse_recipe(
         )
     if run_dir is not None:
         return parse_config([*rest, "--resume", f"--output-dir={run_dir}"], _recorded(run_dir, real, prog), None, prog)
+    if _has_any(rest, "--steps") and _has_any(rest, "--epochs"):
+        raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
     given = [*(file_arguments(Path(file), options, without=("resume", "overwrite")) if file else ()), *rest]
     default = presets[preset] if preset else real if names_a_model(given) else presets["tiny"]
     if names_an_algorithm(given):
@@ -119,8 +121,6 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    if _has_any(arguments, "--steps") and _has_any(arguments, "--epochs"):
-        raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
     if asks_for_help(arguments):
         print_help(arguments, default, description, prog)
     given = [argument for argument in with_plain_flags(arguments, options_of(default)) if argument != TRACEBACK]

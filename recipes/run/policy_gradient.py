@@ -19,18 +19,7 @@ from recipes.data.column_keys import ColumnKeys
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
 from recipes.data.problem_rows import INSTRUCTION, load_rows
-from recipes.forecast import (
-    StepForecast,
-    beside_fact,
-    forecast,
-    forecast_lines,
-    measure_prompts,
-    policy_gradient_batch,
-    policy_gradient_setting,
-    this_device,
-)
 from recipes.report.kept_rollouts import KeptRollouts
-from recipes.report.metrics_file import METRICS_FILE, read_metrics
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
 from recipes.run.command_line import announce_small_model, check_placement, parse_recipe
@@ -245,7 +234,6 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     config = with_schedules(config.run, config, **config.updates)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    expected = forecast_run(config, builder, loader.rows)
     recorded = replace(config, algorithm=spelled_out(config.algorithm))
     with recorded_run(config.run, recorded, asked) as directory:
         for attempt in attempts(config.run, loader, config.max_restarts):
@@ -259,17 +247,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
                 train(
                     attempt.run, roles, batches, partial(step, **options), evaluate, builder, progression, measure, kept
                 )
-    print("\n".join(beside_fact(expected, read_metrics(directory / METRICS_FILE))))
     return directory / REPORT_FILE
-
-
-def forecast_run(config: PolicyGradientConfig, builder: PromptBuilder, rows: Any) -> StepForecast:
-    """What the run will take on this machine; prints it. See docs/plan.md."""
-    prompts = measure_prompts(rows, builder, config.run.seed)
-    batch = policy_gradient_batch(config, builder.config, prompts)
-    found = forecast(policy_gradient_setting(config, batch, this_device(batch)))
-    print("\n".join(forecast_lines(found)))
-    return found
 
 
 def launch_roles(
