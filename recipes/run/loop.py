@@ -15,11 +15,11 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.packing import MAX_TOKENS
-from recipes.report.metrics_file import MetricsLog
+from recipes.console import LearningSignals, Progress, start_phase
+from recipes.loggers import LoggedRun, check_loggers, open_loggers
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
 from recipes.run.metrics import rollout_metrics, speed_metrics, timed
-from recipes.run.progress import Progress
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import latest_checkpoint, random_states, set_random_states, writing_checkpoint
@@ -87,6 +87,9 @@ class RunConfig:
     overwrite: bool = False  # begin anew, deleting the run that output_dir holds
     seed: int = 0  # of data order and sampling; the tiny model's weights too
     output_dir: Path = Path("outputs/grpo")  # metrics, checkpoints, report
+    # trackers beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours as MODULE:CLASS or
+    # FILE.py:CLASS; default: tensorboard if it is installed
+    loggers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.keep_checkpoints < 1:
@@ -95,6 +98,7 @@ class RunConfig:
             raise InvalidConfig(f"eval_every={self.eval_every} and save_every={self.save_every} must be at least 0")
         if self.resume and self.overwrite:
             raise InvalidConfig("resume and overwrite contradict each other: choose one")
+        check_loggers(self.loggers or ())
 
 
 def train(
@@ -109,7 +113,8 @@ def train(
 ) -> None:
     """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
-    Each step writes one row of ``metrics.jsonl``, and row 0 holds the evaluation before the first step. With ``run.resume`` it
+    Each step writes one row of ``metrics.jsonl`` and gives it to ``run.loggers``; row 0 holds the evaluation before the first
+    step. With ``run.resume`` it
     continues after the newest checkpoint, and each step equals that of an uninterrupted run. See `recipes.run` for an example.
 
     Args:
@@ -123,17 +128,23 @@ def train(
         MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
     """
     progression = progression or Stateless()
-    done = restore(run, roles, loader, progression) if run.resume else None
+    with start_phase("loading the checkpoint") if run.resume else contextlib.nullcontext():
+        done = restore(run, roles, loader, progression) if run.resume else None
     keep = done if done is not None or not run.resume else -1
     with (
-        MetricsLog(run.output_dir, resume_after=keep) as log,
-        Progress(run.steps, done or 0) as progress,
+        open_loggers(run.loggers, LoggedRun(run.output_dir, keep)) as loggers,
+        contextlib.ExitStack() as stack,
         contextlib.closing(Checkpoints(run, roles, builder)) as checkpoints,
     ):
-        more = partial(further_batch, loader, progress)
+        progress, signals = Progress(run.steps, done or 0), LearningSignals()
         if evaluate and done is None:
-            progress.note("evaluating before the first step")
-            log.write(0, evaluate(roles, 0))
+            with start_phase("evaluating before the first step"):
+                measured = evaluate(roles, 0)
+            loggers.log(0, measured)
+            loggers.log_saved_rollouts(0)
+            progress.update(0, measured)
+        stack.enter_context(progress)
+        more = partial(further_batch, loader, progress)
         for number in range((done or 0) + 1, run.steps + 1):
             metrics: dict[str, float] = {}
             with timed(metrics, "step"):
@@ -142,10 +153,15 @@ def train(
                 data, found = step(roles, prompts, more=more)
             metrics |= found | {"data/skipped_rows": len(loader.skipped)}
             metrics |= measure(data, metrics, roles.devices)
-            if evaluate and is_due(number, run.eval_every, run.steps):
+            evaluated = evaluate is not None and is_due(number, run.eval_every, run.steps)
+            if evaluate and evaluated:
                 metrics |= evaluate(roles, number)
-            log.write(number, metrics)
+            loggers.log(number, metrics)
+            if evaluated:
+                loggers.log_saved_rollouts(number)
             progress.update(number, metrics)
+            for problem in signals.new_problems(metrics):
+                progress.note(f"warning: {problem}")
             if is_due(number, run.save_every, run.steps):
                 checkpoints.save(number, loader, progression)
 

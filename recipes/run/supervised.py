@@ -1,5 +1,6 @@
 """Supervised training: the options that its recipes share, one step, the held-out loss, and the run around them."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from recipes.console import start_phase
 from recipes.data.loader import OnBadRow
 from recipes.report.page import REPORT_FILE
 from recipes.run.command_line import check_placement
@@ -94,14 +96,16 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     Returns:
         The path of the report, which an interrupted run leaves too.
     """
+    started = time.monotonic()
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
     config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config)
     model_path = config.model_path or str(tiny_model(directory, config.run.seed))
-    task = make_task(model_path)
+    with start_phase("reading data"):
+        task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
-    with reported(directory):
+    with reported(directory, started):
         for attempt in attempts(config.run, task.loader, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
                 train(attempt.run, roles, task.loader, sft_step, task.evaluate, task.builder, measure=measure_rows)
@@ -111,7 +115,10 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
 def tiny_model(directory: Path, seed: int) -> Path:
     """The path of a run's small model, made with random weights if it does not exist yet."""
     path = directory / TINY_MODEL
-    return path if (path / "config.json").is_file() else make_tiny_model(path, seed)
+    if not (path / "config.json").is_file():
+        with start_phase("making the tiny model"):
+            make_tiny_model(path, seed)
+    return path
 
 
 def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
@@ -133,6 +140,7 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
         rollout=RolloutConfig(model_path, config.engine, engine_options | dict(config.engine_options)),
         on=config.on,
         layout=config.layout,
+        phase=start_phase,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
 

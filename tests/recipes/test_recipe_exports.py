@@ -8,6 +8,8 @@ EXPORTS = {
     "recipes.run": """PolicyGradientConfig Progression RunConfig StepFunction SupervisedConfig SupervisedTask attempts
         evaluate_answers greedy_evaluation launch_supervised measure_rollouts next_token_loss recorded_run run
         run_supervised train""",
+    "recipes.console": "LearningSignals Progress Thresholds learning_problems run_summary show_summary start_phase",
+    "recipes.loggers": "LOGGERS LoggedRun RunLogger RunLoggers check_loggers open_loggers",
     "recipes.report": "MetricsLog read_metrics write_report",
     "recipes.serve": "ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",
