@@ -59,6 +59,16 @@ def wandb_records(content):
             yield record
 
 
+def all_wandb_records(path):
+    """The records of a file, once W&B's own process has written the last one, which may be after `finish` returns."""
+    for _ in range(100):
+        records = list(wandb_records(path.read_bytes()))
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            break
+        time.sleep(0.1)
+    return records
+
+
 @pytest.mark.tracker("wandb")
 @pytest.mark.slow
 def test_wandb_writes_offline_runs_of_one_id_with_a_table_of_all_pictures(directory, monkeypatch):
@@ -69,7 +79,7 @@ def test_wandb_writes_offline_runs_of_one_id_with_a_table_of_all_pictures(direct
     log_and_resume("wandb", directory)
     rows, ids, options, artifacts = [], [], {}, []
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
-        for record in wandb_records(path.read_bytes()):
+        for record in all_wandb_records(path):
             if record.WhichOneof("record_type") == "run" and record.run.run_id not in ids:
                 ids.append(record.run.run_id)
                 options = {item.key: json.loads(item.value_json) for item in record.run.config.update}
