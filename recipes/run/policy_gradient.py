@@ -184,7 +184,9 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     started = time.monotonic()
     config = with_schedules(config.run, config, **config.updates)
     reward = load_reward(config.reward or "geo3k")
-    model_path = config.model_path or str(tiny_checkpoint(config.run.seed, phase=start_phase))
+    model_path = config.model_path
+    if model_path is None:
+        model_path = str(tiny_checkpoint(config.run.seed, phase=start_phase))
     checkpoint_family(model_path)  # refuses an unknown model before anything is written
     data = config.data
     with start_phase("loading the tokenizer and the image processor"):
