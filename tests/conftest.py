@@ -75,6 +75,9 @@ def _refuse_processes(event, _):
         raise RuntimeError("this test starts a process: mark it slow, which leaves it out of the fast ones")
 
 
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+
+
 def left_out_here():
     """Marks whose tests cannot run on this machine, with the reason."""
     reasons = {}
@@ -89,13 +92,24 @@ def left_out_here():
 
 def pytest_report_header(config):
     """Says which tests are left out because something is not installed."""
-    return list(left_out_here().values())
+    lines = list(left_out_here().values())
+    if missing := [name for name in TRACKERS if find_spec(name) is None]:
+        lines.append(
+            f"not installed: {', '.join(missing)}: tests marked tracker of them are left out (see pyproject.toml)"
+        )
+    return lines
+
+
+def lacks_its_tracker(item):
+    marker = item.get_closest_marker("tracker")
+    return marker is not None and find_spec(marker.args[0]) is None
 
 
 def pytest_collection_modifyitems(config, items):
     """Tests that need what is not installed count as deselected; with ``--fast`` so do slow ones."""
     missing = left_out_here()
     left_out = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
+    left_out |= {item for item in items if lacks_its_tracker(item)}
     if config.getoption("fast"):
         left_out |= {item for item in items if is_slow(item)}
     if left_out:

@@ -18,6 +18,7 @@ LAZY_TABLES = {
     Path("dataproto/_verl/verl_conversion.py"),
     Path("dataproto/vlm/family_registry.py"),
     Path("recipes/commands/__init__.py"),
+    Path("recipes/loggers/run_loggers.py"),
     Path("rollout/engine.py"),
     Path("workers/cluster/launcher.py"),
 }

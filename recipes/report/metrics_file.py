@@ -3,19 +3,14 @@
 import json
 import math
 import os
-import sys
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from dataproto.errors import FileFormatError, InvalidConfig
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from recipes.report.samples import RolloutSample
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -57,29 +52,28 @@ def truncate_after(path: str | Path, step: int) -> None:
 
 
 class MetricsLog:
-    """A run's metrics: one JSON object a step in ``metrics.jsonl``, and TensorBoard events beside it.
+    """A run's metrics: one JSON object a step in ``metrics.jsonl``.
 
     A row is one write, so a killed process leaves whole lines, except perhaps the last one, which readers then ignore. Steps
     only increase, so each step is in the file once.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with MetricsLog(folder, tensorboard=False) as log:
-    ...         log.write(0, {"reward": 0.25})
-    ...         log.write(1, {"reward": float("nan")})
-    ...     with MetricsLog(folder, resume_after=0, tensorboard=False) as log:
-    ...         log.write(1, {"reward": 0.5})
+    ...     with MetricsLog(folder) as log:
+    ...         log.log(0, {"reward": 0.25})
+    ...         log.log(1, {"reward": float("nan")})
+    ...     with MetricsLog(folder, resume_after=0) as log:
+    ...         log.log(1, {"reward": 0.5})
     ...     (Path(folder) / "metrics.jsonl").read_text()
     '{"step": 0, "reward": 0.25}\\n{"step": 1, "reward": 0.5}\\n'
     """
 
-    def __init__(self, directory: str | Path, resume_after: int | None = None, tensorboard: bool = True) -> None:
+    def __init__(self, directory: str | Path, resume_after: int | None = None) -> None:
         """Opens the log of a run.
 
         Args:
             directory: of the run; created if it is missing.
             resume_after: the last step to keep from an earlier process, -1 to keep none; by default this is a new run.
-            tensorboard: also write events to ``<directory>/tensorboard``, if TensorBoard is installed.
 
         Raises:
             InvalidConfig: this is a new run, but the directory holds the metrics of another.
@@ -95,10 +89,8 @@ class MetricsLog:
         rows = read_metrics(self.path)
         self._last = int(rows[-1]["step"]) if rows else -1
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        purge = None if resume_after is None else resume_after + 1
-        self._events = _event_writer(self.path.parent / "tensorboard", purge) if tensorboard else None
 
-    def write(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Appends a step's row; NaN and infinity become null.
 
         Raises:
@@ -109,18 +101,14 @@ class MetricsLog:
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         os.write(self._file, _line({"step": step, **numbers}))
         self._last = step
-        if self._events is not None:
-            for name, number in numbers.items():
-                if math.isfinite(number):
-                    self._events.add_scalar(name, number, step)
-            self._events.flush()
+
+    def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
+        """Keeps none: rollouts have files of their own."""
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._events = -1, None
+        self._file = -1
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -129,15 +117,6 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _event_writer(directory: Path, purge_step: int | None) -> "SummaryWriter | None":
-    if find_spec("tensorboard") is None:
-        print("no TensorBoard events: pip install 'dataproto-vlm[loggers]'", file=sys.stderr)
-        return None
-    from torch.utils.tensorboard import SummaryWriter  # takes over a second to import
-
-    return SummaryWriter(str(directory), purge_step=purge_step)
 
 
 def _line(row: Mapping[str, float]) -> bytes:

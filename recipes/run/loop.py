@@ -15,12 +15,12 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.packing import MAX_TOKENS
+from recipes.console import LearningSignals, Progress, start_phase
+from recipes.loggers import LoggedRun, check_loggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts
-from recipes.report.metrics_file import MetricsLog
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate, Measured
 from recipes.run.metrics import rollout_metrics, speed_metrics, timed
-from recipes.run.progress import Progress
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import (
@@ -99,6 +99,9 @@ class RunConfig:
     overwrite: bool = False  # begin anew, deleting the run that output_dir holds
     seed: int = 0  # of data order and sampling; the tiny model's weights too
     output_dir: Path = Path("outputs/grpo")  # metrics, checkpoints, report
+    # trackers beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours as MODULE:CLASS or
+    # FILE.py:CLASS; default: tensorboard if it is installed
+    loggers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.keep_checkpoints < 1:
@@ -111,6 +114,7 @@ class RunConfig:
             raise InvalidConfig(f"keep_best={self.keep_best} compares evaluations: give --eval-every")
         if self.resume and self.overwrite:
             raise InvalidConfig("resume and overwrite contradict each other: choose one")
+        check_loggers(self.loggers or ())
 
 
 def train(
@@ -126,9 +130,9 @@ def train(
 ) -> None:
     """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
-    Each step writes one row of ``metrics.jsonl``, and row 0 holds the evaluation before the first step, if there is one. With
-    ``run.resume`` it continues after the newest checkpoint, and each step equals that of an uninterrupted run. See
-    `recipes.run` for an example.
+    Each step writes one row of ``metrics.jsonl`` and gives it to ``run.loggers``; row 0 holds the evaluation before the first
+    step, if there is one. With ``run.resume`` it continues after the newest checkpoint, and each step equals that of an
+    uninterrupted run. See `recipes.run` for an example.
 
     Args:
         step: called as ``step(roles, prompts, more=more)``.
@@ -144,19 +148,25 @@ def train(
     """
     progression = progression or Stateless()
     best = BestStep(run.keep_best)
-    done = restore(run, roles, loader, progression, best) if run.resume else None
+    with start_phase("loading the checkpoint") if run.resume else contextlib.nullcontext():
+        done = restore(run, roles, loader, progression, best) if run.resume else None
     keep = done if done is not None or not run.resume else -1
     if kept is not None and keep is not None:
         kept.drop_after(keep)
     with (
-        MetricsLog(run.output_dir, resume_after=keep) as log,
-        Progress(run.steps, done or 0) as progress,
+        open_loggers(run.loggers, LoggedRun(run.output_dir, keep)) as loggers,
+        contextlib.ExitStack() as stack,
         contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints,
     ):
-        more = partial(further_batch, loader, progress)
+        progress, signals = Progress(run.steps, done or 0), LearningSignals()
         if evaluate and done is None and run.eval_first:
-            progress.note("evaluating before the first step")
-            log.write(0, evaluate(roles, 0))
+            with start_phase("evaluating before the first step"):
+                measured = evaluate(roles, 0)
+            loggers.log(0, measured)
+            loggers.log_saved_rollouts(0)
+            progress.update(0, measured)
+        stack.enter_context(progress)
+        more = partial(further_batch, loader, progress)
         for number in range((done or 0) + 1, run.steps + 1):
             metrics: dict[str, float] = {}
             with timed(metrics, "step"):
@@ -165,16 +175,20 @@ def train(
                 data, found = step(roles, prompts, more=more)
             metrics |= found | {"data/skipped_rows": len(loader.skipped)}
             metrics |= measure(data, metrics, roles.devices)
-            is_best = False
-            if evaluate and is_due(number, run.eval_every, run.steps):
+            is_best, evaluated = False, evaluate is not None and is_due(number, run.eval_every, run.steps)
+            if evaluate and evaluated:
                 held_out = evaluate(roles, number)
                 metrics |= held_out
                 is_best = best.improved(number, held_out)
             if kept is not None:
                 with timed(metrics, "keep_rollouts"):
                     kept.keep(number, data)
-            log.write(number, metrics)
+            loggers.log(number, metrics)
+            if evaluated:
+                loggers.log_saved_rollouts(number)
             progress.update(number, metrics)
+            for problem in signals.new_problems(metrics):
+                progress.note(f"warning: {problem}")
             if is_best or is_due(number, run.save_every, run.steps):
                 checkpoints.save(number, loader, progression)
 

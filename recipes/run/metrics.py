@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dataproto import DataProto
+from recipes.algorithms.advantages import informative_rows
 
 CORE_METRICS = ("acc", "reward")
 PER_RESPONSE_TOKEN = ("gen",)
@@ -47,14 +48,15 @@ def rollout_metrics(
     Args:
         data: with ``attention_mask`` (B, P + R), ``response_mask`` (B, R), ``token_level_rewards`` (B, R); if present,
             ``token_level_scores`` (B, R; otherwise the rewards are the scores), ``advantages``, ``values`` and ``returns``
-            (B, R), ``acc`` and ``truncated`` (B,).
+            (B, R), ``acc``, ``truncated`` and ``uid`` (B,).
         max_prompt_length: the length that ``prompt_length/clip_ratio`` counts; by default P.
         max_response_length: the length that ``response_length/clip_ratio`` counts; by default R.
 
     Returns:
         ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
         the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
-        a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/acc`` (share of right answers).
+        a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/acc`` (share of right answers),
+        ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples).
     """
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]
@@ -77,6 +79,8 @@ def rollout_metrics(
     for name, lengths, limit in zip(("prompt_length", "response_length"), (prompt, response), limits, strict=True):
         metrics |= _statistics(name, lengths)
         metrics[f"{name}/clip_ratio"] = _mean(lengths == limit)
+    if "uid" in data:
+        metrics |= _equal_groups(scores.sum(-1).tolist(), list(data["uid"]))
     if "truncated" in data:
         metrics["response/truncated_ratio"] = _mean(data["truncated"])
     return metrics | {"response/aborted_ratio": _mean(~answered)}
@@ -217,6 +221,17 @@ def majority_value(answers: Sequence[str | None], values: Sequence[float]) -> fl
         return 0.0
     winner = votes.most_common(1)[0][0]
     return values[answers.index(winner)]
+
+
+def _equal_groups(scores: Sequence[float], uid: Sequence[Any]) -> dict[str, float]:
+    """``reward/equal_groups_ratio``; empty where every group has one sample.
+
+    >>> _equal_groups([1.0, 1.0, 0.0, 1.0, 0.5], ["a", "a", "b", "b", "c"])
+    {'reward/equal_groups_ratio': 0.5}
+    """
+    several = {name for name, samples in Counter(uid).items() if samples > 1}
+    differing = {name for name, informative in zip(uid, informative_rows(scores, uid), strict=True) if informative}
+    return {"reward/equal_groups_ratio": 1 - len(differing) / len(several)} if several else {}
 
 
 def _lengths(data: DataProto) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 `PolicyGradientConfig` holds all options, `run` the rest of a recipe around its step function.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,7 @@ from torch.utils.data import Subset
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig, spelled_out
+from recipes.console import start_phase
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
@@ -222,20 +224,24 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     Raises:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
-    asked = config
+    asked, started = config, time.monotonic()
     announce_small_model(config.model_path, config.data.data_path)
     reward = load_reward(config.reward or "geo3k")
-    model_path = str(tiny_checkpoint(config.run.seed)) if config.model_path is None else config.model_path
+    model_path = config.model_path
+    if model_path is None:
+        model_path = str(tiny_checkpoint(config.run.seed, phase=start_phase))
     checkpoint_family(model_path)  # refuses an unknown model before anything is written
     data = config.data
-    builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
-    loader, held_out = load_data(config, builder)
+    with start_phase("loading the tokenizer and the image processor"):
+        builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    with start_phase("reading data"):
+        loader, held_out = load_data(config, builder)
     config = replace(config, run=over_epochs(config.run, loader))
     config = with_schedules(config.run, config, **config.updates)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     recorded = replace(config, algorithm=spelled_out(config.algorithm))
-    with recorded_run(config.run, recorded, asked) as directory:
+    with recorded_run(config.run, recorded, asked, started) as directory:
         for attempt in attempts(config.run, loader, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             options = {"config": config.algorithm, "sampling": config.sampling(), "progression": progression}
@@ -272,6 +278,7 @@ def launch_roles(
         on=config.on,
         layout=config.layout,
         critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,
+        phase=start_phase,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from recipes.console import show_summary
 from recipes.data.loader import PromptLoader
 from recipes.options import config_as_yaml
 from recipes.report.metrics_file import METRICS_FILE
@@ -32,6 +34,7 @@ FREE = (
     "run.eval_first",
     "run.keep_checkpoints",
     "run.keep_best",
+    "run.loggers",
     "data.num_workers",
     "keep_rollouts",
 )
@@ -94,27 +97,30 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
 
 
 @contextmanager
-def recorded_run(run: RunConfig, config: Any = None, asked: Any = None) -> Iterator[Path]:
+def recorded_run(run: RunConfig, config: Any = None, asked: Any = None, started: float | None = None) -> Iterator[Path]:
     """Opens the run's directory for the time of a block, and writes ``report.html`` at its end, also after an error.
 
     Args:
         config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
         asked: see `open_run_directory`.
+        started: the `time.monotonic` at which the time of the run began; by default now.
 
     Raises:
         InvalidConfig, CheckpointError: see `open_run_directory`.
     """
-    with reported(open_run_directory(run, config, asked)) as directory:
+    with reported(open_run_directory(run, config, asked), started) as directory:
         yield directory
 
 
 @contextmanager
-def reported(directory: Path) -> Iterator[Path]:
-    """Writes the report of a run at the end of a block, also after an error."""
+def reported(directory: Path, started: float | None = None) -> Iterator[Path]:
+    """Writes the report of a run at the end of a block, also after an error, and prints what the run has changed."""
+    started = time.monotonic() if started is None else started
     try:
         yield directory
     finally:
         write_report(directory)
+        show_summary(directory, time.monotonic() - started)
 
 
 def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) -> Path:

@@ -1,5 +1,6 @@
 """Supervised training: the options that its recipes share, one step, the held-out loss, and the run around them."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from recipes.console import start_phase
 from recipes.data.loader import OnBadRow, PromptLoader
 from recipes.report.page import REPORT_FILE
 from recipes.run.command_line import check_placement
@@ -95,6 +97,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     Returns:
         The path of the report, which an interrupted run leaves too.
     """
+    started = time.monotonic()
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
     asked, task = config, None
@@ -105,9 +108,11 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     config = with_schedules(config.run, config, optimizer=1)
     directory = open_run_directory(config.run, config, asked)
     model_path = config.model_path or str(tiny_model(directory, config.run.seed))
-    task = task or make_task(model_path)
+    if task is None:
+        with start_phase("reading data"):
+            task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
-    with reported(directory):
+    with reported(directory, started):
         for attempt in attempts(config.run, task.loader, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
                 train(attempt.run, roles, task.loader, sft_step, task.evaluate, task.builder, measure=measure_rows)
@@ -117,7 +122,10 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
 def tiny_model(directory: Path, seed: int) -> Path:
     """The path of a run's small model, made with random weights if it does not exist yet."""
     path = directory / TINY_MODEL
-    return path if (path / "config.json").is_file() else make_tiny_model(path, seed)
+    if not (path / "config.json").is_file():
+        with start_phase("making the tiny model"):
+            make_tiny_model(path, seed)
+    return path
 
 
 def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
@@ -139,6 +147,7 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
         rollout=RolloutConfig(model_path, config.engine, engine_options | dict(config.engine_options)),
         on=config.on,
         layout=config.layout,
+        phase=start_phase,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
 

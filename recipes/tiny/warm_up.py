@@ -5,9 +5,12 @@ import hashlib
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import transformers
@@ -39,12 +42,17 @@ class WarmUpConfig:
     level: int = 1
 
 
-def tiny_checkpoint(seed: int = 0, cache: Path | None = None) -> Path:
+def tiny_checkpoint(
+    seed: int = 0,
+    cache: Path | None = None,
+    phase: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Path:
     """The path of a tiny Qwen2.5-VL that gives random answers in the right format; created once for each seed.
 
     Args:
         seed: seed of the initial weights and of the warm-up.
         cache: directory of these checkpoints; by default ``dataproto`` in the user's cache directory.
+        phase: is called with the name of each phase, and gives a context manager for its time.
     """
     model, settings = TinyConfig(), WarmUpConfig()
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
@@ -54,9 +62,11 @@ def tiny_checkpoint(seed: int = 0, cache: Path | None = None) -> Path:
         return path
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        make_tiny_model(draft, seed, model)
+        with phase("making the tiny model"):
+            make_tiny_model(draft, seed, model)
         print(f"tiny model: warming up for {settings.steps} steps on random answers (their format, not the pictures)")
-        loss = warm_up(draft, seed, settings)
+        with phase("warming up the tiny model"):
+            loss = warm_up(draft, seed, settings)
         print(f"tiny model: cross-entropy {loss:.3f} nats per token; saved in {path}")
         if path.exists() and not (path / "config.json").is_file():
             shutil.rmtree(path)

@@ -62,7 +62,7 @@ def scored_batch(texts, rewards, uids, width=None, side=64) -> DataProto:
 def write_run(directory: Path, steps: int = 3, groups: int = 2, samples: int = 4) -> Path:
     """A run with metrics, and with rollouts whose rewards, lengths and texts differ."""
     kept = KeptRollouts(directory, groups * samples, tiny_tokenizer())
-    with MetricsLog(directory, tensorboard=False) as log:
+    with MetricsLog(directory) as log:
         for step in range(1, steps + 1):
             texts, rewards, uids = [], [], []
             for row in range(groups * samples):
@@ -70,5 +70,5 @@ def write_run(directory: Path, steps: int = 3, groups: int = 2, samples: int = 4
                 rewards.append((row * 3 + step) % (samples + 1) / samples)
                 uids.append(f"prompt-{row // samples}")
             kept.keep(step, scored_batch(texts, rewards, uids))
-            log.write(step, {"critic/score/mean": sum(rewards) / len(rewards), "timing_s/step": 1.0})
+            log.log(step, {"critic/score/mean": sum(rewards) / len(rewards), "timing_s/step": 1.0})
     return directory

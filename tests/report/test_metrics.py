@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import time
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -191,8 +190,8 @@ def test_timed_adds_up_and_counts_failures(monkeypatch):
 
 
 def test_rows_survive_a_round_trip_and_nan_is_null(tmp_path):
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.write(0, {"a": torch.tensor(0.5), "b": math.nan, "c": math.inf, "n": 3})
+    with MetricsLog(tmp_path) as log:
+        log.log(0, {"a": torch.tensor(0.5), "b": math.nan, "c": math.inf, "n": 3})
         assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": 0.5, "b": null, "c": null, "n": 3}\n'
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["a"] == 0.5
@@ -200,29 +199,29 @@ def test_rows_survive_a_round_trip_and_nan_is_null(tmp_path):
 
 
 def test_resume_drops_later_rows_and_never_doubles(tmp_path):
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         for step in range(6):
-            log.write(step, {"a": step})
-    with MetricsLog(tmp_path, resume_after=3, tensorboard=False) as log:
+            log.log(step, {"a": step})
+    with MetricsLog(tmp_path, resume_after=3) as log:
         with pytest.raises(InvalidConfig, match="step 3"):
-            log.write(3, {"a": 30})
-        log.write(4, {"a": 40})
+            log.log(3, {"a": 30})
+        log.log(4, {"a": 40})
     assert [row["a"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 40]
 
 
 def test_resume_from_nothing(tmp_path):
-    with MetricsLog(tmp_path / "new", resume_after=-1, tensorboard=False) as log:
-        log.write(0, {"a": 1})
-    with MetricsLog(tmp_path / "new", resume_after=-1, tensorboard=False) as log:
-        log.write(0, {"a": 2})
+    with MetricsLog(tmp_path / "new", resume_after=-1) as log:
+        log.log(0, {"a": 1})
+    with MetricsLog(tmp_path / "new", resume_after=-1) as log:
+        log.log(0, {"a": 2})
     assert [row["a"] for row in read_metrics(tmp_path / "new" / "metrics.jsonl")] == [2]
 
 
 def test_a_new_run_does_not_touch_an_old_one(tmp_path):
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.write(0, {"a": 1})
+    with MetricsLog(tmp_path) as log:
+        log.log(0, {"a": 1})
     with pytest.raises(InvalidConfig, match="earlier run"):
-        MetricsLog(tmp_path, tensorboard=False)
+        MetricsLog(tmp_path)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
@@ -237,8 +236,8 @@ def test_a_line_cut_anywhere_by_a_kill_is_passed_over(tmp_path, cut):
     assert whole in ([0], [0, 1])
     assert (whole == [0, 1]) == (cut == 1)  # only the newline is missing
     truncate_after(path, 5)
-    with MetricsLog(tmp_path, resume_after=whole[-1], tensorboard=False) as log:
-        log.write(7, {"a": 3})
+    with MetricsLog(tmp_path, resume_after=whole[-1]) as log:
+        log.log(7, {"a": 3})
     assert [row["step"] for row in read_metrics(path)] == [*whole, 7]
 
 
@@ -262,26 +261,10 @@ def test_a_failed_truncation_leaves_the_file(tmp_path, monkeypatch):
 def test_each_row_reaches_the_file_at_once_in_one_write(tmp_path, monkeypatch):
     writes, write = [], os.write
     monkeypatch.setattr(os, "write", lambda file, data: writes.append(data) or write(file, data))
-    log = MetricsLog(tmp_path, tensorboard=False)
-    log.write(0, {"a": 1})
-    log.write(1, {"a": 2})
+    log = MetricsLog(tmp_path)
+    log.log(0, {"a": 1})
+    log.log(1, {"a": 2})
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(writes)
     assert [json.loads(line)["step"] for line in writes] == [0, 1]
     log.close()
     log.close()
-
-
-def test_tensorboard_events_follow_the_rows(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with MetricsLog(tmp_path) as log:
-        for step in range(4):
-            log.write(step, {"critic/score/mean": step / 10, "nan": math.nan})
-    time.sleep(1.1)  # TensorBoard orders files by their second
-    with MetricsLog(tmp_path, resume_after=1) as log:
-        log.write(2, {"critic/score/mean": 0.9})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["critic/score/mean"]
-    scalars = events.Scalars("critic/score/mean")
-    assert [(event.step, round(event.value, 4)) for event in scalars] == [(0, 0.0), (1, 0.1), (2, 0.9)]

@@ -63,9 +63,9 @@ def sample(key, step, right, **changes):
 
 
 def make_run(folder, steps=3):
-    with MetricsLog(folder, tensorboard=False) as log:
+    with MetricsLog(folder) as log:
         for step in range(steps):
-            log.write(
+            log.log(
                 step,
                 {
                     "critic/score/mean": 0.1 * step,
@@ -126,8 +126,8 @@ HOSTILE = "</pre></style><script>alert(1)</script><img src=x onerror=alert(1)> &
 
 
 def test_text_of_models_and_data_is_escaped(tmp_path):
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.write(0, {f"val-core/{HOSTILE}/acc/mean@1": 0.5, HOSTILE: 1.0, "timing_s/<b>": 1.0})
+    with MetricsLog(tmp_path) as log:
+        log.log(0, {f"val-core/{HOSTILE}/acc/mean@1": 0.5, HOSTILE: 1.0, "timing_s/<b>": 1.0})
     fields = dict.fromkeys(("prompt", "response", "ground_truth"), HOSTILE)
     save_rollouts(tmp_path, 0, [sample(HOSTILE, 0, True, **fields)])
     (tmp_path / "config.json").write_text(json.dumps({HOSTILE: HOSTILE}))
@@ -166,10 +166,10 @@ def test_an_empty_directory_and_a_directory_that_is_not_there(tmp_path):
 
 
 def test_metrics_that_come_and_go_or_are_never_finite(tmp_path):
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.write(0, {"critic/score/mean": math.nan, "actor/entropy": math.nan})
-        log.write(1, {"critic/score/mean": 0.5})
-        log.write(2, {"response_length/mean": math.inf, "actor/grad_norm": 3.0})
+    with MetricsLog(tmp_path) as log:
+        log.log(0, {"critic/score/mean": math.nan, "actor/entropy": math.nan})
+        log.log(1, {"critic/score/mean": 0.5})
+        log.log(2, {"response_length/mean": math.inf, "actor/grad_norm": 3.0})
     page, _ = page_of(tmp_path)
     assert [got["aria-label"] for got in page.all("svg")] == ["Reward", "Gradient norm"]
 

@@ -187,8 +187,8 @@ def test_new_steps_appear_by_themselves_and_their_text_stays_text(opened):
     page.fill("#filter", "")
     page.wait_for_selector("#problem", state="hidden")
     KeptRollouts(run, 8, tiny_tokenizer()).keep(4, scored_batch([ATTACK, "red"], [1.0, 0.0], ["<b>u</b>"] * 2))
-    with MetricsLog(run, resume_after=3, tensorboard=False) as log:
-        log.write(4, {"val-core/<script>/acc/mean@1": 0.5})
+    with MetricsLog(run, resume_after=3) as log:
+        log.log(4, {"val-core/<script>/acc/mean@1": 0.5})
     until(page, "document.querySelector('#detail').innerText.includes('onerror')")
     assert page.inner_text('.sample[data-sample="0"] .tokens') == ATTACK
     assert page.title() == "run"

@@ -88,10 +88,10 @@ def test_steps_written_while_it_serves_appear(tmp_path):
         assert found(server, "/api/rollouts") | {"fields": 0} == {"total": 0, "of": 0, "fields": 0, "rows": []}
         assert ask(server, "/api/curves")[2] == b""
         kept = KeptRollouts(tmp_path, 8, tiny_tokenizer())
-        with MetricsLog(tmp_path, tensorboard=False) as log:
+        with MetricsLog(tmp_path) as log:
             for step in (1, 2):
                 kept.keep(step, scored_batch(["x", "y"], [0.0, step / 2], ["a", "a"]))
-                log.write(step, {"critic/score/mean": step / 4})
+                log.log(step, {"critic/score/mean": step / 4})
                 assert found(server, "/api/run")["steps"]["training"] == list(range(1, step + 1))
                 assert found(server, "/api/rollouts", step="all")["total"] == 2 * step
                 assert b"<svg" in ask(server, "/api/curves")[2]
@@ -166,8 +166,8 @@ def test_a_damaged_file_is_named_and_writing_refused(tmp_path):
 def test_text_of_rollouts_cannot_become_code(tmp_path):
     attack = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
     KeptRollouts(tmp_path, 8, tiny_tokenizer()).keep(1, scored_batch([attack], [1.0], ["<script>u"]))
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.write(1, {"val-core/<script>x</script>/acc/mean@1": 0.5})
+    with MetricsLog(tmp_path) as log:
+        log.log(1, {"val-core/<script>x</script>/acc/mean@1": 0.5})
     with serving(tmp_path) as server:
         _status, headers, body, _ = ask(server, "/api/rollouts")
         assert json.loads(body)["rows"][0]["response"] == attack

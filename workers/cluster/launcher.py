@@ -1,11 +1,12 @@
 """`launch` starts the roles of a recipe on the backend that is chosen by name."""
 
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
-from workers.cluster.role_groups import LaunchPlan, Roles
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -17,7 +18,7 @@ BACKENDS = {
     "local": "workers.cluster.local_launcher:launch_local",
     "ray": "workers.cluster.ray_launcher:launch_ray",
 }
-"""``(LaunchPlan, **options) -> Roles`` by name, as ``module:function``: imported only when chosen, since Ray is optional."""
+"""``(LaunchPlan, Phase, **options) -> Roles`` by name, as ``module:function``: imported when chosen, since Ray is optional."""
 
 
 def launch(
@@ -28,6 +29,7 @@ def launch(
     on: str = "local",
     layout: Layout | None = None,
     critic: CriticConfig | None = None,
+    phase: Phase = nullcontext,
     **options: Any,
 ) -> Roles:
     """Starts the roles of a recipe.
@@ -38,6 +40,7 @@ def launch(
         on: the backend: ``"local"`` runs all roles in this process, ``"ray"`` starts one process for each rank of ``layout``,
             which holds all roles.
         layout: the degrees of parallelism of actor, reference and critic.
+        phase: is called with the name of each phase of the start, and gives a context manager for the time of the phase.
         options: of the backend; for Ray the fields of `RayConfig`.
 
     Raises:
@@ -52,5 +55,5 @@ def launch(
         rollout = RolloutConfig(actor.model_path, engine=rollout)
     module, _, name = BACKENDS[on].partition(":")
     plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic)
-    roles: Roles = getattr(import_module(module), name)(plan, **options)
+    roles: Roles = getattr(import_module(module), name)(plan, phase, **options)
     return roles

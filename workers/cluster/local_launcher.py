@@ -1,8 +1,10 @@
 """Launches all roles in this process."""
 
+from contextlib import nullcontext
+
 from dataproto.errors import InvalidConfig
 from workers.cluster.local_group import LocalGroup
-from workers.cluster.role_groups import LaunchPlan, Roles
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import ReferenceWorker
@@ -10,7 +12,7 @@ from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction,
 from workers.roles.rollout_worker import RolloutWorker
 
 
-def launch_local(plan: LaunchPlan) -> Roles:
+def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
     """Builds the workers of all roles in this process.
 
     Raises:
@@ -18,13 +20,21 @@ def launch_local(plan: LaunchPlan) -> Roles:
     """
     if plan.layout.world_size > 1:
         raise InvalidConfig(f"{plan.layout} needs {plan.layout.world_size} processes: use on='ray'")
-    actor = ActorWorker(plan.actor)
-    optional = {
-        "reference": plan.reference and LocalGroup(ReferenceWorker(plan.reference)),
-        "critic": plan.critic and LocalGroup(CriticWorker(plan.critic)),
-        "reward": plan.reward and LocalGroup(_reward_worker(plan.reward, plan.actor.model_path)),
-    }
-    return Roles(LocalGroup(actor), LocalGroup(RolloutWorker(plan.rollout, actor.named_weights)), optional)
+    optional: dict[str, LocalGroup | None] = {"reference": None, "critic": None, "reward": None}
+    with phase("loading the actor"):
+        actor = ActorWorker(plan.actor)
+    if plan.reference:
+        with phase("loading the reference"):
+            optional["reference"] = LocalGroup(ReferenceWorker(plan.reference))
+    if plan.critic:
+        with phase("loading the critic"):
+            optional["critic"] = LocalGroup(CriticWorker(plan.critic))
+    if plan.reward:
+        with phase("starting the reward"):
+            optional["reward"] = LocalGroup(_reward_worker(plan.reward, plan.actor.model_path))
+    with phase(engine_phase(plan.rollout.engine)):
+        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights))
+    return Roles(LocalGroup(actor), rollout, optional)
 
 
 def _reward_worker(reward: RewardFunction | ModelReward, model_path: str) -> RewardWorker:

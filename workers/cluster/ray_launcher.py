@@ -1,7 +1,7 @@
 """Launches the roles of a run in Ray processes."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from math import ceil
 from typing import Any
@@ -16,7 +16,7 @@ from workers.cluster.ray_group import (
     running_ray,
 )
 from workers.cluster.ray_pool import RayPool, share_cores
-from workers.cluster.role_groups import LaunchPlan, Roles
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -25,7 +25,7 @@ from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction,
 from workers.roles.rollout_worker import RolloutWorker
 
 
-def launch_ray(plan: LaunchPlan, **options: Any) -> Roles:
+def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> Roles:
     """Starts one process for each rank of the layout, which holds that rank of actor, reference, critic and rollout.
 
     Engines get separate processes if ``rollout_processes`` is set. A reward function gets processes without a device.
@@ -40,12 +40,15 @@ def launch_ray(plan: LaunchPlan, **options: Any) -> Roles:
     model_processes = plan.layout.world_size + config.rollout_processes
     pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
-        stack.enter_context(running_ray(config, model_processes + config.reward_processes))
-        pool = RayPool(plan.layout, config, new_step_blobs())
-        stack.callback(pool.close)
-        actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
-        optional = _build_optional(plan, pool, stack)
-        rollout, transfer_weights = _build_rollout(plan, pool, stack)
+        with phase("starting Ray"):
+            stack.enter_context(running_ray(config, model_processes + config.reward_processes))
+            pool = RayPool(plan.layout, config, new_step_blobs())
+            stack.callback(pool.close)
+        with phase("loading the actor"):
+            actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
+        optional = _build_optional(plan, pool, stack, phase)
+        with phase(engine_phase(plan.rollout.engine)):
+            rollout, transfer_weights = _build_rollout(plan, pool, stack)
         share_cores([group for group in (actor, rollout, optional["reward"]) if group is not None])
 
         def after_sync() -> None:
@@ -65,18 +68,21 @@ def _num_devices(processes: int, gpus: float) -> int:
     return ceil(processes * gpus) if 0 < gpus < 1 else processes
 
 
-def _build_optional(plan: LaunchPlan, pool: RayPool, stack: ExitStack) -> dict[str, RayGroup | None]:
+def _build_optional(plan: LaunchPlan, pool: RayPool, stack: ExitStack, phase: Phase) -> dict[str, RayGroup | None]:
     optional: dict[str, RayGroup | None] = {"reference": None, "critic": None, "reward": None}
     if plan.reference is not None:
         reference = plan.reference
-        optional["reference"] = pool.build(
-            "reference", lambda host: ReferenceWorker(reference, host.device, host.ranks)
-        )
+        with phase("loading the reference"):
+            optional["reference"] = pool.build(
+                "reference", lambda host: ReferenceWorker(reference, host.device, host.ranks)
+            )
     if plan.critic is not None:
         critic = plan.critic
-        optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
+        with phase("loading the critic"):
+            optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
     if plan.reward is not None:
-        optional["reward"] = _build_reward(plan.reward, plan.actor.model_path, pool, stack)
+        with phase("starting the reward"):
+            optional["reward"] = _build_reward(plan.reward, plan.actor.model_path, pool, stack)
     return optional
 
 

@@ -1,6 +1,7 @@
 """The roles of one run: what to launch (`LaunchPlan`), and the launched groups (`Roles`)."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,9 @@ from workers.roles.model_worker import PolicyConfig
 from workers.roles.reward import ModelReward, RewardFunction
 from workers.roles.rollout_worker import RolloutConfig
 
+Phase = Callable[[str], AbstractContextManager[Any]]
+"""The name of a phase of the start -> a context manager for the time of the phase, for instance to show it."""
+
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -27,6 +31,15 @@ class LaunchPlan:
     rollout: RolloutConfig
     layout: Layout
     critic: CriticConfig | None = None
+
+
+def engine_phase(engine: str) -> str:
+    """The name of the phase in which an engine starts.
+
+    >>> engine_phase("hf")
+    'starting the engine hf'
+    """
+    return f"starting the engine {engine}" + (" (weights, compilation, graphs)" if engine == "vllm" else "")
 
 
 @dataclass

@@ -1,6 +1,5 @@
-"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a table of steps, and on a terminal a bar below it."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -9,25 +8,23 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from recipes.console.step_table import COLUMNS, StepTable
 from recipes.report.charts import format_seconds
-
-REWARD = "critic/score/mean"
-LOSS = "train/loss"
-THROUGHPUT = "perf/throughput"
 
 
 class Progress:
-    """Shows step, reward, tokens per second and device, and the time left.
+    """Prints held-out accuracy, reward, KL, length, tokens per second and device, and the time left, in aligned columns.
 
-    On a terminal this is one bar that is redrawn. Elsewhere (a log file, a CI job) it is a plain line at the first step, at
-    the last step, and in between at most every ``interval`` seconds.
+    A row is printed at the first step, at the last step, after each evaluation, and in between at most every ``interval``
+    seconds; the header again every 20 rows. On a terminal a bar below the table is redrawn at every step.
 
     >>> import sys
     >>> with Progress(2, console=Console(file=sys.stdout, width=100)) as progress:
-    ...     progress.note("held-out accuracy 0.25")
+    ...     progress.note("reading")
     ...     progress.update(2, {"critic/score/mean": 0.5, "perf/throughput": 12345.6})
-    held-out accuracy 0.25
-    step 2/2 · reward 0.500 · 12,346 tokens/s per device
+    reading
+    step    reward  tokens/s/device      left
+     2/2     0.500           12,346
     """
 
     def __init__(
@@ -35,12 +32,13 @@ class Progress:
         total: int,
         done: int = 0,
         console: Console | None = None,
-        interval: float = 2.0,
+        interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``total``: steps of the run; ``done``: steps that an earlier process made."""
         self.total, self.done, self.interval, self.clock = total, done, interval, clock
         self.console = console or Console()
+        self.table = StepTable(total)
         self._printed: float | None = None
         self._started = self._first_ended = clock()
         self._first: int | None = None
@@ -63,18 +61,19 @@ class Progress:
             self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows that ``step`` (counted from 1) is done, with its metrics under verl's names."""
+        """Shows that ``step`` (counted from 1; 0 is the evaluation before) is done, with its metrics under verl's names."""
         now = self.clock()
-        parts = _parts(metrics)
-        if step < self.total:
-            parts.append(f"{format_seconds(self._left(step, now))} left")
-        if self._first is None:
+        left = f"{format_seconds(self._left(step, now))}" if 0 < step < self.total else ""
+        if step and self._first is None:
             self._first, self._first_ended = step, now
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=" · ".join(parts))
-        elif self._printed is None or step >= self.total or now - self._printed >= self.interval:
+            self._bar.update(self._task, completed=step, description=f"{left} left" if left else "")
+        evaluated = any(column.measured_apart and column.value(metrics) is not None for column in COLUMNS)
+        due = self._printed is None or now - self._printed >= self.interval
+        if due or evaluated or step == self._first or step >= self.total:
             self._printed = now
-            self._line(" · ".join([f"step {step}/{self.total}", *parts]))
+            for line in self.table.lines(step, metrics, left):
+                self._line(line)
 
     def doing(self, text: str) -> None:
         """Shows what the current step is doing: beside the bar; elsewhere as a line, at most every ``interval`` seconds."""
@@ -98,10 +97,3 @@ class Progress:
 
     def _line(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _parts(metrics: Mapping[str, float]) -> list[str]:
-    reward, loss, throughput = (metrics.get(name, math.nan) for name in (REWARD, LOSS, THROUGHPUT))
-    parts = [f"reward {reward:.3f}"] if math.isfinite(reward) else []
-    parts += [f"loss {loss:.3f}"] if math.isfinite(loss) else []
-    return parts + ([f"{throughput:,.0f} tokens/s per device"] if math.isfinite(throughput) else [])

@@ -1,0 +1,16 @@
+"""What a run shows on the console: phases of its start, a table of steps, warnings, and a summary at its end."""
+
+from recipes.console.learning_signals import LearningSignals, Thresholds, learning_problems
+from recipes.console.progress import Progress
+from recipes.console.start_phases import start_phase
+from recipes.console.summary import run_summary, show_summary
+
+__all__ = [
+    "LearningSignals",
+    "Progress",
+    "Thresholds",
+    "learning_problems",
+    "run_summary",
+    "show_summary",
+    "start_phase",
+]

@@ -1,0 +1,106 @@
+"""Signs in the metrics of a run that the policy has nothing to learn from."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a metric of the last steps is a sign that nothing can be learned."""
+
+    steps: int = 5  # in a row that must show the sign
+    equal_groups: float = 1.0  # share of groups whose samples all have the same reward
+    reward_spread: float = 1e-6  # highest minus lowest reward
+    cut_responses: float = 0.95  # share of responses that end at max_tokens
+    entropy: float = 0.01  # nats per token
+
+
+def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = None) -> dict[str, str]:
+    """What keeps the policy from learning, by the metrics of the last ``thresholds.steps`` steps; empty for fewer steps.
+
+    Args:
+        steps: metrics under the names of ``metrics.jsonl``, the last step last. A metric that a step lacks is no sign.
+
+    Returns:
+        A message by the name of the problem: ``constant_reward``, ``equal_groups`` (unless the reward is constant),
+        ``cut_responses`` or ``no_entropy``.
+
+    >>> list(learning_problems(5 * [{"actor/entropy": 0.002}]))
+    ['no_entropy']
+    """
+    limits = thresholds or Thresholds()
+    last = steps[-limits.steps :]
+    if len(last) < limits.steps:
+        return {}
+    found = {"constant_reward": _constant_reward(last, limits)}
+    if found["constant_reward"] is None:
+        found["equal_groups"] = _equal_groups(last, limits)
+    found |= {"cut_responses": _cut_responses(last, limits), "no_entropy": _no_entropy(last, limits)}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+class LearningSignals:
+    """Remembers the last steps, and returns each problem once."""
+
+    def __init__(self, thresholds: Thresholds | None = None) -> None:
+        self.thresholds = thresholds or Thresholds()
+        self._last: deque[Metrics] = deque(maxlen=self.thresholds.steps)
+        self._told: set[str] = set()
+
+    def new_problems(self, metrics: Metrics) -> list[str]:
+        """The messages of problems that appear with the metrics of one more step."""
+        self._last.append(metrics)
+        problems = learning_problems(list(self._last), self.thresholds)
+        new = [text for name, text in problems.items() if name not in self._told]
+        self._told |= problems.keys()
+        return new
+
+
+def _constant_reward(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    highest, lowest = _values(last, "critic/score/max"), _values(last, "critic/score/min")
+    if not highest or not lowest or max(highest) - min(lowest) > limits.reward_spread:
+        return None
+    return (
+        f"every response of the last {limits.steps} steps has the reward {highest[-1]:g}: there is nothing to learn from; look "
+        "at the responses in the report, and try the reward function on a right and on a wrong answer"
+    )
+
+
+def _equal_groups(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    shares = _values(last, "reward/equal_groups_ratio")
+    if not shares or min(shares) < limits.equal_groups:
+        return None
+    return (
+        f"in the last {limits.steps} steps the samples of each prompt had equal rewards, so that no advantage differs from 0; "
+        "try easier or harder problems, more samples (--algorithm.n), a higher temperature, or dynamic sampling"
+    )
+
+
+def _cut_responses(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    shares = _values(last, "response/truncated_ratio") or _values(last, "response_length/clip_ratio")
+    if not shares or min(shares) < limits.cut_responses:
+        return None
+    return (
+        f"{min(shares):.0%} or more of the responses of the last {limits.steps} steps are cut at the maximal length, before they "
+        "end; try a larger --max-response-length, and see whether the chat template and the end-of-turn token fit the model"
+    )
+
+
+def _no_entropy(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    entropies = _values(last, "actor/entropy")
+    if not entropies or max(entropies) >= limits.entropy:
+        return None
+    return (
+        f"the entropy of the policy is {entropies[-1]:.2g} nats per token: its samples hardly differ; try a lower learning rate, "
+        "a KL term (--algorithm.kl-coef) or an entropy bonus (--algorithm.entropy-coef)"
+    )
+
+
+def _values(last: Sequence[Metrics], name: str) -> list[float]:
+    """The metric in each of the steps; empty where a step lacks it or it is not finite."""
+    values = [metrics.get(name, math.nan) for metrics in last]
+    return values if all(map(math.isfinite, values)) else []
