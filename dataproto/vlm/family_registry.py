@@ -12,12 +12,12 @@ ENTRY_POINTS = "dataproto.vlm_families"
 """The entry-point group in which a package names its families, as ``model_type = "package.module:Class"``."""
 
 _SHIPPED = {
-    "qwen2_vl": "dataproto.vlm.qwen2_vl:Qwen2VL",
-    "qwen2_5_vl": "dataproto.vlm.qwen2_5_vl:Qwen25VL",
-    "qwen3_vl": "dataproto.vlm.qwen3_vl:Qwen3VL",
-    "qwen3_vl_moe": "dataproto.vlm.qwen3_vl:Qwen3VLMoe",
-    "internvl": "dataproto.vlm.internvl:InternVL",
-    "glm4v": "dataproto.vlm.glm4v:GLM4V",
+    "qwen2_vl": "dataproto.vlm.families.qwen2_vl:Qwen2VL",
+    "qwen2_5_vl": "dataproto.vlm.families.qwen2_5_vl:Qwen25VL",
+    "qwen3_vl": "dataproto.vlm.families.qwen3_vl:Qwen3VL",
+    "qwen3_vl_moe": "dataproto.vlm.families.qwen3_vl:Qwen3VLMoe",
+    "internvl": "dataproto.vlm.families.internvl:InternVL",
+    "glm4v": "dataproto.vlm.families.glm4v:GLM4V",
 }
 """``config.model_type`` to import path. The file is imported on first use."""
 

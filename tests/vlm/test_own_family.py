@@ -11,7 +11,7 @@ import torch
 
 from dataproto.errors import InvalidConfig, UnknownModel
 from dataproto.vlm import VLMFamily, family_of, family_registry, known_families, register_family
-from dataproto.vlm.qwen3_vl import Qwen3VL
+from dataproto.vlm.families.qwen3_vl import Qwen3VL
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
 from rollout import SamplingParams, create_engine
@@ -20,7 +20,7 @@ from rollout.responses import attach_responses, build_requests
 from workers.roles.actor import ActorConfig, ActorWorker
 
 FAMILY = """
-from dataproto.vlm.qwen3_vl import Qwen3VL
+from dataproto.vlm.families.qwen3_vl import Qwen3VL
 
 class MyVL(Qwen3VL):
     model_type = "my_vl"
@@ -110,7 +110,9 @@ def test_a_type_that_is_taken_is_refused_unless_replaced(package):
     class Mine(Qwen3VL):
         head = "other"
 
-    with pytest.raises(InvalidConfig, match=r"'qwen3_vl' has a family already \(dataproto.vlm.qwen3_vl:Qwen3VL\)"):
+    with pytest.raises(
+        InvalidConfig, match=r"'qwen3_vl' has a family already \(dataproto.vlm.families.qwen3_vl:Qwen3VL\)"
+    ):
         register_family(Mine)
     assert register_family(Mine, replace=True) is Mine
     assert family_of("qwen3_vl").head == "other"
@@ -169,7 +171,10 @@ def test_other_processes_find_an_installed_family(package):
     [
         ("my_package.absent:MyVL", "family my_package.absent:MyVL of model type 'my_vl' cannot be imported"),
         ("my_package.my_family:Absent", "cannot be imported: .*Absent"),
-        ("dataproto.vlm.qwen3_vl:Qwen3VL", "names dataproto.vlm.qwen3_vl:Qwen3VL, whose model_type is 'qwen3_vl'"),
+        (
+            "dataproto.vlm.families.qwen3_vl:Qwen3VL",
+            "names dataproto.vlm.families.qwen3_vl:Qwen3VL, whose model_type is 'qwen3_vl'",
+        ),
     ],
 )
 def test_a_wrong_entry_point_is_named(package, entry_point, message):

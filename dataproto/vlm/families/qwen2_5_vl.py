@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm.costs import frame_pairs, merger_weights, patch_weights, tower_flops, window_pairs
+from dataproto.vlm.families.qwen2_vl import Qwen2VL
 from dataproto.vlm.mrope import Pieces
-from dataproto.vlm.qwen2_vl import Qwen2VL
 
 
 class Qwen25VL(Qwen2VL):
