@@ -43,6 +43,8 @@ UPDATES = (
     Update("7B, selective, budget 9,216, no moments", "7b", 9216, "selective", 4.79, 126, optimizer=False),
     Update("7B, two devices", "7b", 8192, "selective", 4.63, 113.7, prompts=40, dp=2),
     Update("7B, two devices, no reshard", "7b", 8192, "selective", 4.33, 126.7, prompts=40, dp=2, reshard=False),
+    Update("7B, two devices, full", "7b", 16_384, "full", 5.30, 75.3, prompts=40, dp=2),
+    Update("3B, two devices, selective", "3b", 16_384, "selective", 2.87, 96.7, prompts=40, dp=2),
 )
 
 

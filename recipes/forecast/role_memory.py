@@ -77,7 +77,7 @@ def updating(
     """What a role that learns takes at the height of a backward pass, where all activations and a chunk of logits exist.
 
     From the second micro-batch on, all gradients exist then too. With a single one they are made while activations are freed,
-    so the larger of both counts.
+    so the larger of both counts. So it is with the whole gradients that FSDP scatters as the pass ends.
     """
     trained = round(size.on_rank(layout) * size.trained / size.total)
     gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained
@@ -94,10 +94,13 @@ def updating(
             activations, logits = 0.0, 0
         else:
             gradients = 0
+    copies = memory.copies + gathered(size, compute, layout, device)
+    if (scattered := whole_gradients(size, layout, device, compute)) > activations + logits:
+        activations, logits, copies = 0.0, 0, copies + scattered
     return RoleMemory(
         memory.role,
         memory.weights,
-        memory.copies + gathered(size, compute, layout, device, gradients=True),
+        copies,
         gradients,
         memory.moments,
         round(activations),
@@ -124,7 +127,7 @@ def scoring(
     return RoleMemory(
         memory.role,
         memory.weights,
-        memory.copies + gathered(size, compute, layout, device, gradients=False),
+        memory.copies + gathered(size, compute, layout, device),
         0,
         memory.moments,
         round(fullest.tokens * per_token / layout.tp),
@@ -138,20 +141,32 @@ def _half(compute: ModelConfig, device: Device) -> bool:
     return compute.dtype == "bfloat16" or (compute.dtype == "auto" and not device.on_cpu)
 
 
-def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, gradients: bool) -> int:
-    """Weights that FSDP has gathered at a time, and whole gradients that it has not scattered yet.
+def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device) -> int:
+    """Weights that FSDP has gathered at a time.
 
     The root's weights (embedding, head, norm) stay from the first to the last use; of the layers, the one that runs and the next.
     """
     if sharded(layout) == 1:
         return 0
-    number = 2 if _half(compute, device) else 4
-    root = (size.embedding + size.head + size.rest) / layout.tp
     layers = 2 * size.largest_layer / layout.tp
     if not compute.reshard_after_forward:
-        layers = (size.layers / layout.pp + 0.0) / layout.tp + size.vision
-    whole_gradients = (root + size.largest_layer / layout.tp) * (number + 4) if gradients else 0
-    return round(number * (root + layers) + whole_gradients)
+        layers = size.layers / layout.pp / layout.tp + size.vision
+    return round((2 if _half(compute, device) else 4) * (_root(size, layout) + layers))
+
+
+def whole_gradients(size: ModelSize, layout: Layout, device: Device, compute: ModelConfig) -> int:
+    """Gradients of the root and of one layer as FSDP scatters them, in the numbers of the pass and in float32.
+
+    They exist as a backward pass ends: the embedding's gradient comes last, and the root's are scattered together.
+    """
+    if sharded(layout) == 1:
+        return 0
+    return round(((2 if _half(compute, device) else 4) + 4) * (_root(size, layout) + size.largest_layer / layout.tp))
+
+
+def _root(size: ModelSize, layout: Layout) -> float:
+    """Parameters outside the layers on a rank of tensor parallelism."""
+    return (size.embedding + size.head + size.rest) / layout.tp
 
 
 @dataclass(frozen=True)
