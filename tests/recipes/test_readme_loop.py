@@ -1,17 +1,34 @@
-"""The README shows the recipe itself."""
+"""The README's step runs, and the documents show the source of the recipe itself."""
 
 import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from recipes.grpo import grpo_step
+from recipes.report import read_metrics
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 
 
-def test_the_loop_in_the_readme_is_the_source_of_the_recipe():
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    (shown,) = [block for block in blocks if "def grpo_step" in block]
+def python_blocks(document):
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_step_in_the_readme_trains(tmp_path, monkeypatch):
+    (shown,) = python_blocks("README.md")
+    assert '"--steps", "100"' in shown
+    monkeypatch.chdir(tmp_path)
+    exec(compile(shown.replace('"100"', '"2", "--eval-rows", "8"'), "README.md", "exec"), {})
+    rows = read_metrics(tmp_path / "outputs/mine")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[2]["actor/grad_norm"] > 0
+
+
+def test_the_documented_step_is_the_source_of_the_recipe():
+    (shown,) = [block for block in python_blocks("docs/custom_recipe.md") if "def grpo_step" in block]
     assert shown == inspect.getsource(grpo_step)
 
 
