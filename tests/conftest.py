@@ -1,5 +1,6 @@
 """Settings of every test, and which of them are fast."""
 
+import gc
 import inspect
 import os
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
+settings.register_profile("fast", deadline=None, max_examples=25)
 settings.load_profile("untimed")
 
 
@@ -67,12 +69,24 @@ def names_in(code):
 
 def pytest_configure(config):
     if config.getoption("fast"):
+        settings.load_profile("fast")
         sys.addaudithook(_refuse_processes)
 
 
 def _refuse_processes(event, _):
     if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system") and "PYTEST_CURRENT_TEST" in os.environ:
         raise RuntimeError("this test starts a process: mark it slow, which leaves it out of the fast ones")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay until the end: the garbage collector need not look through them over and over."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
