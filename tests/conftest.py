@@ -1,5 +1,6 @@
 """Settings of every test, and which of them are fast."""
 
+import gc
 import inspect
 import os
 import shutil
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
+settings.register_profile("fast", deadline=None, max_examples=25)
 settings.load_profile("untimed")
 
 
@@ -35,11 +37,14 @@ PROCESSES = {"ray", "subprocess", "multiprocessing"}
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="leave out tests that start processes or are marked slow")
+    parser.addoption(
+        "--none-left-out", action="store_true", help="fail where something that tests need is not installed"
+    )
 
 
 def is_slow(item):
     """Whether a test starts processes, as far as its code tells, or is marked slow."""
-    if any(item.get_closest_marker(name) for name in ("slow", "vllm", "chromium")):
+    if any(item.get_closest_marker(name) for name in ("slow", "vllm", "chromium", "tracker")):
         return True
     fixtures = getattr(item, "_fixtureinfo", None)  # of a doctest none
     uses = [each.func for found in fixtures.name2fixturedefs.values() for each in found] if fixtures else []
@@ -67,12 +72,26 @@ def names_in(code):
 
 def pytest_configure(config):
     if config.getoption("fast"):
+        settings.load_profile("fast")
         sys.addaudithook(_refuse_processes)
+    if config.getoption("none_left_out") and (missing := left_out_lines()):
+        raise pytest.UsageError("; ".join(missing))
 
 
 def _refuse_processes(event, _):
     if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system") and "PYTEST_CURRENT_TEST" in os.environ:
         raise RuntimeError("this test starts a process: mark it slow, which leaves it out of the fast ones")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay until the end: the garbage collector need not look through them over and over."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
@@ -90,8 +109,12 @@ def left_out_here():
     return reasons
 
 
-def pytest_report_header(config):
+def pytest_report_header():
     """Says which tests are left out because something is not installed."""
+    return left_out_lines()
+
+
+def left_out_lines():
     lines = list(left_out_here().values())
     if missing := [name for name in TRACKERS if find_spec(name) is None]:
         lines.append(

@@ -16,7 +16,7 @@ from dataproto.columns import require
 from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
 from dataproto.packing import MAX_TOKENS
 from recipes.console import LearningSignals, Progress, start_phase
-from recipes.loggers import LoggedRun, check_loggers, open_loggers
+from recipes.loggers import LoggedRun, RunLoggers, check_loggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate, Measured
@@ -159,12 +159,11 @@ def train(
         contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints,
     ):
         progress, signals = Progress(run.steps, done or 0), LearningSignals()
+        report = partial(report_step, loggers, progress)
         if evaluate and done is None and run.eval_first:
             with start_phase("evaluating before the first step"):
                 measured = evaluate(roles, 0)
-            loggers.log(0, measured)
-            loggers.log_saved_rollouts(0)
-            progress.update(0, measured)
+            report(0, measured, evaluated=True)
         stack.enter_context(progress)
         more = partial(further_batch, loader, progress)
         for number in range((done or 0) + 1, run.steps + 1):
@@ -183,14 +182,21 @@ def train(
             if kept is not None:
                 with timed(metrics, "keep_rollouts"):
                     kept.keep(number, data)
-            loggers.log(number, metrics)
-            if evaluated:
-                loggers.log_saved_rollouts(number)
-            progress.update(number, metrics)
+            report(number, metrics, evaluated)
             for problem in signals.new_problems(metrics):
                 progress.note(f"warning: {problem}")
             if is_best or is_due(number, run.save_every, run.steps):
                 checkpoints.save(number, loader, progression)
+
+
+def report_step(
+    loggers: RunLoggers, progress: Progress, number: int, metrics: Mapping[str, float], evaluated: bool
+) -> None:
+    """Gives a step's metrics to the loggers and the display; after an evaluation, its saved rollouts to the loggers too."""
+    loggers.log(number, metrics)
+    if evaluated:
+        loggers.log_saved_rollouts(number)
+    progress.update(number, metrics)
 
 
 def next_batch(loader: Loader) -> DataProto:

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -32,6 +33,11 @@ def table(heading: str) -> list[list[str]]:
     return rows[2:]
 
 
+@cache
+def default(recipe):
+    return RECIPES[recipe].parse(["--model-path", "anything"])
+
+
 ALGORITHMS = table("# Algorithms")
 OPTIONS = table("## The options")
 
@@ -48,9 +54,8 @@ def test_commands_parse_and_need_the_listed_roles(row):
         if is_needed
     ]
     assert roles == (", ".join(needed) or "none")
-    default = RECIPES[recipe].parse(["--model-path", "anything"])
     for option in (part.removeprefix("--algorithm.").replace("-", "_") for part in given if part.startswith("--")):
-        changed = getattr(config.algorithm, option) != getattr(default.algorithm, option)
+        changed = getattr(config.algorithm, option) != getattr(default(recipe).algorithm, option)
         assert changed, f"{name}: {option} is what it is without the option"
 
 

@@ -75,6 +75,7 @@ def test_a_run_leaves_metrics_report_and_checkpoints(finished_run):
     assert config["algorithm"]["n"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -135,6 +136,7 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
     assert kept[0] == kept[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "qwen2_5_vl"])
 def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_path):
     path = write_checkpoint(model_type, tmp_path / "model")
@@ -175,6 +177,7 @@ def test_other_settings_are_not_resumed_with(finished_run, checkpoint, geometry3
     assert "optimizer.lr=1.0, but the run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_overwriting_spares_what_is_no_run(finished_run, checkpoint, geometry3k, reward, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)

@@ -17,8 +17,12 @@ def largest(text):
     return float(re.search(r"^max (\S+)$", text, re.MULTILINE).group(1))
 
 
-def test_the_hf_engine_agrees_with_the_actor(capsys, tmp_path):
-    model = str(make_tiny_model(tmp_path / "model"))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def test_the_hf_engine_agrees_with_the_actor(model, capsys):
     assert main(["--engine", "hf", "--model-path", model, "--check-weights", "--tolerance", "1e-4", *FEW]) == 0
     out = capsys.readouterr().out
     assert largest(out) < 1e-4
@@ -35,8 +39,8 @@ def test_vllm_agrees_with_the_actor(capsys):
     assert "weights that differ: none" in out
 
 
-def test_a_difference_beyond_the_tolerance_ends_with_status_1(capsys):
-    assert main(["--engine", "hf", "--tolerance", "1e-12", *FEW]) == 1
+def test_a_difference_beyond_the_tolerance_ends_with_status_1(model, capsys):
+    assert main(["--engine", "hf", "--model-path", model, "--tolerance", "1e-12", *FEW]) == 1
     assert "exceeds --tolerance 1e-12" in capsys.readouterr().out
 
 

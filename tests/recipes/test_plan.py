@@ -124,6 +124,7 @@ def test_a_run_that_does_not_fit_says_what_to_change():
     assert any("does not fit" in line for line in forecast_lines(found))
 
 
+@pytest.mark.slow
 def test_fit_chooses_what_fits():
     with pytest.raises(InvalidConfig, match="nothing fits into 1 x h200"):
         fit(seven_b(), devices=1)  # masters, moments, copies and gradients alone take 149 GB

@@ -13,6 +13,7 @@ from recipes.report.page import CONFIG_FILE
 from recipes.run.loop import RunConfig
 from recipes.run.run_directory import open_run_directory, over_epochs, with_schedules
 from recipes.sft import SFTConfig
+from recipes.tiny import make_tiny_model
 from workers.ranks.layout import Layout
 from workers.training.optimizer import OptimizerConfig, learning_rate_factor
 
@@ -84,12 +85,18 @@ def test_the_schedule_of_a_run_that_did_not_write_its_length_down_is_that_of_its
         opened(config(tmp_path, steps=11, resume=True))
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny") / "model"))
+
+
 @pytest.mark.parametrize("recipe", [geo3k_grpo, geo3k_ppo, sft, classify])
-def test_every_recipe_keeps_its_schedules(recipe, tmp_path, capsys):
-    """Before it makes or loads anything."""
-    began = recipe.parse(["--output-dir", str(tmp_path), "--steps", "40"])
+def test_every_recipe_keeps_its_schedules(recipe, model, tmp_path, capsys):
+    """Before it loads any weights."""
+    given = ["--preset", "tiny", "--model-path", model, "--eval-rows", "2", "--output-dir", str(tmp_path)]
+    began = recipe.parse([*given, "--steps", "40"])
     open_run_directory(began.run, began)
-    arguments = ["--output-dir", str(tmp_path), "--resume", "--steps", "50"]
+    arguments = [*given, "--resume", "--steps", "50"]
     assert recipe.main(arguments) == 2
     assert "schedule of optimizer ends with step 40: give --optimizer.total-steps 50 " in capsys.readouterr().err
     if recipe is geo3k_ppo:

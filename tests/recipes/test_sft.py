@@ -94,6 +94,7 @@ def test_a_run_leaves_metrics_report_and_a_checkpoint_to_start_from(finished_run
     assert read_metrics(tmp_path / "next" / "metrics.jsonl")[0]["val/loss"] == rows[-1]["val/loss"]
 
 
+@pytest.mark.slow
 def test_epochs_the_best_checkpoint_and_the_first_evaluation_are_options(data_path, tmp_path):
     """Of 24 rows 4 are held out; two passes over 20 rows in batches of 6 take 7 steps. The model is made on the spot."""
     given = (

@@ -71,6 +71,7 @@ def test_the_traceback_is_there_for_the_asking(given, tmp_path, capfd):
     assert errors.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_run_continues_by_its_directory_alone(given, tmp_path):
     options, _ = given
     directory = tmp_path / "run"

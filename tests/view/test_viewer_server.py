@@ -186,6 +186,7 @@ def test_text_of_rollouts_cannot_become_code(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_thousand_rollouts_with_all_their_tokens_and_pictures_are_small(tmp_path):
     kept = KeptRollouts(tmp_path, 1000, tiny_tokenizer())
     words = ["angle", "blue", "circle", "1.25", "therefore", "x", "=", "(b)"]

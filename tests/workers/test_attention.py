@@ -58,6 +58,7 @@ def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(lengt
         torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_operator_passes_opcheck():
     q = torch.randn(5, 4, 8, requires_grad=True)
     k, v = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(2))

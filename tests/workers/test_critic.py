@@ -144,6 +144,7 @@ def test_the_update_does_not_depend_on_micro_batches_and_reports_verls_metrics(c
     assert not any(name.startswith("actor/") for name in found[0])
 
 
+@pytest.mark.slow
 def test_it_learns_the_returns(checkpoints):
     worker = CriticWorker(CriticConfig(str(checkpoints / "qwen2_5_vl"), optimizer=OptimizerConfig(lr=3e-3)), CPU)
     losses = []

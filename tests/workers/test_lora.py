@@ -36,17 +36,18 @@ def pg_loss(outputs, rows):
     return -outputs.log_probs * rows["advantages"], {}
 
 
-@pytest.fixture(params=MODEL_TYPES)
+@pytest.fixture(scope="module", params=MODEL_TYPES)
 def model_type(request):
     return request.param
 
 
-@pytest.fixture
-def adapted(model_type, tmp_path):
-    """An actor whose adapters have been trained."""
-    tiny_model(model_type).save_pretrained(tmp_path / "model")
+@pytest.fixture(scope="module")
+def adapted(model_type, tmp_path_factory):
+    """An actor whose adapters have been trained; tests may go on training it."""
+    path = tmp_path_factory.mktemp("adapted")
+    tiny_model(model_type).save_pretrained(path)
     lora = {"lora_rank": 2, "lora_alpha": 8.0, "lora_vision": True}
-    config = ActorConfig(str(tmp_path / "model"), **lora, optimizer=OptimizerConfig(lr=3e-2))
+    config = ActorConfig(str(path), **lora, optimizer=OptimizerConfig(lr=3e-2))
     actor = ActorWorker(config, CPU)
     before = actor.log_probs(rows(model_type))["old_log_probs"]
     for _ in range(2):
