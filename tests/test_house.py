@@ -16,6 +16,7 @@ MOST_FILES = 12  # beside `__init__` and `__main__`
 # Where a backend, which may not be installed or is slow to import, is chosen by name.
 LAZY_TABLES = {
     Path("dataproto/_verl/verl_conversion.py"),
+    Path("dataproto/extras.py"),
     Path("dataproto/vlm/family_registry.py"),
     Path("recipes/commands/__init__.py"),
     Path("recipes/loggers/run_loggers.py"),
