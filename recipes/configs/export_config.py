@@ -20,8 +20,12 @@ from recipes.options import parse_config
 class ModelExportConfig:
     """What is exported, and how."""
 
-    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]  # a run's global_step_N, or the actor directory in it
-    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]  # a directory that does not exist yet
+    checkpoint: Annotated[
+        Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")
+    ]  # a run's global_step_N, or the actor directory in it
+    output: Annotated[
+        Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")
+    ]  # a directory that does not exist yet
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights
     push_to_hub: str | None = None  # ORG/NAME of a model on the hub, private if it is new; log in with `hf auth login`
 

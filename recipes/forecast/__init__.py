@@ -3,25 +3,20 @@
 Nothing is loaded: parameters are counted on the meta device, images by their headers. See docs/plan.md.
 """
 
-from typing import TYPE_CHECKING
-
-from dataproto.extras import lazy_names
-
-if TYPE_CHECKING:
-    from recipes.forecast.batch_sizes import (
-        BatchSizes,
-        PromptSizes,
-        measure_conversations,
-        measure_prompts,
-        response_lengths,
-    )
-    from recipes.forecast.calibration import calibrate_cpu, this_device
-    from recipes.forecast.devices import DEVICES, Device, device_named
-    from recipes.forecast.forecast_table import beside_fact, forecast_lines
-    from recipes.forecast.model_size import ModelSize, model_size
-    from recipes.forecast.role_memory import RoleMemory
-    from recipes.forecast.settings import policy_gradient_batch, policy_gradient_setting, supervised_setting
-    from recipes.forecast.step_forecast import SLACK, Phase, Setting, StepForecast, forecast
+from recipes.forecast.batch_sizes import (
+    BatchSizes,
+    PromptSizes,
+    measure_conversations,
+    measure_prompts,
+    response_lengths,
+)
+from recipes.forecast.calibration import calibrate_cpu, this_device
+from recipes.forecast.devices import DEVICES, Device, device_named
+from recipes.forecast.forecast_table import beside_fact, forecast_lines
+from recipes.forecast.model_size import ModelSize, model_size
+from recipes.forecast.role_memory import RoleMemory
+from recipes.forecast.settings import policy_gradient_batch, policy_gradient_setting, supervised_setting
+from recipes.forecast.step_forecast import SLACK, Phase, Setting, StepForecast, forecast
 
 __all__ = [
     "DEVICES",
@@ -48,5 +43,3 @@ __all__ = [
     "supervised_setting",
     "this_device",
 ]
-
-__getattr__ = lazy_names(__name__, __file__)
