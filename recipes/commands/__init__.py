@@ -113,6 +113,7 @@ def usage() -> str:
             *lines,
             "",
             "dataproto COMMAND --help shows the common options of a command, --help-all shows all.",
+            "python -m recipes.COMMAND does the same unless the working directory has its own recipes; this command ignores it.",
         ]
     )
 
