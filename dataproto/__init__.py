@@ -1,28 +1,33 @@
 """`DataProto`, the batch that the workers of a reinforcement-learning loop pass to each other, and functions on it."""
 
-from dataproto.collation import BinLayout, collate_supervised, pack_supervised
-from dataproto.columns import COLUMNS, require
-from dataproto.distributed import all_gather, broadcast, gather, scatter
-from dataproto.packing import pack_rows, unpack_cells
-from dataproto.planning import balance, first_fit_decreasing, split_by_budget, split_into
-from dataproto.protocol import (
-    DataProto,
-    DataProtoConfig,
-    DataProtoItem,
-    all_gather_data_proto,
-    collate_fn,
-    fold_batch_dim,
-    pad_dataproto_to_divisor,
-    pad_inert,
-    unfold_batch_dim,
-    union_numpy_dict,
-    union_tensor_dict,
-    unpad_dataproto,
-    unpad_inert,
-)
-from dataproto.ragged import RaggedTensor
-from dataproto.serialization.wire import BlobStore, shared_blobs
-from dataproto.tensordict_utils import object_array
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from dataproto.collation import BinLayout, collate_supervised, pack_supervised
+    from dataproto.columns import COLUMNS, require
+    from dataproto.distributed import all_gather, broadcast, gather, scatter
+    from dataproto.packing import pack_rows, unpack_cells
+    from dataproto.planning import balance, first_fit_decreasing, split_by_budget, split_into
+    from dataproto.protocol import (
+        DataProto,
+        DataProtoConfig,
+        DataProtoItem,
+        all_gather_data_proto,
+        collate_fn,
+        fold_batch_dim,
+        pad_dataproto_to_divisor,
+        pad_inert,
+        unfold_batch_dim,
+        union_numpy_dict,
+        union_tensor_dict,
+        unpad_dataproto,
+        unpad_inert,
+    )
+    from dataproto.ragged import RaggedTensor
+    from dataproto.serialization.wire import BlobStore, shared_blobs
+    from dataproto.tensordict_utils import object_array
 
 __all__ = [
     "COLUMNS",
@@ -58,3 +63,5 @@ __all__ = [
     "unpad_dataproto",
     "unpad_inert",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

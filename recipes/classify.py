@@ -7,69 +7,22 @@ label column. Accuracy is that of greedy answers which are exactly right, measur
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from dataproto.errors import InvalidConfig
+from recipes.configs.classify_config import TINY, ClassifyConfig, ClassifyDataConfig, parse
+from recipes.configs.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions
-from recipes.data.labelled_pictures import IMAGES, LabelledData, Templates, drawn_data, folder_data, table_data
+from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.options import exit_status
 from recipes.report.confusion import Confusion, save_confusion
-from recipes.run.command_line import announce_small_model, exit_status, parse_recipe
 from recipes.run.evaluation import evaluate_answers
-from recipes.run.loop import RunConfig
-from recipes.run.supervised import RowsConfig, SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
+from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
-from workers.training.optimizer import OptimizerConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifyDataConfig(RowsConfig):
-    """Labelled pictures: where they come from and what is asked about them."""
-
-    data_path: str | None = None  # folder of class directories, parquet or JSON file, data set name; drawn by default
-    image_column: Annotated[str, tyro.conf.arg(aliases=("--image-key",))] = "image"  # of a data set
-    label_column: Annotated[str, tyro.conf.arg(aliases=("--answer-key",))] = "label"  # of a data set
-    exclude: tuple[str, ...] = ()  # class directories or labels to leave out, such as BACKGROUND_Google
-    question: str = Templates.question  # {classes} stands for the list of all
-    answer: str = Templates.answer  # {label} stands for the class
-    drawn_rows: int = 2**20  # how many pictures are drawn before they repeat
-    max_length: int = 2048  # tokens, image tokens included
-    max_response_length: int = 32  # tokens of an answer to a held-out question
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.templates()
-        if self.max_response_length < 1 or self.drawn_rows < 1:
-            raise InvalidConfig(
-                f"max_response_length={self.max_response_length} and drawn_rows={self.drawn_rows} must be at least 1"
-            )
-
-    def templates(self) -> Templates:
-        return Templates(self.question, self.answer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifyConfig(SupervisedConfig):
-    """Everything the run depends on."""
-
-    data: tyro.conf.OmitArgPrefixes[ClassifyDataConfig] = field(default_factory=ClassifyDataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
-        default_factory=lambda: RunConfig(output_dir=Path("outputs/classify"))
-    )
-
-
-# What a model of under a million parameters learns from drawn classes within minutes on two cores.
-TINY = ClassifyConfig(
-    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=32),
-    optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
-    run=RunConfig(steps=600, eval_every=100, save_every=200, output_dir=Path("outputs/classify")),
-)
+__all__ = ["TINY", "ClassifyConfig", "ClassifyDataConfig", "classification_task", "main", "open_labelled", "parse"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,15 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pictures = open_labelled(config.data, config.run.seed)
         print(f"report: {run_supervised(config, partial(classification_task, config, pictures))}")
     return status.code
-
-
-def parse(arguments: Sequence[str]) -> ClassifyConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_recipe(arguments, ClassifyConfig(), {"tiny": TINY}, __doc__, "dataproto classify")
 
 
 def classification_task(config: ClassifyConfig, labelled: LabelledData, model_path: str) -> SupervisedTask:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes import ppo
+from recipes.configs.policy_gradient_config import parse_with_defaults
+from recipes.options import exit_status
 from recipes.ppo import PPORunConfig, ppo_step
-from recipes.run.command_line import exit_status
-from recipes.run.policy_gradient import parse_with_defaults, run
+from recipes.run.policy_gradient import run
 
 OUTPUT_DIR = Path("outputs/geo3k_ppo")
 

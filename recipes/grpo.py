@@ -6,16 +6,14 @@ and ``--data-path`` the same loop trains any checkpoint of a known family on pro
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, NamedLoss, outcome_advantage
-from recipes.run.command_line import exit_status
+from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
+from recipes.options import exit_status
 from recipes.run.dynamic_sampling import More
-from recipes.run.loop import RunConfig
 from recipes.run.metrics import timed
 from recipes.run.phases import (
     Progression,
@@ -26,24 +24,13 @@ from recipes.run.phases import (
     rows_to_learn,
     shape_rewards,
 )
-from recipes.run.policy_gradient import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults, run
+from recipes.run.policy_gradient import run
 from rollout.engine import SamplingParams
 from workers import Roles
 from workers.model.packed_model import Outputs
 from workers.training.forward_pass import LossFn
-from workers.training.optimizer import OptimizerConfig
 
-
-@dataclass(frozen=True)
-class GRPOConfig(AlgorithmConfig):
-    """The algorithm's settings; verl's defaults where they exist."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.settings.advantage == "gae":
-            raise InvalidConfig(
-                "algorithm.advantage=gae needs the values of a critic: run recipes.ppo or recipes.geo3k_ppo"
-            )
+__all__ = ["PRESETS", "TINY", "GRPOConfig", "GRPORunConfig", "grpo_step", "main", "parse", "policy_loss"]
 
 
 def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
@@ -108,41 +95,12 @@ def grpo_step(
     return data, metrics
 
 
-@dataclass(frozen=True)
-class GRPORunConfig(PolicyGradientConfig):
-    """A run of GRPO."""
-
-    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
-
-
-# What a model of under a million parameters learns from drawn problems within minutes on two cores.
-TINY = GRPORunConfig(
-    data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
-    algorithm=GRPOConfig(n=16, kl_coef=0.1),
-    optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
-    run=RunConfig(steps=500, eval_every=50, save_every=100),
-)
-PRESETS = {"tiny": TINY} | {
-    size: GRPORunConfig(algorithm=GRPOConfig(minibatch=128, kl_coef=0.01), **options) for size, options in SIZES.items()
-}
-"""The defaults of ``--preset``."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
         print(f"report: {run(parse(arguments), grpo_step)}")
     return status.code
-
-
-def parse(arguments: Sequence[str]) -> GRPORunConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, GRPORunConfig(), PRESETS, __doc__, "dataproto grpo")
 
 
 if __name__ == "__main__":

@@ -6,21 +6,16 @@ token.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
-import tyro
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
 from recipes.algorithms.advantages import gae, whiten
 from recipes.algorithms.losses import value_loss
-from recipes.algorithms.options import AlgorithmConfig
+from recipes.configs.ppo_config import PRESETS, TINY, PPOConfig, PPORunConfig, parse
 from recipes.grpo import policy_loss
-from recipes.run.command_line import exit_status
+from recipes.options import exit_status
 from recipes.run.dynamic_sampling import More
-from recipes.run.loop import RunConfig
 from recipes.run.metrics import merge_updates, timed
 from recipes.run.phases import (
     Progression,
@@ -31,43 +26,13 @@ from recipes.run.phases import (
     rows_to_learn,
     shape_rewards,
 )
-from recipes.run.policy_gradient import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults, run
+from recipes.run.policy_gradient import run
 from rollout.engine import SamplingParams
-from workers import Layout, Roles
+from workers import Roles
 from workers.roles.critic import Values
 from workers.training.forward_pass import LossFn
-from workers.training.optimizer import OptimizerConfig
 
-OUTPUT_DIR = Path("outputs/ppo")
-
-
-@dataclass(frozen=True)
-class PPOConfig(AlgorithmConfig):
-    """The algorithm's settings; verl's defaults where they exist."""
-
-    n: int = 1  # samples of each prompt
-    advantage: str | None = "gae"  # baseline of a token: the critic's value
-    lam: float = 1.0  # of gae: 0 trusts the critic alone, 1 the rewards alone
-    whiten: bool = True  # shift and scale the batch's advantages to mean 0 and variance 1
-    critic_epochs: int = 1  # passes of the critic over each batch, in the policy's mini-batches
-    value_clip: float | None = 0.5  # largest change of a value in one update that the loss rewards; None: no limit
-    critic_warmup: int = 0  # first steps, in which the critic alone learns
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.settings.advantage != "gae":
-            raise InvalidConfig(
-                f"algorithm.advantage={self.settings.advantage} does not use a critic: run recipes.grpo or recipes.geo3k_grpo"
-            )
-        if not 0 <= self.lam <= 1:
-            raise InvalidConfig(f"algorithm.lam={self.lam}: must be from 0 to 1")
-        if self.critic_epochs < 1 or self.critic_warmup < 0:
-            raise InvalidConfig(
-                f"algorithm.critic_epochs={self.critic_epochs} must be at least 1, critic_warmup={self.critic_warmup} "
-                "at least 0"
-            )
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise InvalidConfig(f"algorithm.value_clip={self.value_clip}: must be above 0")
+__all__ = ["PRESETS", "TINY", "PPOConfig", "PPORunConfig", "critic_loss", "main", "parse", "ppo_step"]
 
 
 def critic_loss(config: PPOConfig) -> LossFn:
@@ -133,55 +98,12 @@ def add_advantages(data: DataProto, config: PPOConfig) -> None:
     data["advantages"] = whiten(advantages, mask) if config.whiten else advantages
 
 
-@dataclass(frozen=True)
-class PPORunConfig(PolicyGradientConfig):
-    """A run of PPO."""
-
-    algorithm: PPOConfig = field(default_factory=PPOConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
-    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))  # verl's rate
-
-    @property
-    def updates(self) -> dict[str, int]:
-        policy = super().updates["optimizer"]
-        critic = self.algorithm.critic_epochs * policy // self.algorithm.epochs
-        return {"optimizer": policy, "critic_optimizer": critic}
-
-    @property
-    def critic(self) -> OptimizerConfig:
-        return self.critic_optimizer
-
-
-# What a model of under a million parameters learns from drawn problems within minutes on two cores.
-TINY = PPORunConfig(
-    data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
-    algorithm=PPOConfig(n=16, kl_coef=0.1),
-    optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
-    critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=10),
-    run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
-)
-PRESETS = {"tiny": TINY} | {
-    size: PPORunConfig(algorithm=PPOConfig(minibatch=128, kl_coef=0.001, kl_in="reward"), **options)
-    for size, options in (SIZES | {"3b": SIZES["3b"] | {"on": "ray", "layout": Layout(dp=2)}}).items()  # for the critic
-}
-"""The defaults of ``--preset``."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
         print(f"report: {run(parse(arguments), ppo_step)}")
     return status.code
-
-
-def parse(arguments: Sequence[str]) -> PPORunConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, PPORunConfig(), PRESETS, __doc__, "dataproto ppo")
 
 
 if __name__ == "__main__":

@@ -7,75 +7,26 @@ and ``--data-path`` the same loop trains any checkpoint of a known family on dat
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
 from torch.utils.data import Subset
 
 from dataproto.errors import InvalidConfig
-from recipes.data.column_keys import ColumnKeys
+from recipes.configs.run_config import announce_small_model
+from recipes.configs.sft_config import TINY, SFTConfig, SFTDataConfig, parse
 from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.mixture import Mixture
-from recipes.run.command_line import announce_small_model, exit_status, parse_recipe
+from recipes.options import exit_status
 from recipes.run.evaluation import evaluate_answers
-from recipes.run.loop import RunConfig
-from recipes.run.supervised import RowsConfig, SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
-from rollout.prompts import PromptBuilder, SupervisedBuilder, Turns
+from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
+from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
-from workers.training.optimizer import OptimizerConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class SFTDataConfig(RowsConfig):
-    """Conversations: where they come from and what of them is learnt."""
-
-    data_path: tuple[str, ...] = ()  # parquet or JSON files, folders, or data set names; drawn conversations by default
-    weights: tuple[float, ...] = ()  # how often each of --data-path is drawn from; default: as often as it has rows
-    # held-out conversations; default: the "test" split of a folder or data set name, or a file's last rows
-    eval_data_path: str | None = None
-    keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
-    turns: Turns = "all"  # which of the assistant's turns are learnt
-    streaming: bool = False  # read data sets as they come, without their length; needs --eval-data-path to evaluate
-    shuffle_buffer: int = 1024  # rows among which a stream is shuffled
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.weights and len(self.weights) != len(self.data_path):
-            raise InvalidConfig(f"{len(self.weights)} weights for {len(self.data_path)} data sets")
-        if self.keys.given() and not self.data_path:
-            raise InvalidConfig(
-                f"{next(iter(self.keys.given()))} without data_path: drawn conversations have their own columns"
-            )
-        if not self.data_path and (self.eval_data_path or self.streaming):
-            raise InvalidConfig("eval_data_path or streaming without data_path: drawn conversations have their own")
-        if self.streaming and len(self.data_path) > 1 and not self.weights:
-            raise InvalidConfig("streams have no length that could tell how often to draw from each: give --weights")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig(SupervisedConfig):
-    """Everything the run depends on."""
-
-    data: tyro.conf.OmitArgPrefixes[SFTDataConfig] = field(default_factory=SFTDataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=Path("outputs/sft")))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.run.epochs is not None and not self.data.data_path:
-            raise InvalidConfig("epochs without data_path: drawn conversations do not repeat; give --steps")
-
-
-# What a model of under a million parameters learns from drawn conversations within minutes on two cores.
-TINY = SFTConfig(
-    data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=24),
-    optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
-    run=RunConfig(steps=600, eval_every=100, save_every=200, output_dir=Path("outputs/sft")),
-)
+__all__ = ["TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,15 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         announce_small_model(config.model_path, config.data.data_path)
         print(f"report: {run_supervised(config, partial(conversation_task, config))}")
     return status.code
-
-
-def parse(arguments: Sequence[str]) -> SFTConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_recipe(arguments, SFTConfig(), {"tiny": TINY}, __doc__, "dataproto sft")
 
 
 def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:

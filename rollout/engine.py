@@ -1,16 +1,19 @@
 """The interface of rollout engines: requests in, completions out, each as soon as it is finished."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class RolloutEngine(Protocol):
 ENGINE_EXTRAS = {"hf": ("train", "transformers"), "vllm": ("vllm", "vllm")}  # extra, package
 ENGINES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm:VLLMEngine"}
 """Engine names to import paths. The module is imported when an engine is created."""
+PASSES_OPTIONS_ON = {"vllm"}
+"""Engines that hand options that they do not know to another library, which refuses unknown ones itself."""
 
 
 def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
@@ -141,13 +146,11 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
 
 
 def check_engine_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raises `InvalidConfig` for an option that a known engine does not have; vLLM passes further ones on to its own library."""
-    if not options or name not in ENGINES:
+    """Raises `InvalidConfig` for an option that a known engine does not have; see `PASSES_OPTIONS_ON`."""
+    if not options or name not in ENGINES or name in PASSES_OPTIONS_ON:
         return
     module, _, attribute = ENGINES[name].partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return
     known = [each for each in parameters if each not in ("model_path", "device")]
     for option in options:
         if option not in known:
@@ -156,4 +159,6 @@ def check_engine_options(name: str, options: Mapping[str, Any]) -> None:
 
 def cpu_or_cuda() -> torch.device:
     """CUDA if available, else the CPU."""
+    import torch
+
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

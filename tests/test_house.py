@@ -16,6 +16,7 @@ MOST_FILES = 12  # beside `__init__` and `__main__`
 # Where a backend, which may not be installed or is slow to import, is chosen by name.
 LAZY_TABLES = {
     Path("dataproto/_verl/verl_conversion.py"),
+    Path("dataproto/extras.py"),
     Path("dataproto/vlm/family_registry.py"),
     Path("recipes/commands/__init__.py"),
     Path("recipes/loggers/run_loggers.py"),
@@ -43,6 +44,14 @@ def test_a_package_states_its_public_names_and_has_them(folder: Path) -> None:
     package = importlib.import_module(".".join(folder.parts))
     assert package.__doc__
     assert [name for name in package.__all__ if not hasattr(package, name)] == []
+
+
+def test_a_name_that_is_imported_when_used_is_no_module_of_its_package() -> None:
+    """Importing a module sets its name in the package, in the place of the function."""
+    lazy = [path.parent for path in MODULES if "lazy_names(__name__" in (ROOT / path).read_text(encoding="utf-8")]
+    found = {str(folder): importlib.import_module(".".join(folder.parts)).__all__ for folder in lazy}
+    assert lazy
+    assert [name for folder, names in found.items() for name in names if (ROOT / folder / f"{name}.py").exists()] == []
 
 
 def test_modules_are_imported_by_statements_except_where_a_backend_is_chosen() -> None:

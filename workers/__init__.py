@@ -1,20 +1,23 @@
 """Role workers, and the groups that run them."""
 
-from dataproto.extras import require_extra
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names, require_extra
 
 require_extra("train", "workers", "transformers")
 
-from workers.cluster import Roles, launch
-from workers.model.packed_model import Outputs, PackedVLM
-from workers.ranks import Layout
-from workers.roles.actor import ActorConfig, ActorWorker
-from workers.roles.critic import CriticConfig, CriticWorker
-from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.roles.reward import RewardFunction, RewardRow, RewardWorker
-from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
-from workers.roles.sharding_manager import ShardingManager
-from workers.training.forward_pass import LossFn
-from workers.training.optimizer import OptimizerConfig
+if TYPE_CHECKING:
+    from workers.cluster import Roles, launch
+    from workers.model.packed_model import Outputs, PackedVLM
+    from workers.ranks import Layout
+    from workers.roles.actor import ActorConfig, ActorWorker
+    from workers.roles.critic import CriticConfig, CriticWorker
+    from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+    from workers.roles.reward import RewardFunction, RewardRow, RewardWorker
+    from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+    from workers.roles.sharding_manager import ShardingManager
+    from workers.training.forward_pass import LossFn
+    from workers.training.optimizer import OptimizerConfig
 
 __all__ = [
     "ActorConfig",
@@ -37,3 +40,5 @@ __all__ = [
     "ShardingManager",
     "launch",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -1,33 +1,38 @@
 """Policy-gradient algorithms as pure functions on tensors, and the options that select them. See docs/algorithms.md."""
 
-from recipes.algorithms.advantages import (
-    gae,
-    greedy_baseline_advantage,
-    group_advantage,
-    informative_rows,
-    leave_one_out_advantage,
-    length_weighted_advantage,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    whiten,
-)
-from recipes.algorithms.correction import importance_weights, kept_tokens
-from recipes.algorithms.covariances import highest_covariance, random_high_covariance
-from recipes.algorithms.datum_losses import datum_loss
-from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
-from recipes.algorithms.losses import (
-    clip_cov_loss,
-    clipped_policy_loss,
-    clipped_weight_loss,
-    gated_policy_loss,
-    kl_cov_loss,
-    sequence_policy_loss,
-    value_loss,
-)
-from recipes.algorithms.mismatch import Differences, correction_metrics, difference_metrics, differences
-from recipes.algorithms.options import AlgorithmConfig, NamedLoss, add_loss_columns, outcome_advantage
-from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
-from recipes.algorithms.registry import ADVANTAGES, LOSSES, Settings
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from recipes.algorithms.advantages import (
+        gae,
+        greedy_baseline_advantage,
+        group_advantage,
+        informative_rows,
+        leave_one_out_advantage,
+        length_weighted_advantage,
+        reinforce_plus_plus,
+        reinforce_plus_plus_baseline,
+        whiten,
+    )
+    from recipes.algorithms.correction import importance_weights, kept_tokens
+    from recipes.algorithms.covariances import highest_covariance, random_high_covariance
+    from recipes.algorithms.datum_losses import datum_loss
+    from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
+    from recipes.algorithms.losses import (
+        clip_cov_loss,
+        clipped_policy_loss,
+        clipped_weight_loss,
+        gated_policy_loss,
+        kl_cov_loss,
+        sequence_policy_loss,
+        value_loss,
+    )
+    from recipes.algorithms.mismatch import Differences, correction_metrics, difference_metrics, differences
+    from recipes.algorithms.options import AlgorithmConfig, NamedLoss, add_loss_columns, outcome_advantage
+    from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
+    from recipes.algorithms.registry import ADVANTAGES, LOSSES, Settings
 
 __all__ = [
     "ADVANTAGES",
@@ -70,3 +75,5 @@ __all__ = [
     "value_loss",
     "whiten",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

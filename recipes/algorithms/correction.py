@@ -16,13 +16,15 @@ level are masked importance sampling, MIS. All ratios are without gradient. `rec
 Dimension letters: B rows, R response tokens. Values outside the mask are ignored.
 """
 
-import math
-from typing import Literal
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING, Literal
 
 from dataproto.errors import InvalidConfig
+
+if TYPE_CHECKING:  # options are read without torch
+    from torch import Tensor
 
 Correction = Literal["none", "token", "sequence", "geometric"]
 Rejection = Literal["none", "token", "sequence", "geometric", "max"]
@@ -54,6 +56,7 @@ def importance_weights(
     Raises:
         InvalidConfig: ``limit`` is out of range.
 
+    >>> import torch
     >>> old, rollout = torch.tensor([[0.4, 0.9]]).log(), torch.tensor([[0.1, 0.6]]).log()
     >>> importance_weights(old, rollout, torch.ones(1, 2), "token", limit=2.0)
     tensor([[2.0000, 1.5000]])
@@ -65,10 +68,10 @@ def importance_weights(
     check_limit(limit)
     ratio = _log_ratio(old_log_probs, rollout_log_probs, mask, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     if isinstance(limit, tuple):
-        ratio = torch.where((ratio >= limit[0]) & (ratio <= limit[1]), ratio, 0.0)
+        ratio = ratio.where((ratio >= limit[0]) & (ratio <= limit[1]), 0.0)
     else:
         ratio = ratio.clamp(max=limit)
-    return torch.where(mask != 0, ratio, 1.0)
+    return ratio.where(mask != 0, 1.0)
 
 
 def kept_tokens(
@@ -88,6 +91,7 @@ def kept_tokens(
     Returns:
         (B, R) of the mask's dtype; it may be 0 everywhere.
 
+    >>> import torch
     >>> old, rollout = torch.tensor([[0.4, 0.9]]).log(), torch.tensor([[0.1, 0.6]]).log()
     >>> kept_tokens(old, rollout, torch.ones(1, 2), "token", (0.5, 2.0))
     tensor([[0., 1.]])
@@ -100,7 +104,7 @@ def kept_tokens(
     inside = (log_ratio >= low) & (log_ratio <= high)
     if level == "max":
         inside = (inside | (mask == 0)).all(-1, keepdim=True)
-    return torch.where(inside, mask, torch.zeros_like(mask))
+    return mask.where(inside, mask.new_zeros(()))
 
 
 def check_limit(limit: float | Bounds) -> None:
@@ -123,11 +127,11 @@ def _log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, l
     """The log ratio of each token or of its response, (B, R); 0 outside the mask."""
     sampled = mask != 0
     if level == "none":
-        return torch.zeros_like(old_log_probs)
-    log_ratio = torch.where(sampled, old_log_probs.detach() - rollout_log_probs, 0.0)
+        return old_log_probs.new_zeros(old_log_probs.shape)
+    log_ratio = (old_log_probs.detach() - rollout_log_probs).where(sampled, 0.0)
     if level == "token":
         return log_ratio
     whole = log_ratio.sum(-1, keepdim=True)
     if level == "geometric":
         whole = whole / sampled.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(sampled, whole, 0.0)
+    return whole.where(sampled, 0.0)

@@ -1,24 +1,31 @@
 """The options that all policy-gradient recipes share, and the loss and the advantages that they select."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from torch import Tensor
-
-from dataproto import DataProto
 from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.extras import LazyModule
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
 from recipes.algorithms.function_files import in_users_function
-from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
 from recipes.algorithms.penalties import KLController
 from recipes.algorithms.registry import ADVANTAGES, LOSSES, Estimator, Settings, arguments_by_name, takes
 from rollout.engine import SamplingParams
-from workers.model.packed_model import Outputs
-from workers.training.aggregation import AggregationMode
+from workers.model.model_config import AggregationMode
 
-KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl, "k3+": unbiased_k3_kl}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dataproto import DataProto
+    from recipes.algorithms import kl
+    from workers.model.packed_model import Outputs
+else:  # options are read without torch
+    kl = LazyModule("recipes.algorithms.kl")
+
+KL_ESTIMATORS = {"k1": kl.k1_kl, "k2": kl.k2_kl, "k3": kl.k3_kl, "k3+": kl.unbiased_k3_kl}
 LOSS_OPTIONS = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
 """Options that only some of the losses have."""
 Config = TypeVar("Config", bound="AlgorithmConfig")
@@ -119,7 +126,7 @@ class AlgorithmConfig:
     def _check_advantage(self) -> None:
         name = self.settings.advantage
         function = ADVANTAGES.find(name)
-        if self.n < 2 and function.takes("uid"):
+        if self.n < 2 and name != "gae" and function.takes("uid"):  # a critic needs no other samples
             raise InvalidConfig(f"algorithm.n={self.n}: {name} compares the samples of a prompt and needs at least 2")
         if self.n < 2 and self.settings.dynamic_sampling:
             raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling needs groups of at least 2")
@@ -285,7 +292,7 @@ class NamedLoss:
     options: Mapping[str, Any]
 
     @classmethod
-    def find(cls, config: AlgorithmConfig) -> "NamedLoss":
+    def find(cls, config: AlgorithmConfig) -> NamedLoss:
         return cls(f"algorithm.loss={config.loss}", LOSSES.find(config.loss).function, config.options())
 
     def arguments(self, outputs: Outputs, data: DataProto) -> dict[str, Any]:
@@ -312,6 +319,8 @@ def _columns(data: DataProto) -> dict[str, Any]:
 
 
 def _check_shape(what: str, found: object, like: Tensor) -> None:
+    from torch import Tensor
+
     if not isinstance(found, Tensor) or found.shape != like.shape:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise InvalidColumn(f"{what} returned {shape}, but must return one number for each token {tuple(like.shape)}")

@@ -3,12 +3,15 @@
 Dimension letters: B rows, R response tokens.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dataproto.errors import InvalidConfig
+
+if TYPE_CHECKING:  # options are read without torch
+    from torch import Tensor
 
 
 def penalised_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, coef: float) -> tuple[Tensor, float]:
@@ -26,6 +29,7 @@ def penalised_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, coef: f
     Returns:
         The rewards, (B, R) float32 without gradient, and the mean estimate, which is 0 if nothing was sampled.
 
+    >>> import torch
     >>> rewards, mean = penalised_rewards(
     ...     torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, -0.1]]), torch.ones(1, 2), coef=0.1
     ... )
@@ -33,7 +37,7 @@ def penalised_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, coef: f
     (tensor([[-0.0500,  1.0100]]), 0.2)
     """
     sampled = response_mask != 0
-    estimates = torch.where(sampled, kl.detach().float(), 0.0)
+    estimates = kl.detach().float().where(sampled, 0.0)
     lengths = sampled.sum(-1)
     mean = (estimates.double().sum(-1) / lengths.clamp(min=1)).sum() / (lengths > 0).sum().clamp(min=1)
     return scores.detach().float() - coef * estimates, float(mean)
@@ -88,6 +92,7 @@ def overlong_penalty(response_mask: Tensor, max_length: int, buffer: int) -> Ten
     Raises:
         InvalidConfig: ``buffer`` is not between 1 and ``max_length``.
 
+    >>> import torch
     >>> overlong_penalty(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]), max_length=4, buffer=2)
     tensor([ 0.0000, -0.5000, -1.0000])
     """

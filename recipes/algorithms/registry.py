@@ -15,16 +15,25 @@ dataproto.errors.InvalidConfig: algorithm.loss='reinforced' is unknown: choose o
 >>> LOSSES.remove("reinforce")
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dataproto.errors import InvalidConfig
-from recipes.algorithms import advantages, covariances, losses
+from dataproto.extras import LazyModule
 from recipes.algorithms.function_files import load_named_function
-from workers.training.aggregation import AggregationMode
+from workers.model.model_config import AggregationMode
+
+if TYPE_CHECKING:
+    from recipes.algorithms import advantages, covariances, losses
+else:  # their names are options, which are read without torch
+    advantages = LazyModule("recipes.algorithms.advantages")
+    covariances = LazyModule("recipes.algorithms.covariances")
+    losses = LazyModule("recipes.algorithms.losses")
 
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 

@@ -1,35 +1,67 @@
 """The command ``dataproto NAME``: each command is the ``main`` of a module, which is imported when it is chosen.
 
+The options are read first, by a module that imports no torch, so that help and mistakes appear at once.
+
 ``python -m recipes.NAME`` does the same, but looks for ``recipes`` in the working directory first; the command does not.
 """
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
+from typing import Any
 
 __all__ = ["COMMANDS", "Command", "main", "usage"]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A function ``main(arguments) -> exit status``, named as ``module:function``, and what it is for."""
+    """A command by the names, as ``module:function``, of its functions.
+
+    Attributes:
+        target: ``main(arguments) -> exit status``.
+        text: what it is for.
+        parse: reads the options, and ends the program after ``--help``.
+    """
 
     target: str
     text: str
+    parse: str | None = None
 
 
 COMMANDS = {
-    "grpo": Command("recipes.grpo:main", "train a policy by GRPO and its relatives, without a critic"),
-    "ppo": Command("recipes.ppo:main", "train a policy by PPO, with a critic"),
-    "sft": Command("recipes.sft:main", "supervised training on conversations with images"),
-    "classify": Command("recipes.classify:main", "supervised training on labelled pictures"),
-    "parity": Command("recipes.parity.__main__:main", "compare log-probs of the rollout engine with the actor's"),
-    "export": Command("recipes.export.__main__:main", "make a checkpoint of a run an ordinary Hugging Face model"),
-    "plan": Command("recipes.plan:main", "forecast memory, time and disk of a run before anything is loaded"),
-    "view": Command("recipes.view:main", "show a run in the browser, while it goes on"),
+    "grpo": Command(
+        "recipes.grpo:main",
+        "train a policy by GRPO and its relatives, without a critic",
+        "recipes.configs.grpo_config:parse",
+    ),
+    "ppo": Command("recipes.ppo:main", "train a policy by PPO, with a critic", "recipes.configs.ppo_config:parse"),
+    "sft": Command(
+        "recipes.sft:main", "supervised training on conversations with images", "recipes.configs.sft_config:parse"
+    ),
+    "classify": Command(
+        "recipes.classify:main", "supervised training on labelled pictures", "recipes.configs.classify_config:parse"
+    ),
+    "parity": Command(
+        "recipes.parity.__main__:main",
+        "compare log-probs of the rollout engine with the actor's",
+        "recipes.configs.parity_config:parse",
+    ),
+    "export": Command(
+        "recipes.export.__main__:main",
+        "make a checkpoint of a run an ordinary Hugging Face model",
+        "recipes.configs.export_config:parse",
+    ),
+    "plan": Command(
+        "recipes.plan:main",
+        "forecast memory, time and disk of a run before anything is loaded",
+        "recipes.configs.plan_config:parse",
+    ),
+    "view": Command(
+        "recipes.view:main", "show a run in the browser, while it goes on", "recipes.configs.view_config:parse"
+    ),
     "report": Command("recipes.report.__main__:main", "write the page that shows a run"),
 }
 """The commands by name. A further one is one line here."""
@@ -49,9 +81,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
         print(f"error: there is no command {name!r}: {hint}", file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[name].target.partition(":")
-    status: int = getattr(importlib.import_module(module), function)(rest)
-    return status
+    command = COMMANDS[name]
+    if command.parse is not None:
+        from recipes.options import exit_status  # which takes longer than the table above
+
+        with exit_status(rest) as status:
+            _named(command.parse)(rest)
+        if status.code:
+            return status.code
+    code: int = _named(command.target)(rest)
+    return code
+
+
+def _named(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def usage() -> str:
@@ -68,6 +113,7 @@ def usage() -> str:
             *lines,
             "",
             "dataproto COMMAND --help shows the common options of a command, --help-all shows all.",
+            "python -m recipes.COMMAND does the same unless the working directory has its own recipes; this command ignores it.",
         ]
     )
 

@@ -3,13 +3,25 @@
 `recipes.data.conversation_rows`, which reads conversations, is also a command, so it is imported by its own name.
 """
 
-from recipes.data.column_keys import ColumnKeys
-from recipes.data.drawn_rows import DrawnSums, DrawnTalks, ProblemRows
-from recipes.data.labelled_pictures import LabelledData, LabelledRows, Templates, drawn_data, folder_data, table_data
-from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
-from recipes.data.mixture import Mixture
-from recipes.data.problem_rows import INSTRUCTION, Geo3KDataset, load_rows, read_row
-from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from recipes.data.column_keys import ColumnKeys
+    from recipes.data.drawn_rows import DrawnSums, DrawnTalks, ProblemRows
+    from recipes.data.labelled_pictures import (
+        LabelledData,
+        LabelledRows,
+        Templates,
+        drawn_data,
+        folder_data,
+        table_data,
+    )
+    from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
+    from recipes.data.mixture import Mixture
+    from recipes.data.problem_rows import INSTRUCTION, Geo3KDataset, load_rows, read_row
+    from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables
 
 __all__ = [
     "INSTRUCTION",
@@ -35,3 +47,5 @@ __all__ = [
     "read_row",
     "table_data",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -1,12 +1,15 @@
-"""Names of the columns of data sets whose schema is not one of the known ones."""
+"""How the rows of a data set are read: names of its columns where its schema is not known, and what to do at a bad row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig, InvalidRow
+
+OnBadRow = Literal["stop", "skip"]
+"""Stop at an unusable row, or skip it and take the next good one."""
 
 # For each option the name that the readers of rows know, and the columns of the known schemas that it replaces.
 _QUESTIONS = ("prompt", "messages", "problem", "conversations", "texts")

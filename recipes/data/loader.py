@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
+from recipes.data.column_keys import OnBadRow
 from recipes.data.prompt_lengths import prompt_lengths
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 
-OnBadRow = Literal["stop", "skip"]
 Occurrence = tuple[int, int]
 """Epoch, and place of the row."""
 Draw = tuple[str, int, Any]

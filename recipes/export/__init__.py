@@ -7,28 +7,17 @@ that they are served in, which `from_pretrained`, vLLM and ``--model-path`` take
 """
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from huggingface_hub import HfApi
 from transformers import AutoModelForImageTextToText
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from recipes.configs.export_config import ModelExportConfig
 
 __all__ = ["ModelExportConfig", "export_model"]
-
-
-@dataclass(frozen=True)
-class ModelExportConfig:
-    """What is exported, and how."""
-
-    checkpoint: Annotated[Path, tyro.conf.Positional]  # a run's global_step_N, or the actor directory in it
-    output: Annotated[Path, tyro.conf.Positional]  # a directory that does not exist yet
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights
-    push_to_hub: str | None = None  # ORG/NAME of a model on the hub, private if it is new; log in with `hf auth login`
 
 
 def export_model(config: ModelExportConfig) -> Path:

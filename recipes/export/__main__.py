@@ -3,17 +3,19 @@
 import sys
 from collections.abc import Sequence
 
-import tyro
+from transformers.utils.logging import disable_progress_bar
 
 from recipes import export
-from recipes.run.command_line import exit_status, parse_config
+from recipes.configs.export_config import parse
+from recipes.options import exit_status
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, exports, and returns the exit status; a user's mistake is one line on stderr."""
-    default = export.ModelExportConfig(tyro.MISSING, tyro.MISSING)
     with exit_status(arguments) as status:
-        print(f"model: {export.export_model(parse_config(arguments, default, export.__doc__, 'dataproto export'))}")
+        config = parse(arguments)
+        disable_progress_bar()
+        print(f"model: {export.export_model(config)}")
     return status.code
 
 

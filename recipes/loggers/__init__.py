@@ -9,7 +9,14 @@ A tracker of your own is a class with three methods, named on the command line a
         def close(self) -> None: ...
 """
 
-from recipes.loggers.logger import LoggedRun, RunLogger
-from recipes.loggers.run_loggers import LOGGERS, RunLoggers, check_loggers, open_loggers
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from recipes.loggers.logger import LoggedRun, RunLogger
+    from recipes.loggers.run_loggers import LOGGERS, RunLoggers, check_loggers, open_loggers
 
 __all__ = ["LOGGERS", "LoggedRun", "RunLogger", "RunLoggers", "check_loggers", "open_loggers"]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from recipes.report.page import CONFIG_FILE
 from recipes.report.samples import RolloutSample
-from workers.training.checkpoint import write_json
 
 TRACKER_IDS = "trackers.json"
 
@@ -42,7 +41,8 @@ class LoggedRun:
     def save_id(self, tracker: str, name: str) -> None:
         """Remembers the tracker's name for this run, so that a resumed run continues it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_json(self.directory / TRACKER_IDS, _read_json(self.directory / TRACKER_IDS) | {tracker: name})
+        found = _read_json(self.directory / TRACKER_IDS) | {tracker: name}
+        (self.directory / TRACKER_IDS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 class RunLogger(Protocol):

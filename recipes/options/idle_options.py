@@ -95,6 +95,7 @@ IDLE_RULES = (
         lambda c: c.algorithm.rejection == "none",
         "nothing is rejected: add --algorithm.rejection",
     ),
+    IdleRule(("devices",), lambda c: not c.fit, "the layout says how many there are: add --fit"),
 )
 
 

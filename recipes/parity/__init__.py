@@ -5,15 +5,14 @@ vLLM and the small model in float32. Ends with status 1 where a difference excee
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from dataproto.errors import InvalidConfig
 from recipes.algorithms.mismatch import Differences, differences
+from recipes.configs.parity_config import ParityConfig
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.problem_rows import load_rows
 from recipes.tiny import tiny_checkpoint
-from rollout.engine import ENGINES, SamplingParams
+from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
 from workers.roles.actor import ActorConfig
@@ -22,33 +21,6 @@ from workers.roles.rollout_worker import RolloutConfig
 __all__ = ["ParityConfig", "compare_log_probs", "comparison_table"]
 
 MARKER = "<image>"
-
-
-@dataclass(frozen=True)
-class ParityConfig:
-    """What is compared, on how many rows."""
-
-    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
-    data_path: str | None = (
-        None  # parquet file, folder, or data set name; drawn problems with and without pictures by default
-    )
-    engine: str = "vllm"  # what generates
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of engine and actor
-    tolerance: float | None = None  # largest difference of a log-prob that ends with status 0
-    rows: int = 32  # prompts
-    n: int = 4  # samples of each
-    temperature: float = 1.0  # of sampling and of both sides' log-probs
-    max_prompt_length: int = 2048  # tokens
-    max_response_length: int = 64  # tokens
-    seed: int = 0  # of sampling, and of the small model
-    check_weights: bool = False  # compare every weight of the engine with the actor's
-
-    def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-        if self.rows < 1:
-            raise InvalidConfig(f"rows={self.rows}: must be at least 1")
 
 
 def compare_log_probs(config: ParityConfig) -> tuple[dict[str, Differences], list[str]]:

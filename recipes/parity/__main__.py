@@ -3,14 +3,18 @@
 import sys
 from collections.abc import Sequence
 
+from transformers.utils.logging import disable_progress_bar
+
 from recipes import parity
-from recipes.run.command_line import exit_status, parse_config
+from recipes.configs.parity_config import parse
+from recipes.options import exit_status
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, compares, prints, and returns the exit status."""
     with exit_status(arguments) as status:
-        config = parse_config(arguments, parity.ParityConfig(), parity.__doc__, "dataproto parity")
+        config = parse(arguments)
+        disable_progress_bar()
         found, differing = parity.compare_log_probs(config)
     if status.code:
         return status.code

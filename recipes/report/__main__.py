@@ -6,12 +6,22 @@ from collections.abc import Iterable
 from dataproto.errors import DataProtoError
 from recipes.report.page import write_report
 
+HELP = """usage: dataproto report RUN_DIR
+
+Writes RUN_DIR/report.html, the page that shows a run; a run writes it at its end too.
+
+  RUN_DIR                     the --output-dir of the run"""
+
 
 def main(arguments: Iterable[str]) -> int:
+    """Writes the page, prints its path, and returns the exit status."""
     paths = list(arguments)
+    if {"-h", "--help", "--help-all"} & {*paths}:
+        print(HELP)
+        return 0
     if len(paths) != 1 or paths[0].startswith("-"):
-        print("usage: dataproto report RUN_DIR", file=sys.stderr)
-        return 0 if paths in (["-h"], ["--help"]) else 2
+        print(HELP.splitlines()[0], file=sys.stderr)
+        return 2
     try:
         print(write_report(paths[0]))
     except (DataProtoError, OSError) as error:

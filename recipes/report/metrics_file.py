@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-
-from torch import Tensor
+from typing import SupportsFloat
 
 from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.report.samples import RolloutSample
@@ -90,7 +89,7 @@ class MetricsLog:
         self._last = int(rows[-1]["step"]) if rows else -1
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
+    def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Appends a step's row; NaN and infinity become null.
 
         Raises:

@@ -19,18 +19,25 @@ rows and rewards of your own; docs/custom_recipe.py is a whole recipe around it:
 `recorded_run` prepares the run's directory and writes its report; `attempts` starts a run again after a worker has failed.
 """
 
-from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
-from recipes.run.loop import RunConfig, StepFunction, attempts, measure_rollouts, train
-from recipes.run.phases import Progression
-from recipes.run.policy_gradient import PolicyGradientConfig, run
-from recipes.run.run_directory import recorded_run
-from recipes.run.supervised import (
-    SupervisedConfig,
-    SupervisedTask,
-    launch_supervised,
-    next_token_loss,
-    run_supervised,
-)
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from recipes.configs.policy_gradient_config import PolicyGradientConfig
+    from recipes.configs.run_config import RunConfig
+    from recipes.configs.supervised_config import SupervisedConfig
+    from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
+    from recipes.run.loop import StepFunction, attempts, measure_rollouts, train
+    from recipes.run.phases import Progression
+    from recipes.run.policy_gradient import run
+    from recipes.run.run_directory import recorded_run
+    from recipes.run.supervised import (
+        SupervisedTask,
+        launch_supervised,
+        next_token_loss,
+        run_supervised,
+    )
 
 __all__ = [
     "PolicyGradientConfig",
@@ -52,3 +59,5 @@ __all__ = [
     "run_supervised",
     "train",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

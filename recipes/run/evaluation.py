@@ -4,10 +4,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from recipes.configs.run_config import Measured
 from recipes.data.loader import EvaluationLoader
 from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.rewards.geometry3k import boxed_answer
@@ -16,7 +17,6 @@ from rollout.engine import SamplingParams
 from workers import Roles
 
 Evaluate = Callable[[Roles, int], dict[str, float]]  # roles, number of the step -> metrics
-Measured = Literal["accuracy", "loss"]
 
 REPORTED_ROLLOUTS = 24  # of each evaluation
 

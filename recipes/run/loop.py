@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,13 +13,14 @@ import torch
 
 from dataproto import DataProto
 from dataproto.columns import require
-from dataproto.errors import CheckpointError, InvalidConfig, WorkerFailed
+from dataproto.errors import CheckpointError, WorkerFailed
 from dataproto.packing import MAX_TOKENS
+from recipes.configs.run_config import RunConfig
 from recipes.console import LearningSignals, Progress, start_phase
-from recipes.loggers import LoggedRun, RunLoggers, check_loggers, open_loggers
+from recipes.loggers import LoggedRun, RunLoggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.run.dynamic_sampling import More
-from recipes.run.evaluation import BestStep, Evaluate, Measured
+from recipes.run.evaluation import BestStep, Evaluate
 from recipes.run.metrics import rollout_metrics, speed_metrics, timed
 from rollout.prompts import PromptBuilder
 from workers import Roles
@@ -81,40 +82,6 @@ class Loader(Stateful, Protocol):
         ...
 
     def __next__(self) -> DataProto: ...
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """The length of a run, and what it writes and when."""
-
-    steps: int = 100  # steps of the run: a batch and its update each
-    epochs: int | None = None  # passes over the data, instead of --steps
-    eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
-    eval_first: bool = True  # evaluate before the first step too
-    save_every: int = 20  # steps between checkpoints; 0: after the last step only
-    save_behind: bool = False  # write checkpoints while training goes on, from a copy in host memory
-    keep_checkpoints: int = 2  # the newest ones
-    keep_best: Measured | None = None  # also the one with the best held-out accuracy or loss; best.json names its step
-    resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
-    overwrite: bool = False  # begin anew, deleting the run that output_dir holds
-    seed: int = 0  # of data order and sampling; the tiny model's weights too
-    output_dir: Path = Path("outputs/grpo")  # metrics, checkpoints, report
-    # trackers beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours as MODULE:CLASS or
-    # FILE.py:CLASS; default: tensorboard if it is installed
-    loggers: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.keep_checkpoints < 1:
-            raise InvalidConfig(f"steps={self.steps} and keep_checkpoints={self.keep_checkpoints} must be at least 1")
-        if self.epochs is not None and self.epochs < 1:
-            raise InvalidConfig(f"epochs={self.epochs}: must be at least 1")
-        if self.eval_every < 0 or self.save_every < 0:
-            raise InvalidConfig(f"eval_every={self.eval_every} and save_every={self.save_every} must be at least 0")
-        if self.keep_best and not self.eval_every:
-            raise InvalidConfig(f"keep_best={self.keep_best} compares evaluations: give --eval-every")
-        if self.resume and self.overwrite:
-            raise InvalidConfig("resume and overwrite contradict each other: choose one")
-        check_loggers(self.loggers or ())
 
 
 def train(

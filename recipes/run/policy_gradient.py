@@ -1,202 +1,45 @@
 """Policy-gradient training of a vision-language model on problems with images, for any algorithm.
 
-`PolicyGradientConfig` holds all options, `run` the rest of a recipe around its step function.
+`run` is all of a recipe but its step function; `recipes.configs` holds the options.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-import tyro
 from torch.utils.data import Subset
+from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.algorithms.options import AlgorithmConfig, spelled_out
+from recipes.algorithms.options import spelled_out
+from recipes.configs.policy_gradient_config import DataConfig, PolicyGradientConfig
+from recipes.configs.run_config import announce_small_model
 from recipes.console import start_phase
-from recipes.data.column_keys import ColumnKeys
 from recipes.data.drawn_rows import ProblemRows
-from recipes.data.loader import EvaluationLoader, OnBadRow, PromptLoader, drop_overlong
-from recipes.data.problem_rows import INSTRUCTION, load_rows
+from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
+from recipes.data.problem_rows import load_rows
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
-from recipes.run.command_line import announce_small_model, check_placement, parse_recipe
 from recipes.run.evaluation import held_out_evaluation
-from recipes.run.loop import Loader, Measure, RunConfig, attempts, measure_rollouts, train
+from recipes.run.loop import Loader, Measure, attempts, measure_rollouts, train
 from recipes.run.one_step_off import generate_ahead
 from recipes.run.phases import Progression
 from recipes.run.run_directory import over_epochs, over_the_run, recorded_run, with_schedules
-from recipes.synthetic import LEVELS
 from recipes.tiny import tiny_checkpoint
-from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
-from workers.cluster.ray_config import RayConfig
-from workers.model.model_config import ModelConfig
-from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.rollout_worker import RolloutConfig
 from workers.training.loading import checkpoint_family
-from workers.training.optimizer import OptimizerConfig
 
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Prompts: where they come from and what fits."""
-
-    data_path: str | None = None  # parquet file, folder, or data set name; drawn problems by default
-    # held-out problems; default: the "test" split of --data-path, or a single file's last rows
-    eval_data_path: str | None = None
-    level: int = 1  # of the drawn problems
-    batch_size: int = 512  # prompts of a step
-    eval_rows: int = 256  # held-out problems: the first ones of their split
-    eval_samples: int = 1  # answers to each: 1 greedy one, or several sampled as in training, for pass@k
-    max_prompt_length: int = 2048  # tokens, image tokens included; longer prompts are left out
-    max_response_length: int = 2048  # tokens; longer responses are cut
-    min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
-    max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
-    on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
-    keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
-    instruction: str = INSTRUCTION  # added to the problem of a row in EasyR1's schema, or to the text of --prompt-key
-    num_workers: int = 0  # processes that prepare images ahead
-
-    def __post_init__(self) -> None:
-        if self.eval_data_path and not self.data_path:
-            raise InvalidConfig("eval_data_path without data_path: drawn problems have their own held-out problems")
-        if self.keys.given() and not self.data_path:
-            raise InvalidConfig(
-                f"{next(iter(self.keys.given()))} without data_path: drawn problems have their own columns"
-            )
-        for name in ("batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.level not in LEVELS:
-            raise InvalidConfig(f"level={self.level}: choose one of {sorted(LEVELS)}")
-        if self.num_workers < 0:
-            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
-
-
-@dataclass(frozen=True)
-class PolicyGradientConfig:
-    """All options of a run; written to config.json in its directory."""
-
-    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
-    # FILE.py:FUNCTION in verl's, EasyR1's or TRL's form, classifier:MODEL, or the URL of a server; Geo3K's by default
-    reward: str | None = None
-    engine: str = "hf"  # what generates: hf or vllm
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
-    on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
-    layout: Layout = field(default_factory=Layout)  # how actor and reference are spread over processes
-    ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
-    keep_rollouts: int = 64  # rows of each step, in whole groups, kept in output_dir for the viewer; 0: none
-    one_step_off: bool = False  # generate the next batch during the update, on --ray.rollout-processes of its own
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-
-    def __post_init__(self) -> None:
-        check_placement(self)
-        if self.one_step_off and (
-            self.on == "local" or not self.ray.rollout_processes or self.algorithm.settings.dynamic_sampling
-        ):
-            raise InvalidConfig(
-                "one_step_off generates during the update: give the engines separate devices with --on ray "
-                "--ray.rollout-processes N, and leave dynamic sampling off"
-            )
-        if self.one_step_off and self.algorithm.compares_engine:
-            raise InvalidConfig(
-                f"algorithm.correction={self.algorithm.correction}, rejection={self.algorithm.rejection} compare the actor's old "
-                "log-probs with the engine's, which one_step_off assumes to be equal: choose one of them"
-            )
-        if self.one_step_off and self.algorithm.needs_greedy:
-            raise InvalidConfig(
-                f"algorithm.advantage={self.algorithm.settings.advantage} needs greedy responses, but with one_step_off the "
-                "engines generate the next batch: choose one of them"
-            )
-        if self.run.epochs is not None and not self.data.data_path:
-            raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
-        minibatch, batch = self.algorithm.minibatch, self.data.batch_size
-        if minibatch is not None and minibatch > batch:
-            raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
-        longest = self.data.max_response_length
-        buffer = self.algorithm.overlong_tokens(longest)
-        if buffer > longest:
-            raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
-
-    @property
-    def updates(self) -> dict[str, int]:
-        """Optimizer steps in each step of the run, by the name of the optimizer's field."""
-        return {"optimizer": self.algorithm.updates(self.data.batch_size)}
-
-    @property
-    def critic(self) -> OptimizerConfig | None:
-        """The optimizer of the critic; ``None`` without one."""
-        return None
-
-    def sampling(self) -> SamplingParams:
-        """How responses are sampled for training."""
-        return self.algorithm.sampling(self.data.max_response_length, self.run.seed)
-
-    def eval_sampling(self) -> SamplingParams:
-        """How held-out problems are answered: greedily, or ``data.eval_samples`` times, the same streams in each evaluation."""
-        if self.data.eval_samples == 1:
-            return SamplingParams(temperature=0, max_tokens=self.data.max_response_length)
-        return replace(self.sampling(), n=self.data.eval_samples)
-
-
-Config = TypeVar("Config", bound=PolicyGradientConfig)
-
-# What the presets of a size share. 7B: the settings of the step that was measured on four H200 (benchmarks/RESULTS.md, "A whole
-# GRPO step at scale"). 3B: the same batch on one; docs/command_line.md says why.
-PUBLISHED_BATCH: dict[str, Any] = {
-    "engine": "vllm",
-    "data": DataConfig(level=4, max_prompt_length=1024),
-}
-SIZES: dict[str, dict[str, Any]] = {
-    "3b": PUBLISHED_BATCH
-    | {
-        "model_path": "Qwen/Qwen2.5-VL-3B-Instruct",
-        "engine_options": {"max_num_seqs": 512, "memory_share": 0.3},
-        "compute": ModelConfig(token_budget=8192, activation_checkpointing="selective", compile=True),
-    },
-    "7b": PUBLISHED_BATCH
-    | {
-        "model_path": "Qwen/Qwen2.5-VL-7B-Instruct",
-        "engine_options": {"max_num_seqs": 512, "memory_share": 0.4},
-        "compute": ModelConfig(token_budget=10_240, activation_checkpointing="selective", compile=True),
-        "on": "ray",
-        "layout": Layout(dp=4),
-    },
-}
-
-
-def parse_with_defaults(
-    arguments: Sequence[str], real: Config, presets: Mapping[str, Config], description: str | None, prog: str
-) -> Config:
-    """The configuration of a command line: over a preset, or ``real`` with ``--model-path``; see `parse_recipe`.
-
-    The KL term of a preset is dropped where the command line names an algorithm, whose paper then sets it.
-
-    Raises:
-        InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
-    """
-    return parse_recipe(arguments, real, presets, description, prog, _without_kl)
-
-
-def _without_kl(config: Config) -> Config:
-    without: Config = replace(config, algorithm=replace(config.algorithm, kl_coef=None, kl_in=None))
-    return without
 
 
 def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
@@ -225,6 +68,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
     asked, started = config, time.monotonic()
+    disable_progress_bar()  # of transformers; a run shows its own
     announce_small_model(config.model_path, config.data.data_path)
     reward = load_reward(config.reward or "geo3k")
     model_path = config.model_path

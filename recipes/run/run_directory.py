@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from recipes.configs.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.data.loader import PromptLoader
 from recipes.options import config_as_yaml
 from recipes.report.metrics_file import METRICS_FILE
 from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, OPTIONS_FILE, environment, write_report
-from recipes.run.loop import RunConfig
+from workers.model.model_config import OptimizerConfig
 from workers.training.checkpoint import latest_checkpoint, write_json
-from workers.training.optimizer import OptimizerConfig
 
 Config = TypeVar("Config")
 

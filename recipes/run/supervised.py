@@ -1,81 +1,35 @@
-"""Supervised training: the options that its recipes share, one step, the held-out loss, and the run around them."""
+"""Supervised training: one step, the held-out loss, and the run around them."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
-import tyro
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from recipes.configs.supervised_config import SupervisedConfig
 from recipes.console import start_phase
-from recipes.data.loader import OnBadRow, PromptLoader
+from recipes.data.loader import PromptLoader
 from recipes.report.page import REPORT_FILE
-from recipes.run.command_line import check_placement
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
-from recipes.run.loop import RunConfig, attempts, train
+from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
-from workers.cluster.ray_config import RayConfig
-from workers.model.model_config import ModelConfig
 from workers.model.packed_model import Outputs
-from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.reward import RewardRow
 from workers.roles.rollout_worker import RolloutConfig
 from workers.training.loading import checkpoint_family
-from workers.training.optimizer import OptimizerConfig
 
 TINY_MODEL = "model"  # folder of the small model in a run's directory
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowsConfig:
-    """How rows become batches, wherever they come from."""
-
-    batch_size: int = 64  # rows of a step
-    eval_rows: int = 256  # held-out rows
-    max_length: int = 4096  # tokens, image tokens included; longer rows are left out
-    max_response_length: int = 128  # tokens of an answer to a held-out question; 0: none is asked
-    min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
-    max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
-    on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
-    num_workers: int = 0  # processes that prepare rows ahead
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "eval_rows", "max_length"):
-            if getattr(self, name) < 1:
-                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("num_workers", "max_response_length"):
-            if getattr(self, name) < 0:
-                raise InvalidConfig(f"{name}={getattr(self, name)}: must be at least 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedConfig:
-    """Model, optimizer and run; written to config.json in the run's directory."""
-
-    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
-    engine: str = "hf"  # what answers held-out questions
-    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
-    compute: tyro.conf.OmitArgPrefixes[ModelConfig] = field(default_factory=ModelConfig)
-    on: Literal["local", "ray"] = "local"  # in this process, or in a Ray process for each rank of the layout
-    layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
-    ray: RayConfig = field(default_factory=RayConfig)
-    max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
-
-    def __post_init__(self) -> None:
-        check_placement(self)
 
 
 @dataclass(frozen=True)
@@ -98,6 +52,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
         The path of the report, which an interrupted run leaves too.
     """
     started = time.monotonic()
+    disable_progress_bar()  # of transformers; a run shows its own
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
     asked, task = config, None

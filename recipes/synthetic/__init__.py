@@ -1,7 +1,12 @@
 """Drawn geometry problems and pictures of classes, unlimited by seed; ``python -m recipes.synthetic --help``."""
 
-from recipes.synthetic.classes import CLASSES, ClassPicture, draw_class
-from recipes.synthetic.problems import LEVELS, Problem, Split, make_problem, sample_texts, split_of
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from recipes.synthetic.classes import CLASSES, ClassPicture, draw_class
+    from recipes.synthetic.problems import LEVELS, Problem, Split, make_problem, sample_texts, split_of
 
 __all__ = [
     "CLASSES",
@@ -14,3 +19,5 @@ __all__ = [
     "sample_texts",
     "split_of",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

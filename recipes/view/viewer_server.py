@@ -1,6 +1,5 @@
 """The server of the viewer: on this machine only, for reading only."""
 
-import argparse
 import contextlib
 import gzip
 import json
@@ -14,10 +13,12 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from dataproto.errors import DataProtoError, InvalidConfig
+from recipes.configs.view_config import ViewConfig, parse
+from recipes.options import exit_status
 from recipes.report.style import STYLE
 from recipes.view.run_files import RunFiles
 
-ADDRESS, PORT = "127.0.0.1", 8420
+ADDRESS = "127.0.0.1"
 HOSTS = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d+)?", re.IGNORECASE)
 MOST_ROWS = 1000  # of one answer
 PAGE = Path(__file__).parent / "page"
@@ -147,20 +148,23 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
-    parser = argparse.ArgumentParser("recipes.view", description="Shows a run in the browser, also while it goes on.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the --output-dir of the run")
-    parser.add_argument("--port", type=int, default=PORT, help=f"of {ADDRESS}; 0: any free one (default: {PORT})")
-    options = parser.parse_args(arguments)
-    try:
-        with ViewerServer(options.run_dir, options.port) as server:
-            print(f"{options.run_dir}: {server.url} (Ctrl-C ends)", flush=True)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with exit_status(arguments) as status:
+        serve(parse(arguments))
+    return status.code
+
+
+def serve(config: ViewConfig) -> None:
+    """Serves a run until the program is interrupted.
+
+    Raises:
+        FileFormatError, InvalidConfig: see `ViewerServer`.
+    """
+    with ViewerServer(config.run_dir, config.port) as server:
+        print(f"{config.run_dir}: {server.url} (Ctrl-C ends)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-    except DataProtoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print()
-    return 0
+    print()
 
 
 def _whole(name: str, text: str) -> int:

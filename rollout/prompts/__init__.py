@@ -4,16 +4,20 @@
 into either.
 """
 
-from dataproto.extras import require_extra
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names, require_extra
 
 require_extra("train", "rollout.prompts", "transformers")
 
-from rollout.pretrained import IMAGE_BACKEND, load_image_processor
-from rollout.prompts.chunk_rendering import ChunkRenderer, Resolver, token_values
-from rollout.prompts.conversations import SupervisedBuilder, TrainingRow, Turns
-from rollout.prompts.image_processing import ProcessedImage
-from rollout.prompts.prepared_rows import Prompt, invalid_row, row_digest, row_number
-from rollout.prompts.prompt_builder import PromptBuilder
+if TYPE_CHECKING:
+    from rollout.pretrained import IMAGE_BACKEND, load_image_processor
+    from rollout.prompts.chunk_rendering import ChunkRenderer, Resolver, token_values
+    from rollout.prompts.conversations import SupervisedBuilder, TrainingRow
+    from rollout.prompts.image_processing import ProcessedImage
+    from rollout.prompts.messages import Turns
+    from rollout.prompts.prepared_rows import Prompt, invalid_row, row_digest, row_number
+    from rollout.prompts.prompt_builder import PromptBuilder
 
 __all__ = [
     "IMAGE_BACKEND",
@@ -31,3 +35,5 @@ __all__ = [
     "row_number",
     "token_values",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

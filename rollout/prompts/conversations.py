@@ -8,7 +8,7 @@ Letters: B rows, L tokens of the longest row, R = L - 1.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +18,12 @@ from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedImage
-from rollout.prompts.messages import Conversation
+from rollout.prompts.messages import Conversation, Turns
 from rollout.prompts.prepared_rows import Prompt, conversation_of, row_columns, share_media
 from rollout.prompts.prompt_builder import PromptBuilder
 from rollout.prompts.videos import ProcessedVideo
 
 Ids = npt.NDArray[np.int64]
-Turns = Literal["all", "last"]
 
 
 @dataclass(frozen=True)

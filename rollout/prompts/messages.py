@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from dataproto.errors import InvalidPrompt
 
+Turns = Literal["all", "last"]
+"""Which of the assistant's turns are learnt."""
 _MARKERS = re.compile(r"(<image>|<video>)")
 _KINDS = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 _PAYLOADS = ("bytes", "image", "image_url", "video", "video_url", "url", "path")

@@ -8,7 +8,7 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
-from recipes.export import ModelExportConfig
+from recipes.configs import export_config, plan_config, view_config
 from recipes.options import options_of, with_plain_flags
 from recipes.parity import ParityConfig
 
@@ -18,7 +18,9 @@ CONFIGS = (
     sft.TINY,
     classify.TINY,
     ParityConfig(),
-    ModelExportConfig(tyro.MISSING, tyro.MISSING),
+    export_config.DEFAULT,
+    plan_config.PlanOptions(),
+    view_config.ViewConfig(tyro.MISSING),
 )
 
 

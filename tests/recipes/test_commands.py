@@ -1,7 +1,9 @@
 """The command ``dataproto``: its table, and that nothing in the working directory takes its place."""
 
+import contextlib
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -23,9 +25,41 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_a_function_of_a_module(name):
-    module, _, function = COMMANDS[name].target.partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
+    for target in filter(None, (COMMANDS[name].target, COMMANDS[name].parse)):
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
     assert COMMANDS[name].text
+
+
+HELP_OF_ALL = """
+import contextlib, io, sys
+from recipes.commands import COMMANDS, main
+for name in COMMANDS:
+    for option in ("--help", "--help-all"):
+        with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+            main([name, option])
+        assert told.getvalue().startswith(f"usage: dataproto {name}"), name
+assert main(["grpo", "--stpes", "5"]) == 2
+print(sorted({"torch", "transformers", "tensordict", "datasets", "huggingface_hub", "ray", "vllm"} & set(sys.modules)))
+"""
+
+
+def test_help_and_mistakes_of_all_commands_load_no_heavy_library():
+    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_that_help_shows_has_a_text(name, capsys):
+    with contextlib.suppress(SystemExit):
+        main([name, "--help-all"])
+    lines = capsys.readouterr().out.splitlines()
+    shown = [number for number, line in enumerate(lines) if line.startswith("  ") and line[2] != " "]
+    assert shown
+    entries = [" ".join(lines[at : at + 2]) if lines[at][2:].find("  ") < 0 else lines[at] for at in shown]
+    assert [entry for entry in entries if not re.search(r"\S {2,}\S", entry)] == []
 
 
 def test_what_is_no_command_is_refused_with_the_nearest(capsys):

@@ -15,7 +15,7 @@ EXPORTS = {
     "recipes.forecast": """BatchSizes DEVICES Device ModelSize Phase PromptSizes RoleMemory SLACK Setting StepForecast beside_fact
         calibrate_cpu device_named forecast forecast_lines measure_conversations measure_prompts model_size
         policy_gradient_batch policy_gradient_setting response_lengths supervised_setting this_device""",
-    "recipes.plan": "PlanOptions as_options fit main plan",
+    "recipes.plan": "PlanConfig PlanOptions as_options fit main plan",
     "recipes.serve": "ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",
     "recipes.parity": "ParityConfig compare_log_probs comparison_table",

@@ -10,7 +10,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,6 +38,7 @@ from workers.ranks.dispatch_modes import (
 )
 from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
 
+PACKAGES = ("dataproto", "rollout", "workers", "recipes")
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
@@ -62,6 +64,8 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         }
         if config.object_store_gib is not None:
             options["object_store_memory"] = int(config.object_store_gib * 2**30)
+    if shadows := shadowing_folders():
+        options["runtime_env"] = {"worker_process_setup_hook": import_ours(shadows)}
     ray.init(address=config.address or "local", **options)
     try:
         yield
@@ -73,6 +77,41 @@ def _bind_to_localhost() -> None:
     """Opens the ports of a Ray started here to this machine only. Ray's processes read the variable, this one the constant."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def shadowing_folders() -> dict[str, str]:
+    """Our packages that a folder or file of the working directory would replace in Ray's processes, and where ours are.
+
+    Ray puts the working directory first into the search path of its processes, whatever the driver's search path is.
+    """
+    ours = {name: Path(sys.modules[name].__path__[0]) for name in PACKAGES if name in sys.modules}
+    found = {}
+    for name, folder in ours.items():
+        others = (Path.cwd() / name, Path.cwd() / f"{name}.py")
+        if any(other.exists() and other.resolve() != folder.resolve() for other in others):
+            found[name] = str(folder.parent)
+    return found
+
+
+def import_ours(folders: Mapping[str, str]) -> Callable[[], None]:
+    """A function for the start of each of Ray's processes that imports packages from their folders, before anything else does.
+
+    It is pickled by value, as all inner functions are, so that the process needs none of our modules to read it.
+    """
+    places = dict(folders)
+
+    def import_first() -> None:
+        import sys
+        from importlib import import_module
+
+        for name, folder in places.items():
+            sys.path.insert(0, folder)
+            try:
+                import_module(name)
+            finally:
+                sys.path.remove(folder)
+
+    return import_first
 
 
 def pickle_unimportable_modules_by_value() -> None:

@@ -1,11 +1,15 @@
-"""Options of the models that training runs: precision, memory, speed and which weights are trained."""
+"""Options of the models that training runs: precision, memory, speed, which weights are trained, and the optimizer.
+
+Imports no torch, so that a command shows its options at once.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from dataproto.errors import InvalidConfig
+
+AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How the losses of tokens become one number; see `workers.training.aggregation`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,21 @@ class ModelConfig:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
 
 
-def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """The dtype of matrix products for a `ModelConfig.dtype`; ``"auto"`` is bfloat16 on CUDA and float32 on other devices."""
-    if name == "auto":
-        return torch.bfloat16 if device_type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
+
+    lr: float = 1e-6  # after the warm-up
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the means of gradients and of their squares
+    weight_decay: float = 0.01  # decoupled from the gradient; the weights shrink by lr times this in a step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # how the rate falls after the warm-up
+    warmup_steps: int = 0  # in which the rate rises linearly
+    total_steps: int | None = None  # of the whole run, for "linear" and "cosine"; recipes fill in their own number
+    min_lr_ratio: float = 0.0  # of "linear" and "cosine": the last rate as a share of lr
+    max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.max_grad_norm <= 0:
+            raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
+        if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")

@@ -18,9 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from workers.model.model_config import ModelConfig, compute_dtype
+from workers.model.model_config import ModelConfig
 from workers.model.patches import call_after_gradient, place_parameter
 from workers.ranks.mesh import Ranks
+
+
+def compute_dtype(name: str, device_type: str) -> torch.dtype:
+    """The dtype of matrix products for a `ModelConfig.dtype`; ``"auto"`` is bfloat16 on CUDA and float32 on other devices."""
+    if name == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 class Precision:

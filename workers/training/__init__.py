@@ -1,10 +1,15 @@
 """Training of a model: passes, updates and checkpoints, in one object that the roles hold."""
 
-from workers.training.aggregation import aggregate
-from workers.training.checkpoint import latest_checkpoint, writing_checkpoint
-from workers.training.forward_pass import LossFn
-from workers.training.optimizer import AdamParams, OptimizerConfig
-from workers.training.training_model import TrainingModel, Updated
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from workers.training.aggregation import aggregate
+    from workers.training.checkpoint import latest_checkpoint, writing_checkpoint
+    from workers.training.forward_pass import LossFn
+    from workers.training.optimizer import AdamParams, OptimizerConfig
+    from workers.training.training_model import TrainingModel, Updated
 
 __all__ = [
     "AdamParams",
@@ -16,3 +21,5 @@ __all__ = [
     "latest_checkpoint",
     "writing_checkpoint",
 ]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -7,14 +7,13 @@ ranks, add up to the loss of the unsplit mini-batch. `denominator` is a sum over
 Dimension letters: B rows, R response tokens.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig, RowCountMismatch
-
-AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+from workers.model.model_config import AggregationMode
 
 MODES: tuple[str, ...] = get_args(AggregationMode)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -11,31 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
+from workers.model.model_config import OptimizerConfig
 from workers.ranks.autograd_collectives import local_part
 
 EPS = 1e-8  # of a configured AdamW
 
 Moments = Mapping[Tensor, dict[str, Tensor]]  # Adam's state of each parameter that has some
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
-
-    lr: float = 1e-6  # after the warm-up
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of the means of gradients and of their squares
-    weight_decay: float = 0.01  # decoupled from the gradient; the weights shrink by lr times this in a step
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # how the rate falls after the warm-up
-    warmup_steps: int = 0  # in which the rate rises linearly
-    total_steps: int | None = None  # of the whole run, for "linear" and "cosine"; recipes fill in their own number
-    min_lr_ratio: float = 0.0  # of "linear" and "cosine": the last rate as a share of lr
-    max_grad_norm: float = 1.0  # gradients with a larger norm are scaled down to it
-
-    def __post_init__(self) -> None:
-        if self.lr < 0 or self.max_grad_norm <= 0:
-            raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
-        if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,23 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
-from transformers.utils.logging import disable_progress_bar
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
-from recipes.options import file_arguments, help_text, options_of, refuse_idle_options, with_plain_flags
+from recipes.options.config_file import file_arguments
+from recipes.options.help_text import help_text
+from recipes.options.idle_options import refuse_idle_options
+from recipes.options.option_table import TRUTH, options_of, with_plain_flags
 from recipes.report.page import CONFIG_FILE, OPTIONS_FILE
-from rollout.engine import ENGINES, check_engine_options
-from workers.ranks.layout import Layout
 
 Config = TypeVar("Config")
 
 
 TRACEBACK, PRESET, CONFIG = "--traceback", "--preset", "--config"
 TRACEBACK_TEXT = "show the whole traceback of an error"
+CONFIG_TEXT = "read options from a YAML file; those given here override it"
 PRESET_TEXT = "defaults for a size of model (default: tiny, or verl's with --model-path)"
 RECIPE_OPTIONS = {
     f"{CONFIG} FILE": "read options from a YAML file, such as a run's config.yaml; those given here override it",
@@ -46,7 +47,6 @@ def exit_status(arguments: Sequence[str] = ()) -> Iterator[ExitStatus]:
     Args:
         arguments: of the command line; with ``--traceback`` among them a mistake is shown with its traceback.
     """
-    disable_progress_bar()  # of transformers; a run shows its own
     status = ExitStatus()
     try:
         yield status
@@ -116,17 +116,46 @@ def _recorded(run_dir: str, like: Config, prog: str) -> Config:
 
 
 def parse_config(arguments: Sequence[str], default: Config, description: str | None, prog: str) -> Config:
-    """The options of a command line over ``default``, a dataclass.
+    """The options of a command line over those of the file that ``--config`` names, over ``default``, a dataclass.
 
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
     if asks_for_help(arguments):
         print_help(arguments, default, description, prog)
-    given = [argument for argument in with_plain_flags(arguments, options_of(default)) if argument != TRACEBACK]
+    options = options_of(default)
+    rest, file = _take(arguments, CONFIG)
+    given = [*(file_arguments(Path(file), options) if file else ()), *with_plain_flags(rest, options)]
+    given = [argument for argument in given if argument != TRACEBACK]
     config = _parse(given, default, prog)
     refuse_idle_options(config, default)
     return config
+
+
+def divided(arguments: Sequence[str], default: Any) -> tuple[list[str], list[str]]:
+    """A command line's options of ``default``, with their values, and all the others.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Own:
+    ...     fit: bool = False
+    ...     devices: int = 1
+    >>> divided(["--steps", "3", "--devices", "2", "--fit", "--seed=1"], Own())
+    (['--devices', '2', '--fit'], ['--steps', '3', '--seed=1'])
+    """
+    names = {f"--{option.name}": option for option in options_of(default)}
+    names |= {option.no_flag: option for option in options_of(default) if option.kind is bool}
+    own: list[str] = []
+    others: list[str] = []
+    given = list(arguments)
+    while given:
+        argument = given.pop(0)
+        option = names.get(argument.partition("=")[0].replace("_", "-"))
+        (others if option is None else own).append(argument)
+        takes_next = given and (option is not None and (option.kind is not bool or given[0].lower() in TRUTH))
+        if takes_next and "=" not in argument:
+            own.append(given.pop(0))
+    return own, others
 
 
 def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
@@ -152,8 +181,10 @@ def print_help(
     presets: Mapping[str, Any] | None = None,
 ) -> NoReturn:
     """Prints the options, with ``--help-all`` all of them, and ends the program."""
-    more = {f"{PRESET} {'|'.join(presets)}": PRESET_TEXT} | RECIPE_OPTIONS if presets else {}
     options = [option for option in options_of(default) if not (presets and option.name == "resume")]
+    more = {f"{PRESET} {'|'.join(presets)}": PRESET_TEXT} | RECIPE_OPTIONS if presets else {}
+    if not presets and any(not option.positional for option in options):
+        more = {f"{CONFIG} FILE": CONFIG_TEXT}
     print(help_text(prog, description, options, "--help-all" in arguments, more | {TRACEBACK: TRACEBACK_TEXT}))
     raise SystemExit(0)
 
@@ -214,47 +245,3 @@ def names_an_algorithm(arguments: Sequence[str]) -> bool:
 
 def _has_any(arguments: Sequence[str], *options: str) -> bool:
     return any(argument.split("=")[0].replace("_", "-") in options for argument in arguments)
-
-
-def announce_small_model(model_path: str | None, data_path: str | Sequence[str] | None) -> None:
-    """Says in one line what a run with data and without ``--model-path`` trains."""
-    if model_path is None and data_path:
-        paths = data_path if isinstance(data_path, str) else " ".join(data_path)
-        print(
-            f"no --model-path: trains the small Qwen2.5-VL made on the spot on {paths}; "
-            "choose another model with --model-path or a preset"
-        )
-
-
-class Placed(Protocol):
-    """The fields of a recipe's configuration that say where and in how many processes it runs."""
-
-    @property
-    def engine(self) -> str: ...
-
-    @property
-    def engine_options(self) -> Mapping[str, Any]: ...
-
-    @property
-    def on(self) -> str: ...
-
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def max_restarts(self) -> int: ...
-
-
-def check_placement(config: Placed) -> None:
-    """Refuses what no machine can run.
-
-    Raises:
-        InvalidConfig: an unknown engine or option of it, a number out of range, or several processes without Ray.
-    """
-    if config.engine not in ENGINES:
-        raise InvalidConfig(f"engine {config.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
-    check_engine_options(config.engine, config.engine_options)
-    if config.max_restarts < 0:
-        raise InvalidConfig(f"max_restarts={config.max_restarts}: must be at least 0")
-    if config.on == "local" and config.layout.world_size > 1:
-        raise InvalidConfig(f"{config.layout} needs {config.layout.world_size} processes: add --on ray")

@@ -1,0 +1,50 @@
+"""How far an engine's log-probs are from the actor's: ``dataproto parity``.
+
+The engine takes the weights of the actor and answers prompts with and without images; the actor scores them. With no arguments:
+vLLM and the small model in float32. Ends with status 1 where a difference exceeds ``--tolerance``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dataproto.errors import InvalidConfig
+from recipes.options import parse_config
+from rollout.engine import ENGINES, check_engine_options
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """What is compared, on how many rows."""
+
+    model_path: str | None = None  # checkpoint directory or hub name; a small Qwen2.5-VL made on the spot by default
+    data_path: str | None = (
+        None  # parquet file, folder, or data set name; drawn problems with and without pictures by default
+    )
+    engine: str = "vllm"  # what generates
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)  # of the engine: NAME VALUE ...
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of engine and actor
+    tolerance: float | None = None  # largest difference of a log-prob that ends with status 0
+    rows: int = 32  # prompts
+    n: int = 4  # samples of each
+    temperature: float = 1.0  # of sampling and of both sides' log-probs
+    max_prompt_length: int = 2048  # tokens
+    max_response_length: int = 64  # tokens
+    seed: int = 0  # of sampling, and of the small model
+    check_weights: bool = False  # compare every weight of the engine with the actor's
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InvalidConfig(f"engine {self.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+        check_engine_options(self.engine, self.engine_options)
+        if self.rows < 1:
+            raise InvalidConfig(f"rows={self.rows}: must be at least 1")
+
+
+def parse(arguments: Sequence[str]) -> ParityConfig:
+    """The configuration of a command line; ``--config FILE`` reads options from a file.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, in one line.
+    """
+    return parse_config(arguments, ParityConfig(), __doc__, "dataproto parity")

@@ -1,0 +1,67 @@
+"""What a run will take, before anything is loaded: ``dataproto plan grpo|ppo|sft|classify [options of the recipe]``.
+
+Reads the checkpoint's config, tokenizer and image processor, and the headers of the data's images, and prints the memory of each
+role in each phase, the operations and the time of a step, and the time and disk of the run. Ends with status 1 if it does not
+fit. Beside its own options it takes those of the recipe, --config and --preset included (see dataproto RECIPE --help).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataproto.errors import InvalidConfig
+from recipes.configs import classify_config, grpo_config, ppo_config, sft_config
+from recipes.options import asks_for_help, divided, parse_config, print_help
+
+RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
+    "grpo": grpo_config.parse,
+    "ppo": ppo_config.parse,
+    "sft": sft_config.parse,
+    "classify": classify_config.parse,
+}
+"""The recipes that can be planned, each with the function that reads its options."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of the plan alone."""
+
+    device: str | None = None  # h200, h100, a100-80g, or cpu, which is measured; default: the machine's GPU, or h200
+    mean_response: int | None = None  # expected tokens of a response; default: half of --max-response-length
+    fit: bool = (
+        False  # choose layout, token budget, checkpointing and the engine's share of memory: the fastest that fits
+    )
+    devices: int | None = None  # how many devices --fit may use; default: those of the layout
+
+    def __post_init__(self) -> None:
+        for name in ("mean_response", "devices"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidConfig(f"{name}={value}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """A recipe, its options, and those of the plan."""
+
+    recipe: str
+    options: PlanOptions
+    config: Any  # of the recipe
+
+
+def parse(arguments: Sequence[str]) -> PlanConfig:
+    """The plan that a command line asks for.
+
+    Raises:
+        InvalidConfig: the recipe is missing, or an option of it or of the plan is unknown, ill-typed or does nothing.
+    """
+    if asks_for_help(arguments):
+        print_help(arguments, PlanOptions(), __doc__, "dataproto plan RECIPE")
+    if not arguments or arguments[0] not in RECIPES:
+        raise InvalidConfig(f"plan which recipe? give one of {', '.join(RECIPES)} first, then its options")
+    recipe, *rest = arguments
+    own, others = divided(rest, PlanOptions())
+    options = parse_config(own, PlanOptions(), None, "dataproto plan")
+    if options.mean_response is not None and recipe in ("sft", "classify"):
+        raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
+    return PlanConfig(recipe, options, RECIPES[recipe](others))

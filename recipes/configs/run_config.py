@@ -1,0 +1,91 @@
+"""The options that every run has: its length, what it writes and when, and where it runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from dataproto.errors import InvalidConfig
+from recipes.loggers.run_loggers import check_loggers
+from rollout.engine import ENGINES, check_engine_options
+from workers.ranks.layout import Layout
+
+Measured = Literal["accuracy", "loss"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The length of a run, and what it writes and when."""
+
+    steps: int = 100  # steps of the run: a batch and its update each
+    epochs: int | None = None  # passes over the data, instead of --steps
+    eval_every: int = 0  # steps between evaluations; 0: before the first and after the last step only
+    eval_first: bool = True  # evaluate before the first step too
+    save_every: int = 20  # steps between checkpoints; 0: after the last step only
+    save_behind: bool = False  # write checkpoints while training goes on, from a copy in host memory
+    keep_checkpoints: int = 2  # the newest ones
+    keep_best: Measured | None = None  # also the one with the best held-out accuracy or loss; best.json names its step
+    resume: bool = False  # continue from the newest checkpoint in output_dir, or begin if there is none
+    overwrite: bool = False  # begin anew, deleting the run that output_dir holds
+    seed: int = 0  # of data order and sampling; the tiny model's weights too
+    output_dir: Path = Path("outputs/grpo")  # metrics, checkpoints, report
+    # trackers beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, swanlab, or a class of yours as MODULE:CLASS or
+    # FILE.py:CLASS; default: tensorboard if it is installed
+    loggers: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.keep_checkpoints < 1:
+            raise InvalidConfig(f"steps={self.steps} and keep_checkpoints={self.keep_checkpoints} must be at least 1")
+        if self.epochs is not None and self.epochs < 1:
+            raise InvalidConfig(f"epochs={self.epochs}: must be at least 1")
+        if self.eval_every < 0 or self.save_every < 0:
+            raise InvalidConfig(f"eval_every={self.eval_every} and save_every={self.save_every} must be at least 0")
+        if self.keep_best and not self.eval_every:
+            raise InvalidConfig(f"keep_best={self.keep_best} compares evaluations: give --eval-every")
+        if self.resume and self.overwrite:
+            raise InvalidConfig("resume and overwrite contradict each other: choose one")
+        check_loggers(self.loggers or ())
+
+
+def announce_small_model(model_path: str | None, data_path: str | Sequence[str] | None) -> None:
+    """Says in one line what a run with data and without ``--model-path`` trains."""
+    if model_path is None and data_path:
+        paths = data_path if isinstance(data_path, str) else " ".join(data_path)
+        print(
+            f"no --model-path: trains the small Qwen2.5-VL made on the spot on {paths}; "
+            "choose another model with --model-path or a preset"
+        )
+
+
+class Placed(Protocol):
+    """The fields of a recipe's configuration that say where and in how many processes it runs."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def engine_options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def on(self) -> str: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def max_restarts(self) -> int: ...
+
+
+def check_placement(config: Placed) -> None:
+    """Refuses what no machine can run.
+
+    Raises:
+        InvalidConfig: an unknown engine or option of it, a number out of range, or several processes without Ray.
+    """
+    if config.engine not in ENGINES:
+        raise InvalidConfig(f"engine {config.engine!r} is unknown: choose one of {', '.join(sorted(ENGINES))}")
+    check_engine_options(config.engine, config.engine_options)
+    if config.max_restarts < 0:
+        raise InvalidConfig(f"max_restarts={config.max_restarts}: must be at least 0")
+    if config.on == "local" and config.layout.world_size > 1:
+        raise InvalidConfig(f"{config.layout} needs {config.layout.world_size} processes: add --on ray")

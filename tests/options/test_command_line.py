@@ -1,0 +1,61 @@
+"""Files of options, flags and idle options for the commands that are no recipes."""
+
+from pathlib import Path
+
+import pytest
+
+from dataproto.errors import InvalidConfig
+from recipes.configs import export_config, parity_config, plan_config, view_config
+from recipes.configs.grpo_config import TINY
+
+
+def written(path: Path, text: str) -> list[str]:
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_a_file_gives_options_of_every_command_and_the_command_line_overrides_them(tmp_path):
+    file = written(
+        tmp_path / "mine.yaml", "rows: 3\nengine: hf\ncheck_weights: true\nengine-options: {max_num_seqs: 7}"
+    )
+    config = parity_config.parse([*file, "--rows", "5"])
+    assert (config.rows, config.engine, config.check_weights) == (5, "hf", True)
+    assert config.engine_options == {"max_num_seqs": 7}
+    export = export_config.parse(["run/global_step_1", "out", *written(tmp_path / "mine.yaml", "dtype: float32")])
+    assert (export.checkpoint, export.output, export.dtype) == (Path("run/global_step_1"), Path("out"), "float32")
+    view = view_config.parse([*written(tmp_path / "mine.yaml", "port: 9"), "run"])
+    assert (view.run_dir, view.port) == (Path("run"), 9)
+    with pytest.raises(InvalidConfig, match="there is no option 'rwos'; the nearest is 'rows'"):
+        parity_config.parse(written(tmp_path / "mine.yaml", "rwos: 3"))
+
+
+def test_flags_of_every_command_take_true_and_false():
+    assert parity_config.parse(["--check-weights", "true"]).check_weights
+    assert not parity_config.parse(["--check-weights=false"]).check_weights
+    assert plan_config.parse(["grpo", "--fit", "true", "--compile", "false"]).options.fit
+
+
+def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
+    file = written(tmp_path / "mine.yaml", "batch-size: 4")
+    asked = plan_config.parse(["grpo", "--device", "h200", "--steps", "7", "--mean-response=9", *file])
+    assert (asked.recipe, asked.options) == ("grpo", plan_config.PlanOptions("h200", 9))
+    assert (asked.config.run.steps, asked.config.data.batch_size) == (7, 4)
+    assert asked.config.algorithm == TINY.algorithm
+
+
+@pytest.mark.parametrize(
+    ("parse", "given", "message"),
+    [
+        (plan_config.parse, "grpo --devices 2", "--devices would do nothing: .* add --fit"),
+        (plan_config.parse, "sft --mean-response 5", "--mean-response would do nothing"),
+        (plan_config.parse, "grpo --fit --devices 0", "devices=0: must be at least 1"),
+        (plan_config.parse, "grpo --ray.cpus 2", "--ray.cpus would do nothing"),
+        (plan_config.parse, "walk", "one of grpo, ppo, sft, classify"),
+        (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
+        (parity_config.parse, "--engine abacus", "engine 'abacus' is unknown"),
+        (view_config.parse, "", "Missing from dataproto view:; RUN-DIR"),
+    ],
+)
+def test_what_would_do_nothing_or_is_unknown_is_refused(parse, given, message):
+    with pytest.raises(InvalidConfig, match=message):
+        parse(given.split())
