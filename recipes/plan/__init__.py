@@ -4,10 +4,10 @@ Reads the checkpoint's config, tokenizer and image processor, and the headers of
 role in each phase, the operations and the time of a step, and the time and disk of the run. Ends with status 1 if it does not
 fit. Options of its own, beside those of the recipe:
 
---device NAME          h200, h100, a100-80g, or cpu, which is measured; default: the machine's GPU, or h200
---mean-response TOKENS expected length of a response; default: half of --max-response-length
---fit                  choose layout, token budget, checkpointing and the engine's share of memory
---devices N            how many devices --fit may use; default: those of the layout
+    --device NAME           h200, h100, a100-80g, or cpu, which is measured; default: the machine's GPU, or h200
+    --mean-response TOKENS  expected length of a response; default: half of --max-response-length
+    --fit                   choose layout, token budget, checkpointing and the engine's share of memory
+    --devices N             how many devices --fit may use; default: those of the layout
 """
 
 import argparse
