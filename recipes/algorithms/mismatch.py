@@ -17,7 +17,7 @@ PREFIX = "training/rollout_probs_diff_"
 
 @dataclass(frozen=True)
 class Differences:
-    """Statistics of |actor - engine| over the log-probs of some tokens, and of the ratios of their probabilities."""
+    """Statistics of ``|actor - engine|`` over the log-probs of some tokens, and of the ratios of their probabilities."""
 
     tokens: int
     mean: float
@@ -71,7 +71,7 @@ def differences(data: DataProto, actor: Tensor) -> dict[str, Differences]:
 
 
 def difference_metrics(data: DataProto, actor: Tensor) -> dict[str, float]:
-    """`differences` as metrics, with verl's mean, maximum and standard deviation of |difference of probabilities|.
+    """`differences` as metrics, with verl's mean, maximum and standard deviation of absolute differences of probabilities.
 
     >>> engine, actor = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     >>> data = DataProto.from_dict({"rollout_log_probs": engine, "response_mask": torch.ones(1, 2)})

@@ -50,8 +50,8 @@ def help_text(
     for group, members in groupby(shown, _group):
         lines += ["", f"{group}:"] if group else [""]
         for option in members:
-            default = "" if option.default is None else f" (default: {_value(option.default)})"
-            lines += _entry(_spelling(option), option.text + default, width)
+            default = "" if option.default is None else f" (default: {spelled_value(option.default)})"
+            lines += _entry(spelling(option), option.text + default, width)
     if left := len(named) - len(shown):
         lines += ["", f"{left} more options: {prog} --help-all"]
     return "\n".join(lines)
@@ -69,7 +69,8 @@ def _entry(name: str, text: str, width: int) -> list[str]:
     return [f"{first:{INDENT}}{lines[0]}", *(" " * INDENT + line for line in lines[1:])]
 
 
-def _spelling(option: Option) -> str:
+def spelling(option: Option) -> str:
+    """An option and its values as usage shows them: ``--steps INT``, ``--compile, --no-compile``."""
     if option.kind is bool:
         return f"--{option.name}, {option.no_flag}"
     return f"--{option.name} {_kind(option.kind)}"
@@ -89,7 +90,8 @@ def _kind(kind: Any) -> str:
     return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}.get(kind, "VALUE")
 
 
-def _value(value: Any) -> str:
+def spelled_value(value: Any) -> str:
+    """A default as a command line spells it."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(str, value)) or "none"
     if isinstance(value, Mapping):
