@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
 
 IMAGE_BACKEND = "pil"
 """The backend of the image processor, for the actor and every engine: the pixels of PIL and torchvision differ."""
@@ -46,12 +47,19 @@ def end_ids(generation_config: Any) -> tuple[int, ...]:
 
 
 def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
-    """Tokenizer, image processor and config of a checkpoint directory. Raises `InvalidConfig` if one is absent."""
+    """Tokenizer, image processor and config of a checkpoint directory. The image processor is ``None`` if the model's family
+    reads text alone.
+
+    Raises:
+        InvalidConfig: one of them is absent.
+        UnknownModel: the checkpoint is of no registered family.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     try:
         tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-        return tokenizer, load_image_processor(path), config
+        sees = family_of(config).media_layout.names("image")
+        return tokenizer, load_image_processor(path) if sees else None, config
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
 

@@ -207,8 +207,8 @@ class ForwardCosts(ABC):
         rows = torch.as_tensor(lengths).long()
         logits = int(rows.sum()) if logit_tokens is None else logit_tokens
         vision = self.vision_flops(config, join_grids(image_grid_thw, video_grid_thw)).sum(0).tolist()
-        language = self._language_flops(config.text_config, rows).sum(0).tolist()
-        return Flops(vision[0], vision[1], language[0], language[1], logits * logit_flops(config.text_config))
+        language = self._language_flops(config.get_text_config(), rows).sum(0).tolist()
+        return Flops(vision[0], vision[1], language[0], language[1], logits * logit_flops(config.get_text_config()))
 
     def row_flops(
         self,
@@ -221,7 +221,7 @@ class ForwardCosts(ABC):
 
         ``media`` are the rows' ``multi_modal_inputs``; ``logit_tokens (B,)`` is as in `flops`, for each row.
         """
-        text, rows = config.text_config, torch.as_tensor(lengths).long()
+        text, rows = config.get_text_config(), torch.as_tensor(lengths).long()
         logits = rows if logit_tokens is None else torch.as_tensor(logit_tokens).long()
         language = self._language_flops(text, rows).sum(1) + logits * logit_flops(text)
         if media is None:

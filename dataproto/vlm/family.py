@@ -53,11 +53,14 @@ class VLMFamily(ForwardCosts):
 
     model_type: str
     """``config.model_type`` of the checkpoints."""
+    auto_model: str = "AutoModelForImageTextToText"
+    """The class of transformers that loads the checkpoints; see `model_class`."""
 
     # Module paths
 
-    vision_tower: str = "model.visual"
-    vision_blocks: str = "model.visual.blocks"
+    vision_tower: str | None = "model.visual"
+    """``None``: the model reads text alone."""
+    vision_blocks: str | None = "model.visual.blocks"
     """The list of the tower's repeated layers."""
     mergers: tuple[str, ...] = ("model.visual.merger",)
     """Modules, inside or outside of the tower, that join patches into features."""
@@ -83,6 +86,17 @@ class VLMFamily(ForwardCosts):
     """Positions are ``(B, 4, L)``: text, time, height, width. If false, they are ``(B, L)``: ranks of tokens."""
     videos_by_frame: bool = False
     """In token ids a video is a sequence of frames, each with start and end tokens, after a text that states its time."""
+
+    def model_class(self) -> Any:
+        """The class `auto_model`, whose ``from_pretrained`` loads a checkpoint and whose ``from_config`` makes a new model."""
+        import transformers
+
+        return getattr(transformers, self.auto_model)
+
+    @property
+    def vision_parts(self) -> tuple[str, ...]:
+        """Module paths of all that turns media into features: tower and mergers. Empty without a tower."""
+        return () if self.vision_tower is None else (self.vision_tower, *self.mergers)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} cannot be changed: override {name!r} in a subclass")
@@ -115,8 +129,11 @@ class VLMFamily(ForwardCosts):
     def token_types(self, input_ids: Tensor, config: Any) -> Tensor:
         """Types int8 of the tokens of prompts, in their shape: 0 text, 1 image, 2 video."""
         tokens = self.media_tokens(config)
-        types = (input_ids == tokens.image).to(torch.int8) * IMAGE
-        return types if tokens.video is None else types + (input_ids == tokens.video).to(torch.int8) * VIDEO
+        types = torch.zeros_like(input_ids, dtype=torch.int8)
+        for kind, token in ((IMAGE, tokens.image), (VIDEO, tokens.video)):
+            if token is not None:
+                types += (input_ids == token).to(torch.int8) * kind
+        return types
 
     def merge_size(self, config: Any) -> int:
         """Patches along each side of a merged feature."""
@@ -161,7 +178,7 @@ class VLMFamily(ForwardCosts):
         if any(self.image_text) and len(images):
             if encode_text is None:
                 raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
-            expanded = enclose(expanded, tokens.image, *map(encode_text, self.image_text))
+            expanded = enclose(expanded, tokens.image, *map(encode_text, self.image_text))  # type: ignore[arg-type]
         return expand_ids(expanded, tokens, images, videos)
 
     def _counts(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:
@@ -243,7 +260,7 @@ class VLMFamily(ForwardCosts):
         Default: one call of the tower with ``pixel_values (patches, dim)`` and ``image_grid_thw (images, 3)``, and the same for
         videos. If grids are on the host, all that depends on them is computed there, so the host does not wait for the device.
         """
-        tower = model.get_submodule(self.vision_tower)
+        tower = model.get_submodule(str(self.vision_tower))
         pixels = torch.cat([media[name] for name in ("pixel_values", "pixel_values_videos") if name in media])
         grids = torch.cat([media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media])
         if grids.device != pixels.device:

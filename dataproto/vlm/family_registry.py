@@ -18,6 +18,10 @@ _SHIPPED = {
     "qwen3_vl_moe": "dataproto.vlm.families.qwen3_vl:Qwen3VLMoe",
     "internvl": "dataproto.vlm.families.internvl:InternVL",
     "glm4v": "dataproto.vlm.families.glm4v:GLM4V",
+    "llama": "dataproto.vlm.families.text_only:Llama",
+    "mistral": "dataproto.vlm.families.text_only:Mistral",
+    "qwen2": "dataproto.vlm.families.text_only:Qwen2",
+    "qwen3": "dataproto.vlm.families.text_only:Qwen3",
 }
 """``config.model_type`` to import path. The file is imported on first use."""
 

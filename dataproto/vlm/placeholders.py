@@ -21,7 +21,7 @@ MAX_ASPECT_RATIO = 200
 class MediaTokens:
     """Ids of the placeholder tokens of media and of the tokens that enclose them."""
 
-    image: int
+    image: int | None
     video: int | None = None
     vision_start: int | None = None
     vision_end: int | None = None

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig
 
 __all__ = ["ModelExportConfig", "export_model"]
@@ -37,7 +38,8 @@ def export_model(config: ModelExportConfig) -> Path:
         raise InvalidConfig(f"{config.output} exists already")
     if config.push_to_hub:
         create_on_hub(config.push_to_hub)  # before the work, so that a wrong name or a missing login costs none
-    model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=getattr(torch, config.dtype))
+    family = family_of(AutoConfig.from_pretrained(source))
+    model: Any = family.model_class().from_pretrained(source, dtype=getattr(torch, config.dtype))
     draft = config.output.with_name(f".{config.output.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
 from dataproto import DataProto
 from dataproto.vlm import VLMFamily, family_of
@@ -51,13 +50,13 @@ def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device
     family = family_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     decode = _decoding_seconds(model, config, clock)
     module = PackedVLM(model, family, 1.0)
     language = _language_rate(module, family, batch, config, clock)
     vision = _vision_rate(module, family, batch, config, clock)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    layers = batch.config.text_config.num_hidden_layers / config.text_config.num_hidden_layers
+    layers = batch.config.get_text_config().num_hidden_layers / config.get_text_config().num_hidden_layers
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         memory = min(memory, int(text))
@@ -66,7 +65,7 @@ def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device
 
 def _shortened(config: Any) -> Any:
     found = copy.deepcopy(config)
-    text = found.text_config
+    text = found.get_text_config()
     if text.num_hidden_layers > LAYERS and model_size(config, ModelConfig()).total > LARGEST:
         text.num_hidden_layers = LAYERS
         if getattr(text, "layer_types", None):
@@ -103,7 +102,9 @@ def _language_rate(module: PackedVLM, family: VLMFamily, batch: BatchSizes, conf
 
 def text_rows(module: PackedVLM, rows: int, length: int, response: int) -> DataProto:
     """Rows of one prompt and one response, of random words."""
-    words = min(module.family.media_tokens(module.model.config).image, module.model.config.text_config.vocab_size)
+    vocabulary = int(module.model.config.get_text_config().vocab_size)
+    image = module.family.media_tokens(module.model.config).image
+    words = vocabulary if image is None else min(image, vocabulary)
     ids = torch.randint(0, words, (rows, length), generator=torch.Generator().manual_seed(0))
     banned = torch.tensor(module.banned_ids, dtype=torch.int64)
     ids = ids.masked_fill(torch.isin(ids, banned), next(each for each in range(words) if each not in module.banned_ids))

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText
 
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.model_config import ModelConfig
@@ -68,14 +67,14 @@ _counted: dict[tuple[Any, ...], ModelSize] = {}
 def meta_model(config: Any) -> Any:
     """The model without storage."""
     with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        return family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, makes_logits: bool) -> ModelSize:
     """Counts the parameters of a model, which it freezes and gives adapters as ``compute`` says."""
     freeze(model, family, compute, trains)
     places = {
-        "vision": (family.vision_tower, *family.mergers),
+        "vision": family.vision_parts,
         "layers": (family.decoder_layers,),
         "embedding": (family.embedding,),
         "head": (family.head,),
@@ -88,7 +87,7 @@ def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, mak
         sizes[part] += weight.numel()
         trained[part] += weight.numel() * weight.requires_grad
     if not makes_logits:
-        hidden = int(model.config.text_config.hidden_size)
+        hidden = int(model.config.get_text_config().hidden_size)
         sizes["head"], trained["head"] = hidden, hidden * trains
     layers = list(model.get_submodule(family.decoder_layers).children())
     return ModelSize(

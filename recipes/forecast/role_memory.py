@@ -7,6 +7,7 @@ bfloat16 takes a copy of 2 bytes. Activations are the tensors that the backward 
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.devices import GIB, Device
@@ -81,13 +82,13 @@ def updating(
     """
     trained = round(size.on_rank(layout) * size.trained / size.total)
     gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained
-    per_token = decoder_bytes(config.text_config, size, compute, device)
+    per_token = decoder_bytes(config.get_text_config(), size, compute, device)
     per_patch = tower_bytes(config, compute, device, size.tower_trained)
     fullest = max(parts, key=lambda part: part.tokens * per_token.kept + part.patches * per_patch.kept)
     layers = 1 / layout.pp * min(len(parts), layout.pp)  # a stage keeps as many micro-batches as stages follow it
     activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
     tower = fullest.patches * (per_patch.kept + per_patch.again) / (layout.tp * layout.sp)
-    logits = head_bytes(config.text_config, fullest.logits, size, device, layout) if makes_logits else 0
+    logits = head_bytes(config.get_text_config(), fullest.logits, size, device, layout) if makes_logits else 0
     if len(parts) == 1 and gradients:  # of the two heights, before and after the decoder's backward pass
         before, after = activations + logits, gradients * size.layers / size.total
         if after > before:
@@ -120,10 +121,10 @@ def scoring(
     parts: list[MicroBatchSize],
 ) -> RoleMemory:
     """What a role takes in a pass without gradients: the states of one layer and a chunk of logits."""
-    per_token = decoder_bytes(config.text_config, size, compute, device).layer
+    per_token = decoder_bytes(config.get_text_config(), size, compute, device).layer
     per_patch = tower_bytes(config, compute, device, True).layer
     fullest = max(parts, key=lambda part: part.tokens * per_token)
-    logits = _chunk_bytes(config.text_config, fullest.logits, device) // layout.tp
+    logits = _chunk_bytes(config.get_text_config(), fullest.logits, device) // layout.tp
     return RoleMemory(
         memory.role,
         memory.weights,
@@ -211,10 +212,12 @@ def _per_token(width: int, text: Any) -> int:
 
 
 def tower_bytes(config: Any, compute: ModelConfig, device: Device, trained: bool) -> TokenBytes:
-    """Activations of the vision tower for a patch; none are kept of a tower that is not trained.
+    """Activations of the vision tower for a patch: none without a tower, and none are kept of one that is not trained.
 
     FlashAttention's heads are a multiple of 32 wide, so queries, keys and values are kept padded.
     """
+    if family_of(config).vision_tower is None:
+        return TokenBytes(0, 0, 0)
     vision, number = config.vision_config, device.bytes_of_number
     width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
     heads = int(getattr(vision, "num_heads", None) or vision.num_attention_heads)

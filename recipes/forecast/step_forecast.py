@@ -230,7 +230,7 @@ def _generation(setting: Setting, resting: Mapping[str, RoleMemory]) -> Phase:
     else:
         rows = min(engine.rows, len(share.responses))
         cache = int(share.lengths.topk(rows).values.sum()) * engine.kv_bytes
-        vocabulary = int(setting.config.text_config.vocab_size)
+        vocabulary = int(setting.config.get_text_config().vocab_size)
         memory = RoleMemory("engine", weights, kv_cache=cache, logits=8 * rows * vocabulary)
     roles = {name: role for name, role in resting.items() if name != "engine"}
     flops = scoring_flops(setting.batch).total
@@ -273,7 +273,7 @@ def _problems(found: StepForecast) -> list[str]:
     if setting.engine == "vllm" and not setting.device.on_cpu and not setting.engine_apart:
         engine = found.phases[0].roles[-1]
         parallel = int(setting.engine_options.get("tensor_parallel", 1))
-        rows = engine.kv_cache // max(kv_bytes(setting.config.text_config, 2) // parallel, 1) // setting.longest
+        rows = engine.kv_cache // max(kv_bytes(setting.config.get_text_config(), 2) // parallel, 1) // setting.longest
         if rows < 1:
             problems.append(
                 f"the engine's share of the device has no place for one row of {setting.longest} tokens beside "

@@ -68,7 +68,7 @@ def update_seconds(
 ) -> float:
     """Seconds of ``updates`` optimizer steps over the rows, with ``micro_batches`` in each on a device."""
     passes, again = update_flops(batch, size, compute), RECOMPUTED[compute.activation_checkpointing]
-    head = 3 * sum(batch.responses) * logit_flops(batch.config.text_config)  # has no layers that compute again
+    head = 3 * sum(batch.responses) * logit_flops(batch.config.get_text_config())  # has no layers that compute again
     passes = Passes(passes.language + again * (passes.language - head), passes.vision * (1 + again))
     computed = pass_seconds(passes, compute, layout, device)
     mine = size.on_rank(layout) * size.trained / size.total
@@ -148,7 +148,7 @@ def engine_of(config: Any, size: ModelSize, name: str, options: dict[str, Any], 
     weights = size.layers + (size.head or size.embedding)
     return Engine(
         weight_bytes=number * weights / parallel,
-        kv_bytes=kv_bytes(config.text_config, number) // parallel,
+        kv_bytes=kv_bytes(config.get_text_config(), number) // parallel,
         flops=2 * weights / parallel,
         rows=int(options.get("max_num_seqs", 256)),
         continuous=name == "vllm",

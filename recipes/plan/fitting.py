@@ -37,7 +37,7 @@ def layout_choices(setting: Setting, devices: int) -> Iterator[list[Layout]]:
     """Layouts on so many devices, the preferred ones first."""
     if setting.prompts >= devices:
         yield [Layout(dp=devices)]
-    heads = int(setting.config.text_config.num_attention_heads)
+    heads = int(setting.config.get_text_config().num_attention_heads)
     split = [degree for degree in range(2, devices + 1) if devices % degree == 0 and heads % degree == 0]
     if split:
         yield [Layout(dp=devices // degree, **{axis: degree}) for degree in split for axis in ("tp", "sp")]

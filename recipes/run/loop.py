@@ -237,7 +237,7 @@ class Checkpoints:
     def __init__(
         self, run: RunConfig, roles: Roles, builder: PromptBuilder | None = None, best: BestStep | None = None
     ) -> None:
-        """``builder``: its tokenizer and image processor are saved beside the actor's exported weights. ``best``: the step whose
+        """``builder``: its processors are saved beside the actor's exported weights. ``best``: the step whose
         checkpoint is kept beside the newest ones.
         """
         self.run, self.roles, self.builder, self.best = run, roles, builder, best or BestStep()
@@ -267,7 +267,7 @@ class Checkpoints:
             for name, group in self.models.items():
                 group.save(directory / name, behind=self.run.save_behind)
             if self.builder is not None:
-                for processor in (self.builder.tokenizer, self.builder.image_processor):
+                for processor in self.builder.processors:
                     processor.save_pretrained(directory / "actor" / "huggingface")
             torch.save(state, directory / STATE_FILE)
             if self.run.save_behind:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of, media_spans
@@ -68,14 +68,13 @@ class HFEngine:
         if dtype == "auto":
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.end_ids = end_ids(generation_config(model_path, AutoConfig.from_pretrained(model_path)))
-        self.model = AutoModelForImageTextToText.from_pretrained(
-            model_path, dtype=self.dtype, attn_implementation="sdpa"
-        )
-        self.model.to(self.device)  # type: ignore[arg-type]
+        config = AutoConfig.from_pretrained(model_path)
+        self.end_ids = end_ids(generation_config(model_path, config))
+        self.family = family_of(config)
+        self.model = self.family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
+        self.model.to(self.device)
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
-        self.family = family_of(self.model.config)
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._has_weights = True  # false after a `load_weights` that failed
@@ -218,12 +217,12 @@ class HFEngine:
     def sleep(self) -> None:
         """Moves the model to the host, on CUDA."""
         if self.device.type == "cuda":
-            self.model.to("cpu")  # type: ignore[arg-type]
+            self.model.to("cpu")
             torch.cuda.empty_cache()
 
     def wake(self) -> bool:
         """Moves the model back to its device."""
-        self.model.to(self.device)  # type: ignore[arg-type]
+        self.model.to(self.device)
         return self._has_weights
 
 

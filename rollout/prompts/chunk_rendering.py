@@ -59,7 +59,7 @@ class ChunkRenderer:
         """
         self.builder = builder
         self.resolve = resolve
-        self._vocabulary = int(builder.config.text_config.vocab_size)
+        self._vocabulary = int(builder.config.get_text_config().vocab_size)
         self._known = np.ones(self._vocabulary, dtype=bool)
         self._known[list(builder.family.banned_ids(builder.config))] = False
 
@@ -89,7 +89,8 @@ class ChunkRenderer:
         parts, images = self._parts(model_input, seen)
         ids, types = _joined(parts)
         image = self.builder.media_tokens.image
-        raw_ids = [token for part in parts for token in (part.ids.tolist() if part.types is None else [image])]
+        one = [] if image is None else [image]
+        raw_ids = [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
         if raw_ids.count(image) != len(images):
             raise InvalidPrompt(
                 f"its text chunks contain token {image}, the placeholder of an image: engines would expect one more image"
@@ -198,6 +199,7 @@ class ChunkRenderer:
         return Part(ids)
 
     def _image(self, chunk: ImageChunk | ImageAssetPointerChunk, seen: dict[Any, ProcessedImage]) -> ProcessedImage:
+        self.builder.check_taken("image")
         key = bytes(chunk.data) if isinstance(chunk, ImageChunk) else chunk.location
         if key not in seen:
             data = chunk.data if isinstance(chunk, ImageChunk) else self._fetch(chunk)
@@ -218,7 +220,10 @@ class ChunkRenderer:
     def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
         placeholder = self.builder.media_tokens.image
         ids, types = self.builder.family.expand(
-            [placeholder], [image.inputs], self.builder.config, encode_text=self.builder.encode_text
+            [] if placeholder is None else [placeholder],
+            [image.inputs],
+            self.builder.config,
+            encode_text=self.builder.encode_text,
         )
         if expected is not None and expected != len(ids):
             width, height = image.image.size

@@ -82,7 +82,7 @@ class SupervisedBuilder(PromptBuilder):
 
     def _pieces(self, conversation: Conversation) -> list[tuple[list[int], bool]]:
         """For each piece of the conversation its token ids, with one placeholder per medium, and whether it is learned."""
-        self.check_text(conversation)
+        self.check_content(conversation)
         messages = conversation.messages
         speaking = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if not speaking or not speaking[0]:

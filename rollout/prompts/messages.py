@@ -84,6 +84,19 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
     return Conversation(typed, found["image"], found["video"])
 
 
+def joined_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the text parts of each content joined to one string, which is all that templates of language models read.
+
+    >>> joined_texts([{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}]}])
+    [{'role': 'user', 'content': '2 + 3?'}]
+    """
+    contents = ((message, message["content"]) for message in messages)
+    return [
+        {**message, "content": content if isinstance(content, str) else "".join(part["text"] for part in content)}
+        for message, content in contents
+    ]
+
+
 def _message_head(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPrompt(f"a message must be a mapping with 'role' and 'content', not {message!r}")

@@ -19,7 +19,7 @@ from dataproto.vlm import family_of, media_grids
 from rollout.pretrained import load_prompt_parts
 from rollout.prompts.image_processing import ImageCache, ProcessedImage, process_image
 from rollout.prompts.images import image_size, load_image
-from rollout.prompts.messages import Conversation
+from rollout.prompts.messages import Conversation, joined_texts
 from rollout.prompts.prepared_rows import (
     CONSUMED_COLUMNS,
     Prompt,
@@ -58,9 +58,10 @@ class PromptBuilder:
         max_pixels: int | None = None,
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
     ) -> None:
-        """``config`` is the model's. Images are resized to between ``min_pixels`` and ``max_pixels`` (default: the limits of the
-        image processor). Processed images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its
-        images again.
+        """``config`` is the model's. A model that reads text alone has no image processor (``None``).
+
+        Images are resized to between ``min_pixels`` and ``max_pixels`` (default: the limits of the image processor). Processed
+        images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
         """
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
@@ -90,9 +91,14 @@ class PromptBuilder:
         max_pixels: int | None = None,
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
     ) -> Self:
-        """A builder with tokenizer, image processor and config of a checkpoint directory. Raises `InvalidConfig`."""
+        """A builder with what `load_prompt_parts` reads from a checkpoint directory, and with its errors."""
         tokenizer, processor, config = load_prompt_parts(path)
         return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels, image_cache_bytes)
+
+    @property
+    def processors(self) -> tuple[Any, ...]:
+        """What a checkpoint keeps beside its weights to make prompts: the tokenizer and, if there is one, the image processor."""
+        return (self.tokenizer,) if self.image_processor is None else (self.tokenizer, self.image_processor)
 
     @property
     def pad_token_id(self) -> int:
@@ -141,22 +147,34 @@ class PromptBuilder:
 
     def _encode(self, conversation: Conversation) -> list[int]:
         """Token ids with one placeholder for each image and video."""
-        self.check_text(conversation)
+        self.check_content(conversation)
         ids = self.encode_text(self.render(conversation.messages, add_generation_prompt=True))
         self.check_placeholders(ids, conversation)
         return ids
 
     # Parts of a row
 
-    def check_text(self, conversation: Conversation) -> None:
-        """Raises `InvalidPrompt` if the text contains media tokens."""
+    def check_content(self, conversation: Conversation) -> None:
+        """Raises `InvalidPrompt` if there are media that the model does not take, or the text contains media tokens."""
+        for kind, media in (("image", conversation.images), ("video", conversation.videos)):
+            if media:
+                self.check_taken(kind)
         for text in conversation.texts():
             for token in self._media_strings:
                 if token in text:
                     raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")
 
+    def check_taken(self, kind: str) -> None:
+        """Raises `InvalidPrompt` if the model takes no media of this kind, ``"image"`` or ``"video"``."""
+        layout = self.family.media_layout
+        if not layout.names(kind):
+            way_out = "show a video's frames as images" if layout.names("image") else "they read text alone"
+            raise InvalidPrompt(f"models of type {self.family.model_type} take no {kind}s; {way_out}")
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
         """The messages as text, by the chat template. Raises `InvalidPrompt` with the template's error."""
+        if not self.family.vision_parts:
+            messages = joined_texts(messages)
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
@@ -172,10 +190,6 @@ class PromptBuilder:
             ("image", tokens.image, conversation.images),
             ("video", tokens.video, conversation.videos),
         ):
-            if media and not self.family.media_layout.names(kind):
-                raise InvalidPrompt(
-                    f"models of type {self.family.model_type} take no {kind}s; show a video's frames as images"
-                )
             if placeholder is not None and ids.count(placeholder) != len(media):
                 raise InvalidPrompt(
                     f"the tokenizer's chat template wrote {ids.count(placeholder)} {kind} placeholders for {len(media)} "

@@ -88,6 +88,21 @@ def model_of(worker: Any) -> nn.Module:
     return model
 
 
+def renamed(model: Any, name: str) -> list[str]:
+    """A checkpoint's name of a weight under the names of the modules of vLLM's model, none if that model leaves it out.
+
+    From 0.30 on the mapper of a language model also names the fused layer that the weight is a part of; `JOINED_WEIGHTS` does
+    that here. Before, some language models have no mapper.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return [name]
+    if hasattr(mapper, "get_rename_mapper"):
+        mapper = mapper.get_rename_mapper()
+    names: list[str] = mapper.apply_list([name])
+    return names
+
+
 def clear_kv_cache(worker: Any) -> None:
     """Fills the KV cache with zeros. Attention multiplies masked values by 0, so NaN of an earlier row would spread."""
     layers = list(worker.model_runner.kv_caches)

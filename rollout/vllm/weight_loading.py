@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.vllm.versions import EXPERT_WEIGHTS, EXPERTS_MODULE, JOINED_WEIGHTS, is_packed, loading, model_of
+from rollout.vllm.versions import EXPERT_WEIGHTS, EXPERTS_MODULE, JOINED_WEIGHTS, is_packed, loading, model_of, renamed
 
 Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 
@@ -58,14 +58,14 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
     }
     waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for source_name, weight in weights:
-        for name in model.hf_to_vllm_mapper.apply_list([source_name]):
+        for name in renamed(model, source_name):
             path, _, kind = name.rpartition(".")
             if kind in EXPERT_WEIGHTS:
                 yield _within(model, path, EXPERT_WEIGHTS[kind]), [weight.transpose(1, 2)]
                 continue
-            parent, _, leaf = path.rpartition(".")
+            parent, dot, leaf = path.rpartition(".")
             target, number, count = places.get(leaf, (leaf, 0, 1))
-            joined = f"{parent}.{target}.{kind}"
+            joined = f"{parent}{dot}{target}.{kind}"
             waiting[joined][number] = weight
             if len(waiting[joined]) == count:
                 parts = waiting.pop(joined)

@@ -88,7 +88,7 @@ def padded_log_probs(
             **one["multi_modal_inputs"][0],
         ).logits[0]
         logits = (logits.float() / temperature).index_fill(
-            -1, torch.tensor(banned or family.banned_ids(model.config)), -1e30
+            -1, torch.tensor(banned or family.banned_ids(model.config), dtype=torch.int64), -1e30
         )
         chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
         length = int(one["response_mask"].sum())

@@ -10,7 +10,7 @@ from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_
 
 
 def write_checkpoint(model_type: str, path: Path, seed: int = 0) -> str:
-    """Writes weights, tokenizer, image processor and generation config to ``path``, and returns it."""
+    """Writes weights, tokenizer, image processor (for a model that has one) and generation config to ``path``, and returns it."""
     torch.manual_seed(seed)
     tokenizer = tiny_tokenizer(model_type)
     model = getattr(transformers, CLASSES[model_type][1])(tiny_prompt_config(model_type))
@@ -19,5 +19,6 @@ def write_checkpoint(model_type: str, path: Path, seed: int = 0) -> str:
     )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    tiny_image_processor(model_type).save_pretrained(path)
+    if (processor := tiny_image_processor(model_type)) is not None:
+        processor.save_pretrained(path)
     return str(path)

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import AutoModelForImageTextToText
 
 from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
@@ -33,7 +32,7 @@ ROWS = [
 def write_published(model_type, path):
     """Writes a checkpoint with other weights, under the parameter names of published checkpoints."""
     checkpoint = write_checkpoint(model_type, path, seed=1)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    model = family_of(model_type).model_class().from_pretrained(checkpoint)
     named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in model.named_parameters())
     save_file({name: weight.contiguous() for name, weight in named}, path / "model.safetensors", {"format": "pt"})
     return checkpoint
@@ -55,7 +54,12 @@ def start(model_type, path, **options):
     assert vllm.differing_weights(actor.named_weights())
     vllm.load_weights(actor.named_weights())
     hf = HFEngine(checkpoint, device=torch.device("cpu"))
-    return SimpleNamespace(builder=builder, actor=actor, vllm=vllm, hf=hf, prompts=builder(ROWS))
+    rows = ROWS if builder.family.vision_parts else [_without_images(row) for row in ROWS]
+    return SimpleNamespace(builder=builder, actor=actor, vllm=vllm, hf=hf, rows=rows, prompts=builder(rows))
+
+
+def _without_images(row):
+    return {"prompt": row["prompt"].replace("<image>", "words "), "images": []}
 
 
 def generate(setup, engine, sampling, prompts=None):

@@ -28,7 +28,7 @@ Result = dict[str, Any]
 def config_with_heads(model_type: str, heads: int, key_value_heads: int, tied: bool = False) -> Any:
     """`tiny_config` with another number of heads; the size of a head shrinks if the config has no option for it."""
     config = tiny_config(model_type)
-    text = config.text_config
+    text = config.get_text_config()
     if getattr(text, "head_dim", None) is None and "mrope_section" in (text.rope_parameters or {}):
         half = text.hidden_size // heads // 2
         sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
@@ -79,7 +79,7 @@ def run_pass(
     model = tiny_model(config.model_type, config=config)
     module = PackedVLM(model, family_of(config), TEMPERATURE)
     if options.get("freeze_vision"):
-        model.get_submodule(module.family.vision_tower).requires_grad_(False)
+        model.get_submodule(str(module.family.vision_tower)).requires_grad_(False)
     if prepare is not None:
         prepare(module)
     transforms = parallelize(module, ranks, ModelConfig(**options))

@@ -9,7 +9,9 @@ import transformers
 from dataproto.vlm import family_of
 
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-MODEL_TYPES = (*MROPE_TYPES, "internvl", "glm4v")
+VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v")
+TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 
@@ -20,6 +22,10 @@ CLASSES = {
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
 }
 _VISION = {
     "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
@@ -46,6 +52,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
 _QWEN3_TEXT = {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+_TEXT_ONLY = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 32}}
 _TEXT = {"qwen3_vl": _QWEN3_TEXT, "qwen3_vl_moe": _QWEN3_TEXT | _EXPERTS}
 
 
@@ -53,6 +60,8 @@ def tiny_config(model_type: str) -> Any:
     """Hidden 64, 2 decoder layers, 2 heads of 32, 1 key-value head; vision depth 2, 4-pixel patches merged 2 x 2."""
     if model_type == "internvl":
         return _tiny_internvl()
+    if model_type in TEXT_TYPES:
+        return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
@@ -115,8 +124,10 @@ def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
 def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str = "image") -> dict[str, torch.Tensor]:
     """``multi_modal_inputs`` with random patches. A grid is rows and columns of patches of an image, for videos time first.
 
-    For InternVL the images become the number of tiles that hold these patches.
+    For InternVL the images become the number of tiles that hold these patches; for a model of text alone there are none.
     """
+    if config.model_type in TEXT_TYPES:
+        return {}
     vision = config.vision_config
     grid_thw = torch.tensor([(1, *grid)[-3:] for grid in grids])
     generator = torch.Generator().manual_seed(seed)
@@ -147,7 +158,9 @@ def encode_text(text: str) -> list[int]:
 
 
 def placeholder(model_type: str, kind: int = IMAGE) -> list[int]:
-    """The token ids that a chat template writes for a medium."""
+    """The token ids that a chat template writes for a medium; none for a model of text alone."""
+    if model_type in TEXT_TYPES:
+        return []
     return [kind] if any(family_of(model_type).image_text) else [START, kind, END]
 
 

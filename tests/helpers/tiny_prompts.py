@@ -9,7 +9,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from helpers.tiny_models import TILE, tiny_config
+from helpers.tiny_models import TEXT_TYPES, TILE, tiny_config
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
@@ -42,10 +42,18 @@ TEMPLATE = """\
 INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "{{ '<IMG_CONTEXT>\\n' }}").replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "{{ '<video>\\n' }}"
 )
+TEXT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+"""As that of Qwen's language models, it takes no parts: content must be a string."""
 
 
 def tiny_tokenizer(model_type: str = "qwen2_5_vl") -> Any:
     """A tokenizer of 256 bytes, a few merges and the special tokens, in this order."""
+    if model_type in TEXT_TYPES:
+        return _tokenizer(SPECIAL[:3], TEXT_TEMPLATE)
     return (
         _tokenizer(INTERNVL_SPECIAL, INTERNVL_TEMPLATE) if model_type == "internvl" else _tokenizer(SPECIAL, TEMPLATE)
     )
@@ -71,7 +79,9 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
 
 
 def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
-    """An image processor with 4-pixel patches merged 2 x 2: an image of 16 x 16 pixels has 4 tokens."""
+    """An image processor with 4-pixel patches merged 2 x 2: an image of 16 x 16 pixels has 4 tokens. None for text alone."""
+    if model_type in TEXT_TYPES:
+        return None
     if model_type == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     if model_type == "glm4v":
@@ -83,7 +93,9 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
 def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     """`tiny_config` with the token ids of `tiny_tokenizer`."""
     tokenizer, config = tiny_tokenizer(model_type), tiny_config(model_type)
-    config.text_config.vocab_size = len(tokenizer)
+    config.get_text_config().vocab_size = len(tokenizer)
+    if model_type in TEXT_TYPES:
+        return config
     if model_type == "internvl":
         config.image_token_id = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
         return config

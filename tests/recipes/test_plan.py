@@ -46,8 +46,8 @@ H200 = DEVICES["h200"]
 def test_parameters_are_those_of_the_built_model(model_type):
     model, size = tiny_model(model_type), model_size(tiny_config(model_type), ModelConfig())
     assert size.total == size.trained == sum(weight.numel() for weight in model.parameters())
-    tower = model.get_submodule(family_of(model_type).vision_tower)
-    assert size.vision >= sum(weight.numel() for weight in tower.parameters())
+    tower = [model.get_submodule(path) for path in family_of(model_type).vision_parts[:1]]
+    assert size.vision >= sum(weight.numel() for part in tower for weight in part.parameters())
 
 
 def test_adapters_are_counted_as_they_are_built():
@@ -106,7 +106,7 @@ def test_memory_worked_by_hand():
     offloaded = held("actor", size, replace(compute, offload=True), Layout(dp=2), H200, trains=True)
     assert (offloaded.device, offloaded.host) == (0, 8 * 140_704)
     assert held("reference", model_size(config, compute, trains=False), compute, Layout(), H200, False).moments == 0
-    assert kv_bytes(config.text_config, 2) == 2 * 2 * 32 * 2
+    assert kv_bytes(config.get_text_config(), 2) == 2 * 2 * 32 * 2
 
 
 def seven_b(**options) -> Setting:

@@ -8,7 +8,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
-from helpers.tiny_models import MODEL_TYPES, forward_positions, tiny_config, tiny_model
+from helpers.tiny_models import MODEL_TYPES, VLM_TYPES, forward_positions, tiny_config, tiny_model
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.pretrained import end_ids, generation_config
@@ -60,7 +60,7 @@ def generate(engine, sampling, prompts=None):
 def test_greedy_tokens_equal_a_loop_without_cache(engine):
     prompts = prompts_for(engine)
     data = generate(engine, SamplingParams(temperature=0, max_tokens=4), prompts)
-    banned = torch.tensor(engine.banned_ids)
+    banned = torch.tensor(engine.banned_ids, dtype=torch.int64)
     for row in range(len(prompts)):
         kept = prompts["attention_mask"][row].bool()
         ids, types = prompts["input_ids"][row, kept], prompts["mm_token_type_ids"][row, kept].int()
@@ -213,6 +213,7 @@ def test_logits_that_are_not_finite_name_the_row_and_new_weights_mend_it(engine,
     assert torch.equal(before["rollout_log_probs"], after["rollout_log_probs"])
 
 
+@pytest.mark.parametrize("engine", VLM_TYPES, indirect=True)
 def test_a_row_whose_logits_are_not_finite_is_named_among_others(engine, monkeypatch):
     prompts, sampling = prompts_for(engine), SamplingParams(n=2, max_tokens=3, seed=4)
     expected = generate(engine, sampling, prompts)

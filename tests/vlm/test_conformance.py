@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
-from transformers import AutoModelForImageTextToText, DynamicCache
+from transformers import DynamicCache
 
 from dataproto.errors import MediaMismatch
 from dataproto.vlm import family_of, media_grids, media_spans
@@ -17,7 +17,9 @@ from helpers.tiny_models import (
     IMAGE,
     MODEL_TYPES,
     START,
+    TEXT_TYPES,
     VIDEO,
+    VLM_TYPES,
     expand,
     forward_positions,
     image_inputs,
@@ -28,7 +30,8 @@ from helpers.tiny_models import (
 )
 
 model_of = cache(tiny_model)
-pytestmark = pytest.mark.parametrize("model_type", MODEL_TYPES)
+every_type = pytest.mark.parametrize("model_type", dict.fromkeys((*MODEL_TYPES, *TEXT_TYPES)))
+with_a_tower = pytest.mark.parametrize("model_type", VLM_TYPES)
 
 GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])
 """Images of three sources of media; the last has a video too where the family has any."""
@@ -80,6 +83,7 @@ def packed_logits(model, rows, media):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+@every_type
 def test_positions_and_packed_log_probs_equal_a_padded_forward(model_type, side):
     model = model_of(model_type)
     rows, media = rows_of(family_of(model), model.config)
@@ -91,6 +95,7 @@ def test_positions_and_packed_log_probs_equal_a_padded_forward(model_type, side)
     assert expected.std() > 0.1  # the bound means something
 
 
+@every_type
 def test_packed_gradients_equal_those_of_a_padded_forward(model_type):
     model = tiny_model(model_type)
     rows, media = rows_of(family_of(model), model.config)
@@ -103,10 +108,12 @@ def test_packed_gradients_equal_those_of_a_padded_forward(model_type):
     for name, parameter in model.named_parameters():
         difference = (parameter.grad - expected[name]).norm()
         assert difference <= 1e-5 * expected[name].norm(), name
-    first, _ = next(iter(model.get_submodule(family_of(model).vision_tower).named_parameters()))
-    assert expected[f"{family_of(model).vision_tower}.{first}"].norm() > 0
+    for part in family_of(model).vision_parts[:1]:
+        first, _ = next(iter(model.get_submodule(part).named_parameters()))
+        assert expected[f"{part}.{first}"].norm() > 0
 
 
+@with_a_tower
 def test_shared_media_equal_separate_media(model_type):
     model, family = model_of(model_type), family_of(model_type)
     rows, media = rows_of(family, model.config, video=False)
@@ -124,6 +131,7 @@ def test_shared_media_equal_separate_media(model_type):
         assert (shared - separate).norm() <= 1e-5 * separate.norm()
 
 
+@every_type
 def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
     model, family = model_of(model_type), family_of(model_type)
     rows, media = rows_of(family, model.config)
@@ -152,17 +160,18 @@ def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
     assert (ours - expected).abs().max() < 1e-5
 
 
+@every_type
 def test_text_alone_needs_no_tower(model_type):
     model, family = model_of(model_type), family_of(model_type)
     ids = torch.tensor([[1, 2, 3]])
     embeddings, extras = family.embed(model, ids, {})
     assert extras == {}
     assert torch.equal(embeddings, model.get_input_embeddings()(ids))
-    row = image_inputs(model.config, (2, 2))
     with pytest.raises(MediaMismatch, match="both come from one"):
-        family.embed(model, ids, family.distinct_media([row], model.config).inputs)
+        family.merge(model, ids, torch.zeros(1, 1, 64), None)
 
 
+@with_a_tower
 def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
     model, family = model_of(model_type), family_of(model_type)
     ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1, 3)
@@ -183,6 +192,7 @@ def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
     assert family.distinct_media([dummy], model.config).images.tolist() == [[0, count]]
 
 
+@with_a_tower
 def test_vision_keywords_reach_the_tower(model_type):
     model, family = model_of(model_type), family_of(model_type)
     seen = {}
@@ -198,24 +208,29 @@ def test_vision_keywords_reach_the_tower(model_type):
     assert seen["a_keyword"] == 3
 
 
+@every_type
 def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
     model, family = model_of(model_type), family_of(model_type)
-    text = model.config.text_config
+    text = model.config.get_text_config()
     assert len(model.get_submodule(family.decoder_layers)) == text.num_hidden_layers
-    assert len(model.get_submodule(family.vision_blocks)) == 2
     assert model.get_submodule(family.embedding) is model.get_input_embeddings()
     assert family.lm_head(model) is model.get_output_embeddings()
     assert model.get_submodule(family.final_norm).weight.shape == (text.hidden_size,)
-    tower = {id(p) for p in model.get_submodule(family.vision_tower).parameters()}
-    mergers = {id(p) for path in family.mergers for p in model.get_submodule(path).parameters()}
-    assert mergers
-    assert not tower <= mergers
+    tower, mergers = (
+        {id(p) for path in paths for p in model.get_submodule(path).parameters()}
+        for paths in (family.vision_parts, family.mergers)
+    )
+    if family.vision_tower is not None:
+        assert len(model.get_submodule(family.vision_blocks)) == 2
+        assert mergers
+        assert not tower <= mergers
     language = {id(p) for p in model.get_submodule(family.language_model).parameters()}
     head = {id(p) for p in family.lm_head(model).parameters()}
     assert tower | mergers | language | head == {id(p) for p in model.parameters()}
 
     theirs = dict(text.base_model_tp_plan or {})  # Qwen3-VL has none for its dense decoder
     theirs.pop("layers.*.mlp.experts", None)  # a hook of theirs, not a layout
+    theirs = {path: style for path, style in theirs.items() if not style.startswith("replicated")}
     fused = {
         "colwise_gather_output": "packed_colwise",
         "rowwise_split_input": "rowwise",
@@ -237,7 +252,8 @@ def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
 
 def load(path):
     """A checkpoint, with proof that nothing in it is missing, left over or of another shape."""
-    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    family = family_of(json.loads((path / "config.json").read_text())["model_type"])
+    model, report = family.model_class().from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     assert not any(report.values()), report
     return model
 
@@ -247,6 +263,7 @@ def assert_equal_parameters(model, other):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@every_type
 def test_nothing_of_a_saved_checkpoint_is_left_at_random(model_type, tmp_path):
     model = model_of(model_type)
     model.save_pretrained(tmp_path)
@@ -254,6 +271,7 @@ def test_nothing_of_a_saved_checkpoint_is_left_at_random(model_type, tmp_path):
     assert family_of(json.loads((tmp_path / "config.json").read_text())["model_type"]) is family_of(model)
 
 
+@every_type
 def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
     model, family = model_of(model_type), family_of(model_type)
     model.save_pretrained(tmp_path)
@@ -263,6 +281,7 @@ def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
     assert_equal_parameters(load(tmp_path), model)
 
 
+@every_type
 def test_expert_weights_have_the_layout_of_published_checkpoints(model_type):
     model, family = model_of(model_type), family_of(model_type)
     shapes = {

@@ -41,7 +41,7 @@ def test_a_hand_worked_decoder():
         patch_size=2,
         spatial_merge_size=2,
     )
-    config = SimpleNamespace(text_config=text, vision_config=vision)
+    config = SimpleNamespace(vision_config=vision, get_text_config=lambda: text)
     cost = family_of("qwen2_vl").flops(config, [3, 2], torch.tensor([[2, 2, 4]]), logit_tokens=1)
     # query and output 8 x 8, key and value 8 x 4, three of 8 x 10: 432 weights a layer
     assert cost.language_linear == 2 * 5 * 3 * (64 + 64 + 32 + 32 + 240)
@@ -64,14 +64,15 @@ def counts_of(counter):
     """Operations by name; of the products, those that make rotary angles, which some releases write as a product too."""
     counts = counter.get_flop_counts()
     rotary = [sum(ops.values()) for module, ops in counts.items() if module.endswith(".rotary_emb")]
-    return {str(name): count for name, count in counts["Global"].items()} | {"rotary": sum(rotary)}
+    return {str(name): count for name, count in counts.get("Global", {}).items()} | {"rotary": sum(rotary)}
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_counts_equal_those_of_the_counter(model_type):
     model = tiny_model(model_type)
     model.set_attn_implementation("eager")  # plain products, which the counter knows, unlike fused ones on a CPU
-    model.set_experts_implementation("eager")
+    if family_of(model).experts is not None:
+        model.set_experts_implementation("eager")
     family, config = family_of(model), model.config
     row = image_inputs(config, *GRIDS)
     one = placeholder(model_type)

@@ -10,7 +10,7 @@ import pytest
 import dataproto.vlm
 from dataproto.errors import UnknownModel
 from dataproto.vlm import family_of, known_families
-from helpers.tiny_models import MODEL_TYPES, tiny_config
+from helpers.tiny_models import TEXT_TYPES, VLM_TYPES, tiny_config
 
 
 def test_the_package_exports_exactly_this():
@@ -23,8 +23,8 @@ def test_the_package_exports_exactly_this():
 
 
 def test_families_are_found_by_type_config_and_model():
-    assert set(known_families()) == set(MODEL_TYPES)
-    for model_type in MODEL_TYPES:
+    assert set(known_families()) == {*VLM_TYPES, *TEXT_TYPES}
+    for model_type in known_families():
         config = tiny_config(model_type)
         family = family_of(model_type)
         assert family.model_type == model_type
@@ -32,7 +32,7 @@ def test_families_are_found_by_type_config_and_model():
         assert family_of(SimpleNamespace(config=config)) is family
 
 
-@pytest.mark.parametrize("unknown", ["llama", None, SimpleNamespace(), SimpleNamespace(model_type="llama")])
+@pytest.mark.parametrize("unknown", ["gpt2", None, SimpleNamespace(), SimpleNamespace(model_type="gpt2")])
 def test_the_error_for_an_unknown_model_lists_the_known_types(unknown):
     with pytest.raises(UnknownModel, match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, internvl, glm4v"):
         family_of(unknown)

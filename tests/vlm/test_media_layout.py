@@ -9,7 +9,7 @@ from PIL import Image
 
 from dataproto.errors import InvalidConfig, InvalidRow
 from dataproto.vlm import family_of
-from helpers.tiny_models import MODEL_TYPES, takes_video, tiny_config
+from helpers.tiny_models import VLM_TYPES, takes_video, tiny_config
 from helpers.tiny_prompts import tiny_builder
 from rollout.prompts import load_image_processor
 
@@ -20,7 +20,7 @@ def picture(width, height):
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", VLM_TYPES)
 @given(sizes=sizes, limit=st.sampled_from([None, 300, 1000]))
 @settings(max_examples=20)
 def test_the_length_from_headers_is_the_length_of_the_prompt(model_type, sizes, limit):
@@ -33,13 +33,13 @@ def test_the_length_from_headers_is_the_length_of_the_prompt(model_type, sizes, 
     assert int(builder.family.grids(media, config).prod(-1).sum()) == 4 * int(prompt.token_types.sum())
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", VLM_TYPES)
 def test_an_empty_image_is_named(model_type):
     with pytest.raises(InvalidRow, match=r"row 0: .*height 5 and width 0"):
         tiny_builder(model_type)([{"prompt": "<image>", "images": [Image.new("RGB", (0, 5))]}])
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if not takes_video(name)])
+@pytest.mark.parametrize("model_type", [name for name in VLM_TYPES if not takes_video(name)])
 def test_a_video_is_refused_where_there_are_none(model_type):
     message = f"row 0: models of type {model_type} take no videos; show a video's frames as images"
     with pytest.raises(InvalidRow, match=message):
@@ -53,7 +53,7 @@ def test_an_image_processor_without_a_pil_backend_is_named(tmp_path):
         load_image_processor(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", VLM_TYPES)
 def test_placeholders_define_token_types(model_type):
     config, family = tiny_config(model_type), family_of(model_type)
     types = family.token_types(torch.tensor([[1, config.image_token_id, 2]]), config)

@@ -5,12 +5,12 @@ import torch
 
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
-from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_model
+from helpers.tiny_models import VLM_TYPES, image_inputs, tiny_model
 from workers.model.packed_model import PackedVLM
 from workers.training.accounting import required_work
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", VLM_TYPES)
 def test_an_image_that_rows_share_counts_once(model_type):
     model, family = tiny_model(model_type), family_of(model_type)
     sizes = [(4, 6), (8, 4)], [(6, 6)]

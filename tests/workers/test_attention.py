@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dataproto.errors import UnsupportedAttention
 from dataproto.vlm.family import grid_arguments
-from helpers.tiny_models import MODEL_TYPES, image_inputs, tiny_model
+from helpers.tiny_models import MROPE_TYPES, image_inputs, tiny_model
 from workers.model import attention
 from workers.model.attention import packed_attention, use_packed_attention
 from workers.model.segment_attention import segment_attention, segment_sdpa
@@ -88,7 +88,7 @@ def test_segments_that_share_a_prompt_equal_whole_rows(prompt, responses, seed):
         torch.testing.assert_close(out[:, mine], rows.transpose(1, 2)[:, len(each) - len(mine) :], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name.startswith("qwen")])
+@pytest.mark.parametrize("model_type", MROPE_TYPES)
 def test_towers_accept_precomputed_grid_arguments(model_type):
     model = tiny_model(model_type)
     tower, media = model.model.visual, image_inputs(model.config, (4, 6), (8, 4), (6, 6))
@@ -97,7 +97,7 @@ def test_towers_accept_precomputed_grid_arguments(model_type):
     assert torch.equal(told.pooler_output, found.pooler_output)
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name.startswith("qwen")])
+@pytest.mark.parametrize("model_type", MROPE_TYPES)
 def test_a_tower_makes_one_call_a_layer(model_type, monkeypatch):
     model = tiny_model(model_type)
     media = image_inputs(model.config, (4, 6), (8, 4), (6, 6))

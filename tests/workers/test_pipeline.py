@@ -30,14 +30,14 @@ from workers.training.forward_pass import pack, sharing
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3")
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 
 
 def config_with_layers(model_type, layers=2, tied=False):
     config = config_with_heads(model_type, heads=4, key_value_heads=2, tied=tied)
-    text = config.text_config
+    text = config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1] * layers

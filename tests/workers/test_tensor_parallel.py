@@ -53,7 +53,7 @@ def spread(config, **options):
 
 def equals_one_process(model_type, rows, heads=2, key_value_heads=1, tied=False, biases=False):
     config = config_with_heads(model_type, heads, key_value_heads, tied)
-    config.text_config.attention_bias = biases
+    config.get_text_config().attention_bias = biases
     data = rows(config)
     found = run_pass(config, data, joined(TWO))
     return differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []

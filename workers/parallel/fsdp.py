@@ -55,7 +55,9 @@ class FullySharded(Transform):
                 reshard_after_forward=options.reshard_after_forward,
                 shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
             )
-        for block in (*repeated_layers(module), module.model.get_submodule(module.family.vision_tower)):
+        tower = module.family.vision_tower
+        towers = () if tower is None else (module.model.get_submodule(tower),)
+        for block in (*repeated_layers(module), *towers):
             shard(block, reshard_after_forward=options.reshard_after_forward)
         shard(module, reshard_after_forward=False)
         for part in sharded_parts(module):

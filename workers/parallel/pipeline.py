@@ -106,7 +106,8 @@ def _remove_outer_parts(module: PackedVLM, first: bool, last: bool) -> bool:
     head: Any = _find(model, family.head)
     tied = head is not None and head.weight is embedding.weight
     if not first:
-        _empty(model, (family.vision_tower, family.vision_blocks, *family.mergers))
+        if family.vision_tower is not None and family.vision_blocks is not None:
+            _empty(model, (family.vision_tower, family.vision_blocks, *family.mergers))
         if not (tied and last):
             remove_submodule(model, family.embedding)
     if not last:

@@ -155,7 +155,7 @@ def run_stages(
     module, dtype, backward = staged.module, options.dtype, options.backward
     deep = module.family.deep_layers(module.model.config) if feed.has_media else 0
     # The tokens that a rank of sp x tp holds, and the width of their states.
-    shape = (module.tokens.num_states(feed.length), module.model.config.text_config.hidden_size)
+    shape = (module.tokens.num_states(feed.length), module.model.config.get_text_config().hidden_size)
     stages: list[Any] = []
     for number in staged.numbers:
         into, out = (

@@ -59,8 +59,8 @@ class TensorParallel(Transform):
                 f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
             )
         model, family, peers = module.model, module.family, Peers.of(mesh.get_group())
-        check_heads(model.config.text_config.num_attention_heads, ranks.size("sp"), ranks.size("tp"))
-        split = _Split(mesh, peers, model.config.text_config)
+        check_heads(model.config.get_text_config().num_attention_heads, ranks.size("sp"), ranks.size("tp"))
+        split = _Split(mesh, peers, model.config.get_text_config())
         names = [name for name, _ in model.named_modules()]
         parents: dict[int, nn.Module] = {}  # of layers split by column, which need all tokens
         for pattern, style in ((family.embedding, "vocabulary"), *family.tensor_plan):

@@ -75,5 +75,6 @@ def repeated_layers(module: PackedVLM) -> list[nn.Module]:
     return [
         layer
         for path in (family.vision_blocks, family.decoder_layers)
+        if path is not None
         for layer in model.get_submodule(path).children()
     ]

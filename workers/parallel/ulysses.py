@@ -35,7 +35,7 @@ class UlyssesParallel(Transform):
         Raises:
             InvalidConfig: sp x tp does not divide the query heads.
         """
-        heads, flash = module.model.config.text_config.num_attention_heads, self.options.flash_attention
+        heads, flash = module.model.config.get_text_config().num_attention_heads, self.options.flash_attention
         check_heads(heads, self.ranks.size("sp"), self.ranks.size("tp"))
         decoder = module.model.get_submodule(module.family.language_model)
         set_attention(decoder, f"ulysses_packed_flash_{flash}", partial(ulysses_attention, flash=FLASH_KERNELS[flash]))

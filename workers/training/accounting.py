@@ -75,7 +75,7 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
     # Segments that hold only response tokens see the keys of their prompt: all pairs of the row except those within the prompt.
     shared = family.flops(config, saved, logit_tokens=0)
     return Work(
-        vision=rows.vision * _passes(module, family.vision_tower, frozen=1),
+        vision=rows.vision * _passes(module, family.vision_tower, frozen=1) if family.vision_tower else 0.0,
         language=(rows.language - shared.language) * _passes(module, family.decoder_layers, frozen=2),
         tokens=int((whole - saved).sum()),
     )

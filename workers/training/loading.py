@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
@@ -39,9 +39,7 @@ def load_packed(
     if one_reads and not reader:
         model = hollow_model(config.model_path)
     else:
-        model = AutoModelForImageTextToText.from_pretrained(
-            config.model_path, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = family.model_class().from_pretrained(config.model_path, dtype=torch.float32, attn_implementation="sdpa")
     freeze(model, family, config, trains)
     if ranks.mesh is None:
         model.to(device)  # type: ignore[arg-type]
@@ -56,9 +54,10 @@ def load_packed(
 
 def hollow_model(model_path: str) -> PreTrainedModel:
     """The checkpoint's model without storage, on the meta device."""
+    config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(
-            AutoConfig.from_pretrained(model_path), dtype=torch.float32, attn_implementation="sdpa"
+        model: PreTrainedModel = (
+            family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         )
     return model.eval()
 
@@ -81,13 +80,21 @@ def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ra
 
 
 def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, trains: bool) -> None:
-    """Adds adapters if the configuration has some, and turns off the gradients of weights that are not trained."""
+    """Adds adapters if the configuration has some, and turns off the gradients of weights that are not trained.
+
+    Raises:
+        InvalidConfig: an option is for the vision tower, and the model has none.
+    """
+    if (config.freeze_vision or config.lora_vision) and not family.vision_parts:
+        raise InvalidConfig(
+            f"freeze_vision and lora_vision: models of type {family.model_type} have no vision tower; leave them out"
+        )
     if config.lora_rank:
         add_adapters(model, family, config)
     if not trains:
         model.requires_grad_(False)
     if config.freeze_vision:
-        for path in (family.vision_tower, *family.mergers):
+        for path in family.vision_parts:
             model.get_submodule(path).requires_grad_(False)
 
 

@@ -121,7 +121,6 @@ def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tupl
     if not row:
         return 0, 0
     layout, config = module.family.media_layout, module.model.config
-    tail = next(x.shape[1:] for x in layout.smallest(config).values() if x.is_floating_point())
     for kind in ("image", "video"):
         names = layout.names(kind)
         given = [name for name in names if row.get(name) is not None]
@@ -133,6 +132,7 @@ def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tupl
             if not isinstance(row[name], Tensor):
                 raise MediaMismatch(f"row {number}: {name!r} is a {type(row[name]).__name__}, not a tensor")
         pixels = row[names[0]]
+        tail = next(x.shape[1:] for x in layout.smallest(config).values() if x.is_floating_point())
         if not pixels.is_floating_point() or pixels.shape[1:] != tail:
             raise MediaMismatch(
                 f"row {number}: {names[0]!r} is {pixels.dtype} {tuple(pixels.shape)}, but the model takes floating-point "

@@ -1,0 +1,117 @@
+"""Language models without a vision tower: dense decoders of the Llama kind, with positions ``(B, L)``.
+
+Rows have no media. Everything else, from prompts to weights in the engine, is as in the other families.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.vlm.family import DECODER_PLAN, VLMFamily
+from dataproto.vlm.media import DistinctMedia
+from dataproto.vlm.placeholders import Ids, MediaTokens
+
+
+@dataclass(frozen=True)
+class NoMedia:
+    """The layout of models that read text alone: no media, so every count is 0."""
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def merge_size(self, config: Any) -> int:
+        """1, without a meaning."""
+        return 1
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """None. Raises `MediaMismatch` for a row with media."""
+        if inputs:
+            raise MediaMismatch(
+                f"it has {', '.join(sorted(inputs))}, but models of type {config.model_type} read text alone"
+            )
+        return torch.zeros(0, 3, dtype=torch.int64)
+
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """None. Raises `MediaMismatch` for a row with media."""
+        return np.zeros(len(self.grids(kind, inputs, config)), dtype=np.int64)
+
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """None. Raises `InvalidConfig` for limits, which would have no effect."""
+        if min_pixels is not None or max_pixels is not None:
+            raise InvalidConfig(
+                f"min_pixels={min_pixels} and max_pixels={max_pixels}: the model reads text alone; leave them out"
+            )
+        return {}
+
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """Raises `InvalidMedia`."""
+        raise InvalidMedia(f"models of type {config.model_type} read text alone")
+
+    def smallest(self, config: Any) -> dict[str, Tensor]:
+        """Nothing: there is no tower to run."""
+        return {}
+
+
+class TextOnly(VLMFamily):
+    """What these models share. A row with media raises an error that names the row."""
+
+    auto_model = "AutoModelForCausalLM"
+    media_layout = NoMedia()
+    mrope = False
+    vision_tower = None
+    vision_blocks = None
+    mergers = ()
+    language_model = "model"
+    embedding = "model.embed_tokens"
+    decoder_layers = "model.layers"
+    final_norm = "model.norm"
+    tensor_plan = tuple((path.replace("model.language_model.", "model."), style) for path, style in DECODER_PLAN)
+
+    def media_tokens(self, config: Any) -> MediaTokens:
+        """None."""
+        return MediaTokens(image=None)
+
+    def distinct_media(self, rows: Sequence[Mapping[str, Any]], config: Any) -> DistinctMedia:
+        """Nothing. Raises `MediaMismatch` with the number of a row that has media."""
+        for number, row in enumerate(rows):
+            try:
+                self.feature_counts(row, config)
+            except MediaMismatch as error:
+                raise MediaMismatch(f"row {number}: {error}") from error
+        return super().distinct_media(rows, config)
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Zero: there is no tower."""
+        return torch.zeros(len(grids), 2, dtype=torch.int64)
+
+
+class Llama(TextOnly):
+    """Llama 2 and 3, and models of its architecture, such as SmolLM2."""
+
+    model_type = "llama"
+
+
+class Mistral(TextOnly):
+    """Mistral without a sliding window (from 7B v0.2 on); the attention function refuses a window."""
+
+    model_type = "mistral"
+
+
+class Qwen2(TextOnly):
+    """Qwen2 and Qwen2.5, dense."""
+
+    model_type = "qwen2"
+
+
+class Qwen3(TextOnly):
+    """Qwen3, dense."""
+
+    model_type = "qwen3"
