@@ -57,8 +57,9 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
         for number, source in enumerate(sources)
     }
     waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    mapper = getattr(model, "hf_to_vllm_mapper", None)  # absent where the names of checkpoints are vLLM's own
     for source_name, weight in weights:
-        for name in model.hf_to_vllm_mapper.apply_list([source_name]):
+        for name in mapper.apply_list([source_name]) if mapper else [source_name]:
             path, _, kind = name.rpartition(".")
             if kind in EXPERT_WEIGHTS:
                 yield _within(model, path, EXPERT_WEIGHTS[kind]), [weight.transpose(1, 2)]

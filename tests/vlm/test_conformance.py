@@ -17,6 +17,7 @@ from helpers.tiny_models import (
     IMAGE,
     MODEL_TYPES,
     START,
+    TILED,
     VIDEO,
     expand,
     forward_positions,
@@ -28,7 +29,7 @@ from helpers.tiny_models import (
 )
 
 model_of = cache(tiny_model)
-pytestmark = pytest.mark.parametrize("model_type", MODEL_TYPES)
+pytestmark = pytest.mark.parametrize("model_type", [*MODEL_TYPES, "idefics3"])
 
 GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])
 """Images of three sources of media; the last has a video too where the family has any."""
@@ -102,7 +103,8 @@ def test_packed_gradients_equal_those_of_a_padded_forward(model_type):
     (packed_logits(model, rows, media).log_softmax(-1)[:, :9] * weight).sum().backward()
     for name, parameter in model.named_parameters():
         difference = (parameter.grad - expected[name]).norm()
-        assert difference <= 1e-5 * expected[name].norm(), name
+        # A bias of keys has no effect on the softmax, so its gradient is rounding.
+        assert difference <= 1e-5 * expected[name].norm() + 1e-7, name
     first, _ = next(iter(model.get_submodule(family_of(model).vision_tower).named_parameters()))
     assert expected[f"{family_of(model).vision_tower}.{first}"].norm() > 0
 
@@ -121,7 +123,7 @@ def test_shared_media_equal_separate_media(model_type):
         tower = model.get_submodule(family.vision_tower)
         grads.append((logits, *torch.autograd.grad(logits[:, 3].sum(), list(tower.parameters()))))
     for shared, separate in zip(*grads):
-        assert (shared - separate).norm() <= 1e-5 * separate.norm()
+        assert (shared - separate).norm() <= 1e-5 * separate.norm() + 1e-7
 
 
 def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
@@ -178,7 +180,7 @@ def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
     gradients = torch.autograd.grad(hidden[1].sum(), [p for part in parts for p in part.parameters()])
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
     levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-    count = 4 if model_type == "internvl" else 1
+    count = 4 if model_type in TILED else 1
     assert family.features(model, dummy).shape == (count, levels, model.config.text_config.hidden_size)
     assert family.distinct_media([dummy], model.config).images.tolist() == [[0, count]]
 
