@@ -66,7 +66,7 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
                 continue
             parent, _, leaf = path.rpartition(".")
             target, number, count = places.get(leaf, (leaf, 0, 1))
-            joined = f"{parent}.{target}.{kind}"
+            joined = f"{parent}.{target}.{kind}" if parent else f"{target}.{kind}"
             waiting[joined][number] = weight
             if len(waiting[joined]) == count:
                 parts = waiting.pop(joined)
