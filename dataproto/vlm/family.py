@@ -82,6 +82,8 @@ class VLMFamily(ForwardCosts):
     """Special tokens, as text, that the processor puts before and after the placeholders of an image. Empty if the chat template
     writes them.
     """
+    typed_content: bool = False
+    """The chat template reads lists of parts alone: of content that is a string it would write nothing."""
     mrope: bool = True
     """Positions are ``(B, 4, L)``: text, time, height, width. If false, they are ``(B, L)``: ranks of tokens."""
     videos_by_frame: bool = False
@@ -145,6 +147,16 @@ class VLMFamily(ForwardCosts):
         """
         return self.media_layout.count_image_features(height, width, processor, options, config)
 
+    def image_texts(self, media: Mapping[str, Any], config: Any) -> list[tuple[str, ...]]:
+        """For each image of ``media`` (``multi_modal_inputs``) the texts that the processor puts before, between and after its
+        n runs of placeholders: n + 1 texts. All runs of an image are equally long. Default: `image_text` around one run.
+        """
+        return [self.image_text] * len(self.media_layout.feature_counts("image", media, config))
+
+    def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """`image_texts` of an image of this size in pixels."""
+        return self.image_text
+
     def expand(
         self,
         ids: Sequence[int] | Ids,
@@ -175,10 +187,13 @@ class VLMFamily(ForwardCosts):
             grids = np.concatenate([np.asarray(self.media_layout.grids("video", part, config)) for part in parts])
             expanded = split_videos(expanded, tokens, frame_texts(grids, encode_text, seconds))
             videos = np.repeat(videos // grids[:, 0], grids[:, 0])
-        if any(self.image_text) and len(images):
+        if any(self.image_text) and len(images) and tokens.image is not None:
             if encode_text is None:
                 raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
-            expanded = enclose(expanded, tokens.image, *map(encode_text, self.image_text))  # type: ignore[arg-type]
+            texts = [image for part in parts for image in self.image_texts(part, config)]
+            expanded = enclose(expanded, tokens.image, [[encode_text(text) for text in image] for image in texts])
+            runs = np.array([len(image) - 1 for image in texts])
+            images = np.repeat(images // runs, runs)
         return expand_ids(expanded, tokens, images, videos)
 
     def _counts(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:

@@ -18,6 +18,8 @@ _SHIPPED = {
     "qwen3_vl_moe": "dataproto.vlm.families.qwen3_vl:Qwen3VLMoe",
     "internvl": "dataproto.vlm.families.internvl:InternVL",
     "glm4v": "dataproto.vlm.families.glm4v:GLM4V",
+    "smolvlm": "dataproto.vlm.families.idefics3:SmolVLM",
+    "idefics3": "dataproto.vlm.families.idefics3:Idefics3",
     "llama": "dataproto.vlm.families.text_only:Llama",
     "mistral": "dataproto.vlm.families.text_only:Mistral",
     "qwen2": "dataproto.vlm.families.text_only:Qwen2",

@@ -42,6 +42,10 @@ class MediaLayout(Protocol):
         """Keywords that make the image processor keep these limits (default: its own). Raises `InvalidConfig`."""
         ...
 
+    def image_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The inputs of one image, from what the image processor makes of it alone. Default: those that the forward takes."""
+        return {name: made[name] for name in self.names("image")}
+
     def count_image_features(
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
@@ -56,7 +60,7 @@ class MediaLayout(Protocol):
 
 
 @dataclass(frozen=True)
-class PatchGrids:
+class PatchGrids(MediaLayout):
     """The layout of Qwen-VL's processors: patches ``(patches, dim)`` of media of any size, one medium after another, and their
     grids ``(media, 3)``.
     """

@@ -75,19 +75,25 @@ def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple
     return np.repeat(ids, repeats), np.repeat(types, repeats)
 
 
-def enclose(ids: Ids, placeholder: int, before: Sequence[int], after: Sequence[int]) -> Ids:
-    """Insert ids before and after each placeholder.
+def enclose(ids: Ids, placeholder: int, texts: Sequence[Sequence[Sequence[int]]]) -> Ids:
+    """Replace each image's placeholder by its texts with one placeholder between neighbours.
 
-    >>> enclose(np.array([1, 7, 7]), 7, before=[5], after=[6])
-    array([1, 5, 7, 6, 5, 7, 6])
+    ``texts[image]`` holds the token ids of at least two texts: what stands before the first placeholder, between two, and after
+    the last. Raises `MediaMismatch` if the number of placeholders and of images differ.
+
+    >>> enclose(np.array([1, 7, 2, 7]), 7, [[[5], [6]], [[5], [8, 8], [6]]])
+    array([1, 5, 7, 6, 2, 5, 7, 8, 8, 7, 6])
     """
-    added = [
-        (place + offset, token)
-        for place in np.flatnonzero(ids == placeholder).tolist()
-        for offset, tokens in enumerate((before, after))
-        for token in tokens
-    ]
-    return np.insert(ids, [place for place, _ in added], [token for _, token in added])
+    places = np.flatnonzero(ids == placeholder).tolist()
+    if len(places) != len(texts):
+        raise MediaMismatch(f"{len(places)} image placeholders in the prompt, but {len(texts)} images")
+    parts: list[Ids] = []
+    done = 0
+    for place, (first, *others) in zip(places, texts):
+        replaced = [*first, *(token for text in others for token in (placeholder, *text))]
+        parts += [ids[done:place], np.array(replaced, dtype=np.int64)]
+        done = place + 1
+    return np.concatenate([*parts, ids[done:]])
 
 
 def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequence[int]]]) -> Ids:

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,9 +29,16 @@ class ProcessedImage:
 
 
 def process_image(
-    image: Image.Image, processor: Any, options: Mapping[str, Any], names: Sequence[str], cache: "ImageCache"
+    image: Image.Image,
+    processor: Any,
+    options: Mapping[str, Any],
+    inputs_of: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    cache: "ImageCache",
 ) -> ProcessedImage:
-    """An RGB image with the outputs ``names`` of the image processor, from the cache if it holds them.
+    """An RGB image with the model's inputs, from the cache if it holds them.
+
+    Args:
+        inputs_of: the model's inputs, from the outputs of the image processor (`MediaLayout.image_inputs`).
 
     Raises:
         InvalidMedia: the image processor refuses the image.
@@ -43,7 +50,7 @@ def process_image(
             made = processor(images=[image], return_tensors="pt", **options)
         except ValueError as error:
             raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
-        inputs = {name: made[name] for name in names}
+        inputs = inputs_of(made)
         cache.put(key, inputs)
     return ProcessedImage(key, image, inputs)
 

@@ -97,6 +97,15 @@ def joined_texts(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Content as a list of parts.
+
+    >>> as_parts("Find x.")
+    [{'type': 'text', 'text': 'Find x.'}]
+    """
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def _message_head(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPrompt(f"a message must be a mapping with 'role' and 'content', not {message!r}")

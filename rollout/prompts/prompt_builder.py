@@ -19,7 +19,7 @@ from dataproto.vlm import family_of, media_grids
 from rollout.pretrained import load_prompt_parts
 from rollout.prompts.image_processing import ImageCache, ProcessedImage, process_image
 from rollout.prompts.images import image_size, load_image
-from rollout.prompts.messages import Conversation, joined_texts
+from rollout.prompts.messages import Conversation, as_parts, joined_texts
 from rollout.prompts.prepared_rows import (
     CONSUMED_COLUMNS,
     Prompt,
@@ -74,10 +74,9 @@ class PromptBuilder:
         self.family = family_of(config)
         self.image_options = self.family.media_layout.processor_options(image_processor, min_pixels, max_pixels)
         self.media_tokens = self.family.media_tokens(config)
-        around = [text for text in self.family.image_text if text]
         media_tokens = tokenizer.convert_ids_to_tokens(list(self.family.banned_ids(config)))
-        self._media_strings = tuple(str(token) for token in [*media_tokens, *around] if token)
-        self._tokens_around = sum(len(self.encode_text(text)) for text in around)
+        self._media_strings = tuple(str(token) for token in [*media_tokens, *self.family.image_text] if token)
+        self._text_lengths: dict[str, int] = {"": 0}
         self.occurrences = 0
         """Number of prompts that have been given a uid."""
         self._processed = ImageCache(image_cache_bytes)
@@ -175,6 +174,8 @@ class PromptBuilder:
         """The messages as text, by the chat template. Raises `InvalidPrompt` with the template's error."""
         if not self.family.vision_parts:
             messages = joined_texts(messages)
+        elif self.family.typed_content:
+            messages = [{**message, "content": as_parts(message["content"])} for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
@@ -205,8 +206,17 @@ class PromptBuilder:
         length = len(raw_ids)
         for source in conversation.images:
             height, width = image_size(source, root)
-            tokens = self.family.image_tokens(height, width, self.image_processor, self.image_options, self.config)
-            length += tokens + self._tokens_around - 1
+            length += self._image_length(height, width) - 1
+        return length
+
+    def _image_length(self, height: int, width: int) -> int:
+        """Number of tokens of an image of this size: its placeholders and the texts around them."""
+        processor, options = self.image_processor, self.image_options
+        length = self.family.image_tokens(height, width, processor, options, self.config)
+        for text in self.family.size_texts(height, width, processor, options):
+            if text not in self._text_lengths:
+                self._text_lengths[text] = len(self.encode_text(text))
+            length += self._text_lengths[text]
         return length
 
     def check_length(self, length: int) -> None:
@@ -223,8 +233,8 @@ class PromptBuilder:
 
     def process_image(self, image: Image.Image) -> ProcessedImage:
         """Processes an RGB image. The result for an equal image is taken from the cache."""
-        names = self.family.media_layout.names("image")
-        return process_image(image, self.image_processor, self.image_options, names, self._processed)
+        inputs_of = self.family.media_layout.image_inputs
+        return process_image(image, self.image_processor, self.image_options, inputs_of, self._processed)
 
     def other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a row except its messages and media."""

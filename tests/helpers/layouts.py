@@ -109,7 +109,7 @@ def differences(found: Result, expected: Result) -> list[str]:
     for name in sorted(found["gradients"].keys() | expected["gradients"].keys()):
         ours, theirs = (result["gradients"].get(name, torch.zeros(())) for result in (found, expected))
         error, norm = float((ours - theirs).norm()), float(theirs.norm())
-        if not error <= 1e-4 * norm + 1e-9:
+        if not error <= 1e-4 * norm + 2e-8:  # the gradient of keys' biases is rounding
             wrong.append(f"{name} off by {error:.1e} of {norm:.1e}")
     return wrong
 

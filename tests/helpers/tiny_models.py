@@ -9,9 +9,10 @@ import transformers
 from dataproto.vlm import family_of
 
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v")
+VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm")
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
+TILED = ("internvl", "smolvlm", "idefics3")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 
@@ -26,6 +27,8 @@ CLASSES = {
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "smolvlm": ("SmolVLMConfig", "SmolVLMForConditionalGeneration"),
+    "idefics3": ("Idefics3Config", "Idefics3ForConditionalGeneration"),
 }
 _VISION = {
     "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
@@ -47,7 +50,7 @@ _VISION = {
 }
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
-TILE = 16  # side of InternVL's tiles in pixels: 4 x 4 patches, 4 tokens
+TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
 _QWEN3_TEXT = {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
@@ -62,6 +65,8 @@ def tiny_config(model_type: str) -> Any:
         return _tiny_internvl()
     if model_type in TEXT_TYPES:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
+    if model_type in TILED:
+        return _tiny_idefics3(model_type)
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
@@ -109,6 +114,25 @@ def _tiny_internvl() -> Any:
     )
 
 
+def _tiny_idefics3(model_type: str) -> Any:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": 4,
+    }
+    return getattr(transformers, CLASSES[model_type][0])(
+        text_config=_BASE_TEXT | {"model_type": "llama", "head_dim": 32, "pad_token_id": None},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        scale_factor=2,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+
+
 def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
     """A float32 model with sdpa attention, by default of `tiny_config`. No parameter is zero, since zeros could hide errors."""
     torch.manual_seed(seed)
@@ -124,16 +148,21 @@ def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
 def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str = "image") -> dict[str, torch.Tensor]:
     """``multi_modal_inputs`` with random patches. A grid is rows and columns of patches of an image, for videos time first.
 
-    For InternVL the images become the number of tiles that hold these patches; for a model of text alone there are none.
+    For families with tiles the images become the number of tiles that hold these patches; for a model of text alone there are
+    none.
     """
     if config.model_type in TEXT_TYPES:
         return {}
     vision = config.vision_config
     grid_thw = torch.tensor([(1, *grid)[-3:] for grid in grids])
     generator = torch.Generator().manual_seed(seed)
-    if config.model_type == "internvl":
-        tiles = sum(ceil(rows * columns * 16 / TILE**2) for rows, columns in grids)
-        return {"pixel_values": torch.randn(tiles, 3, TILE, TILE, generator=generator)}
+    if config.model_type in TILED:
+        tiles = [ceil(rows * columns * 16 / TILE**2) for rows, columns in grids]
+        pixels = torch.randn(sum(tiles), 3, TILE, TILE, generator=generator)
+        if config.model_type == "internvl":
+            return {"pixel_values": pixels}
+        cut = torch.tensor([[1, count - 1] if count > 1 else [0, 0] for count in tiles])
+        return {"pixel_values": pixels.unsqueeze(1), "image_tiles": cut}
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"

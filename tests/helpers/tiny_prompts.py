@@ -7,9 +7,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from helpers.tiny_models import TEXT_TYPES, TILE, tiny_config
+from helpers.tiny_models import TEXT_TYPES, TILE, TILED, tiny_config
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
@@ -20,6 +22,10 @@ SPECIAL = (
     "<|vision_end|>",
     "<|image_pad|>",
     "<|video_pad|>",
+)
+IDEFICS3_SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 INTERNVL_SPECIAL = (*SPECIAL[:3], "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 TEMPLATE = """\
@@ -48,15 +54,26 @@ TEXT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 """As that of Qwen's language models, it takes no parts: content must be a string."""
+# That of SmolVLM's published checkpoints.
+IDEFICS3_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+_PROMPTS = {
+    "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
+    "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
+    "idefics3": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
+}
 
 
 def tiny_tokenizer(model_type: str = "qwen2_5_vl") -> Any:
     """A tokenizer of 256 bytes, a few merges and the special tokens, in this order."""
     if model_type in TEXT_TYPES:
         return _tokenizer(SPECIAL[:3], TEXT_TEMPLATE)
-    return (
-        _tokenizer(INTERNVL_SPECIAL, INTERNVL_TEMPLATE) if model_type == "internvl" else _tokenizer(SPECIAL, TEMPLATE)
-    )
+    return _tokenizer(*_PROMPTS.get(model_type, (SPECIAL, TEMPLATE)))
 
 
 @cache
@@ -70,7 +87,7 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
     tokenizer.train_from_iterator(["Find the angle x of the triangle. The final answer MUST BE put in"], trainer)
     wrapped = Qwen2TokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
+        eos_token=special[2],
         pad_token="<|endoftext|>",
         additional_special_tokens=list(special),
     )
@@ -84,6 +101,9 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
         return None
     if model_type == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
+    if model_type in ("smolvlm", "idefics3"):
+        processor = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[model_type]
+        return processor(size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE})
     if model_type == "glm4v":
         limits = {"shortest_edge": 64, "longest_edge": 4096}
         return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)
@@ -96,8 +116,9 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     config.get_text_config().vocab_size = len(tokenizer)
     if model_type in TEXT_TYPES:
         return config
-    if model_type == "internvl":
-        config.image_token_id = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
+    if model_type in TILED:
+        placeholder = "<IMG_CONTEXT>" if model_type == "internvl" else "<image>"
+        config.image_token_id = tokenizer.convert_tokens_to_ids(placeholder)
         return config
     for token in ("image", "video"):
         setattr(config, f"{token}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}_pad|>"))

@@ -18,6 +18,7 @@ from helpers.tiny_models import (
     MODEL_TYPES,
     START,
     TEXT_TYPES,
+    TILED,
     VIDEO,
     VLM_TYPES,
     expand,
@@ -30,8 +31,8 @@ from helpers.tiny_models import (
 )
 
 model_of = cache(tiny_model)
-every_type = pytest.mark.parametrize("model_type", dict.fromkeys((*MODEL_TYPES, *TEXT_TYPES)))
-with_a_tower = pytest.mark.parametrize("model_type", VLM_TYPES)
+every_type = pytest.mark.parametrize("model_type", dict.fromkeys((*MODEL_TYPES, "idefics3", *TEXT_TYPES)))
+with_a_tower = pytest.mark.parametrize("model_type", [*VLM_TYPES, "idefics3"])
 
 GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])
 """Images of three sources of media; the last has a video too where the family has any."""
@@ -107,7 +108,8 @@ def test_packed_gradients_equal_those_of_a_padded_forward(model_type):
     (packed_logits(model, rows, media).log_softmax(-1)[:, :9] * weight).sum().backward()
     for name, parameter in model.named_parameters():
         difference = (parameter.grad - expected[name]).norm()
-        assert difference <= 1e-5 * expected[name].norm(), name
+        # A bias of keys has no effect on the softmax, so its gradient is rounding.
+        assert difference <= 1e-5 * expected[name].norm() + 1e-7, name
     for part in family_of(model).vision_parts[:1]:
         first, _ = next(iter(model.get_submodule(part).named_parameters()))
         assert expected[f"{part}.{first}"].norm() > 0
@@ -128,7 +130,7 @@ def test_shared_media_equal_separate_media(model_type):
         tower = model.get_submodule(family.vision_tower)
         grads.append((logits, *torch.autograd.grad(logits[:, 3].sum(), list(tower.parameters()))))
     for shared, separate in zip(*grads):
-        assert (shared - separate).norm() <= 1e-5 * separate.norm()
+        assert (shared - separate).norm() <= 1e-5 * separate.norm() + 1e-7
 
 
 @every_type
@@ -187,7 +189,7 @@ def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
     gradients = torch.autograd.grad(hidden[1].sum(), [p for part in parts for p in part.parameters()])
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
     levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-    count = 4 if model_type == "internvl" else 1
+    count = 4 if model_type in TILED else 1
     assert family.features(model, dummy).shape == (count, levels, model.config.text_config.hidden_size)
     assert family.distinct_media([dummy], model.config).images.tolist() == [[0, count]]
 

@@ -23,7 +23,7 @@ def test_the_package_exports_exactly_this():
 
 
 def test_families_are_found_by_type_config_and_model():
-    assert set(known_families()) == {*VLM_TYPES, *TEXT_TYPES}
+    assert set(known_families()) == {*VLM_TYPES, "idefics3", *TEXT_TYPES}
     for model_type in known_families():
         config = tiny_config(model_type)
         family = family_of(model_type)
@@ -34,7 +34,9 @@ def test_families_are_found_by_type_config_and_model():
 
 @pytest.mark.parametrize("unknown", ["gpt2", None, SimpleNamespace(), SimpleNamespace(model_type="gpt2")])
 def test_the_error_for_an_unknown_model_lists_the_known_types(unknown):
-    with pytest.raises(UnknownModel, match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, internvl, glm4v"):
+    with pytest.raises(
+        UnknownModel, match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, internvl, glm4v, smolvlm"
+    ):
         family_of(unknown)
 
 

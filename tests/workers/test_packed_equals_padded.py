@@ -10,7 +10,7 @@ from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
-from helpers.tiny_models import MODEL_TYPES, tiny_model
+from helpers.tiny_models import MODEL_TYPES, TILED, tiny_model
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
@@ -52,7 +52,7 @@ def test_log_probs_and_gradients_are_equal(model):
             assert ours[name].grad is None or not ours[name].grad.any(), name
             continue
         error = (ours[name].grad - parameter.grad).norm()
-        assert error <= 1e-5 * parameter.grad.norm() + 1e-9, f"{name}: {error} of {parameter.grad.norm()}"
+        assert error <= 1e-5 * parameter.grad.norm() + 1e-8, f"{name}: {error} of {parameter.grad.norm()}"
 
 
 def test_a_prompt_with_several_samples_is_computed_once(model):
@@ -62,7 +62,8 @@ def test_a_prompt_with_several_samples_is_computed_once(model):
     shared = [3, 6]  # rows 2 and 3 are samples of one prompt, and so are rows 5 and 6
     assert packed.input_ids.shape[1] == int(prompts.sum() + responses.sum() - prompts[shared].sum())
     grids = family_of(model.config).grids(media, model.config)
-    assert len(grids) == {"internvl": 7, "qwen3": 0}.get(model.config.model_type, 3)  # tiles, or images
+    model_type = model.config.model_type
+    assert len(grids) == (7 if model_type in TILED else 0 if model_type == "qwen3" else 3)  # tiles, or images
 
 
 def test_entropy_is_that_of_the_policy(model):

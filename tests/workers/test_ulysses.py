@@ -121,7 +121,7 @@ def features_of_images_and_videos(model_type, counts):
         results.append((features.detach(), [all_reduce(g) if split else g for g in gradients]))
     torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(results[1][1], results[0][1], strict=True):
-        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-7
 
 
 def keeps_the_chosen_kernel(flash):
@@ -151,6 +151,7 @@ CHECKS = {
     "images and a video": partial(features_of_images_and_videos, "qwen2_5_vl", (2, 1)),
     "videos": partial(features_of_images_and_videos, "qwen2_vl", (0, 2)),
     "tiles": partial(features_of_images_and_videos, "internvl", (2, 0)),
+    "tiles of a batch": partial(features_of_images_and_videos, "smolvlm", (2, 0)),
     "an image": partial(features_of_images_and_videos, "qwen3_vl_moe", (1, 0)),
 }
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.media_layout import check_limits
+from dataproto.vlm.media_layout import MediaLayout, check_limits
 from dataproto.vlm.placeholders import Ids
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(MediaLayout):
     """Tiles ``(tiles, 3, height, width)`` of all images, one image after another. Each tile is one grid of patches."""
 
     def names(self, kind: str) -> tuple[str, ...]:

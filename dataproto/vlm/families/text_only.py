@@ -14,11 +14,12 @@ from torch import Tensor
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
 from dataproto.vlm.media import DistinctMedia
+from dataproto.vlm.media_layout import MediaLayout
 from dataproto.vlm.placeholders import Ids, MediaTokens
 
 
 @dataclass(frozen=True)
-class NoMedia:
+class NoMedia(MediaLayout):
     """The layout of models that read text alone: no media, so every count is 0."""
 
     def names(self, kind: str) -> tuple[str, ...]:

@@ -1,0 +1,197 @@
+"""Idefics3 and SmolVLM: a SigLIP tower, a Llama decoder, one-dimensional positions.
+
+An image is resized and cut into square tiles of one size, and the whole image is added as one more tile. In the prompt each tile
+follows a token that names its row and column; an image that fits into one tile is that tile alone.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.vlm.family import DECODER_PLAN, VLMFamily
+from dataproto.vlm.media_layout import MediaLayout, check_limits
+from dataproto.vlm.placeholders import Ids
+
+MAX_SIDE = 4096
+"""The longest side in pixels that the image processors resize to."""
+
+
+def tile_grid(height: int, width: int, longest_edge: int, tile: int) -> tuple[int, int]:
+    """Rows and columns of tiles of an image of this size, or ``(0, 0)`` if it becomes one tile.
+
+    The processor resizes the image, smaller ones too, until its longest side has ``longest_edge`` pixels, and then both sides to
+    multiples of ``tile``. The arithmetic, rounding included, is the processor's.
+
+    >>> tile_grid(480, 640, longest_edge=2048, tile=512), tile_grid(480, 640, longest_edge=512, tile=512)
+    ((3, 4), (0, 0))
+    """
+    if min(height, width) <= 0:
+        raise InvalidMedia(f"image of height {height} and width {width} is empty")
+    wide, (long, short) = width >= height, (max(height, width), min(height, width))
+    aspect = width / height
+    short = _other_side(longest_edge, aspect, wide)
+    long, short = longest_edge, max(short + short % 2, 1)
+    height, width = (short, long) if wide else (long, short)
+    wide, aspect = width >= height, width / height
+    if max(height, width) > MAX_SIDE:
+        short = max(_other_side(MAX_SIDE, aspect, wide), 1)
+        height, width = (short, MAX_SIDE) if wide else (MAX_SIDE, short)
+        wide, aspect = width >= height, width / height
+    long = math.ceil(max(height, width) / tile)
+    short = math.ceil(_other_side(long * tile, aspect, wide) / tile)
+    rows, columns = (short, long) if wide else (long, short)
+    return (0, 0) if rows == columns == 1 else (rows, columns)
+
+
+def _other_side(side: int, aspect: float, wide: bool) -> int:
+    """The shorter side in pixels of an image whose longer side is ``side``; ``aspect`` is its width over its height."""
+    return int(side / aspect) if wide else int(side * aspect)
+
+
+@dataclass(frozen=True)
+class SquareTiles(MediaLayout):
+    """Tiles ``(tiles, 1, 3, size, size)`` of all images, one image after another: a batch of one image each for the forward of
+    Hugging Face. Each tile is one grid of patches.
+
+    A row also has ``image_tiles (images, 2)`` int64, rows and columns of each image's tiles, 0 and 0 of an image that is one
+    tile: the prompt depends on it, the tower does not. Images are processed one at a time, so no tile is padding.
+    """
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Pixels of images. There are no videos: prompts show their frames as images."""
+        return ("pixel_values",) if kind == "image" else ()
+
+    def merge_size(self, config: Any) -> int:
+        """Patches along each side of the "pixel shuffle", which joins neighbouring patches."""
+        return int(config.scale_factor)
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """One grid per tile."""
+        pixels = inputs.get("pixel_values") if kind == "image" else None
+        size, patch = int(config.vision_config.image_size), int(config.vision_config.patch_size)
+        if pixels is not None and tuple(pixels.shape[1:]) != (1, 3, size, size):
+            raise MediaMismatch(f"image tiles {tuple(pixels.shape)} are not (tiles, 1, 3, {size}, {size})")
+        tiles = 0 if pixels is None else len(pixels)
+        return torch.tensor([[1, size // patch, size // patch]]).expand(tiles, 3)
+
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """All tiles of an image have equally many features."""
+        grids = self.grids(kind, inputs, config)
+        if not len(grids):
+            return np.zeros(0, dtype=np.int64)
+        if inputs.get("image_tiles") is None:
+            raise MediaMismatch("pixel_values without image_tiles, the rows and columns of each image's tiles")
+        tiles = np.asarray(inputs["image_tiles"].cpu()).prod(1)
+        tiles = tiles + 1  # the whole image
+        if tiles.sum() != len(grids):
+            raise MediaMismatch(f"image_tiles counts {tiles.sum()} tiles, but there are {len(grids)}")
+        return np.asarray(tiles * (int(grids[0].prod()) // self.merge_size(config) ** 2), dtype=np.int64)
+
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """Limits become a number of tiles along the longest side, whose square is the largest area."""
+        edge, tile = processor.size["longest_edge"], processor.max_image_size["longest_edge"]
+        if not edge:
+            raise InvalidConfig(f"the image processor's size {dict(processor.size)} has no longest_edge")
+        if min_pixels is not None or max_pixels is not None:
+            least = 1 if min_pixels is None else min_pixels
+            most = max(least, MAX_SIDE**2) if max_pixels is None else max_pixels
+            check_limits(least, most)
+            tiles = max(edge // tile, math.ceil(math.sqrt(least) / tile))
+            edge = tile * max(1, min(tiles, math.isqrt(most) // tile, MAX_SIDE // tile))
+        return {"size": {"longest_edge": int(edge)}, "return_row_col_info": True}
+
+    def image_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+        """From ``(1, tiles, 3, size, size)``."""
+        tiles = torch.tensor([[made["rows"][0][0], made["cols"][0][0]]])
+        return {"pixel_values": made["pixel_values"][0].unsqueeze(1), "image_tiles": tiles}
+
+    def image_tiles(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows and columns of tiles of an image of this size, see `tile_grid`."""
+        found = tile_grid(height, width, options["size"]["longest_edge"], processor.max_image_size["longest_edge"])
+        return found if processor.do_image_splitting else (0, 0)
+
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """Computed by `tile_grid`."""
+        rows, columns = self.image_tiles(height, width, processor, options)
+        side = config.vision_config.image_size // config.vision_config.patch_size // self.merge_size(config)
+        return (rows * columns + 1) * int(side) ** 2
+
+    def smallest(self, config: Any) -> dict[str, Tensor]:
+        """One tile."""
+        size = config.vision_config.image_size
+        return {"pixel_values": torch.zeros(1, 1, 3, size, size), "image_tiles": torch.zeros(1, 2, dtype=torch.int64)}
+
+
+class Idefics3(VLMFamily):
+    """Idefics3."""
+
+    model_type = "idefics3"
+    media_layout = TILES = SquareTiles()
+    image_text = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
+    typed_content = True
+    mrope = False
+    vision_tower = "model.vision_model"
+    vision_blocks = "model.vision_model.encoder.layers"
+    mergers = ("model.connector",)
+    language_model = "model.text_model"
+    embedding = "model.text_model.embed_tokens"
+    decoder_layers = "model.text_model.layers"
+    final_norm = "model.text_model.norm"
+    tensor_plan = tuple((path.replace("language_model", "text_model"), style) for path, style in DECODER_PLAN)
+
+    def image_texts(self, media: Mapping[str, Any], config: Any) -> list[tuple[str, ...]]:
+        """From the tiles of each image."""
+        return [self._texts(*tiles) for tiles in media["image_tiles"].tolist()] if "image_tiles" in media else []
+
+    def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """From the tiles of an image of this size."""
+        return self._texts(*self.TILES.image_tiles(height, width, processor, options))
+
+    def _texts(self, rows: int, columns: int) -> tuple[str, ...]:
+        """Each tile's row and column, a line break after each row of tiles, and the whole image after an empty line."""
+        whole, end = self.image_text
+        if not rows:
+            return self.image_text
+        tiles = [
+            ("\n" if row and not column else "") + f"{end}<row_{row + 1}_col_{column + 1}>"
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        return (*tiles, f"\n\n{whole}", end)
+
+    def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
+        """Features ``(F, H)`` after the tower and the connector.
+
+        Hugging Face's own method drops tiles that are all zero, which it takes for padding: a white image can be zero. Here every
+        tile has features, as many as its prompt has placeholders.
+        """
+        tower, connector = (model.get_submodule(path) for path in (self.vision_tower, *self.mergers))
+        pixels = media["pixel_values"].flatten(0, 1).to(next(tower.parameters()).dtype)
+        features: Tensor = connector(tower(pixels, **vision_kwargs).last_hidden_state).flatten(0, 1)
+        return features
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Full attention within a tile; the connector is one matrix."""
+        vision = config.vision_config
+        width, depth = int(vision.hidden_size), int(vision.num_hidden_layers)
+        patches = grids.prod(-1)
+        embedding = width * int(vision.num_channels) * int(vision.patch_size) ** 2
+        block = 4 * width**2 + 2 * width * int(vision.intermediate_size)
+        # A feature joins the patches of a square and is multiplied with a row of weights for each of them.
+        connector = width * int(config.text_config.hidden_size)
+        linear = patches * (embedding + depth * block + connector)
+        return torch.stack([2 * linear, 4 * width * depth * patches**2], dim=1)
+
+
+class SmolVLM(Idefics3):
+    """SmolVLM and SmolVLM2: Idefics3 with a smaller tower and more patches joined into a feature. Videos are frames as images."""
+
+    model_type = "smolvlm"
