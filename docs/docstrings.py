@@ -1,4 +1,4 @@
-"""A Sphinx extension for docstrings that are written to be read in the source: Markdown tables, indented formulas, comments of fields.
+"""A Sphinx extension for docstrings that are written for the source: Markdown tables, indented formulas, comments of fields.
 
 It also shows a name that several packages export on one page alone, that of the first package.
 """
@@ -38,7 +38,9 @@ def process(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: 
     lines[:] = with_formulas(with_tables(lines))
 
 
-def with_readable_defaults(app: Sphinx, what: str, name: str, value: Any, options: Any, arguments: str | None, result: str | None):
+def with_readable_defaults(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, arguments: str | None, result: str | None
+):
     """``<factory>``, which is no Python and keeps Sphinx from reading a signature, as ``...``."""
     return re.sub(r"=\s*<\w+>", "=...", arguments) if arguments else arguments, result
 
@@ -54,7 +56,9 @@ def with_tables(lines: list[str]) -> Iterator[str]:
         if rows:
             yield from (".. list-table::", "   :header-rows: 1", "")
             for row in rows:
-                yield from (f"   {'-' if place else '* -'} {cell}".replace("   -", "     -") for place, cell in enumerate(row))
+                yield from (
+                    f"   {'-' if place else '* -'} {cell}".replace("   -", "     -") for place, cell in enumerate(row)
+                )
             yield ""
             rows = []
         yield line
@@ -67,7 +71,12 @@ def with_formulas(lines: Iterator[str]) -> Iterator[str]:
         if not line.strip():
             blank = True
         else:
-            if blank and line.startswith("    ") and not previous.startswith((" ", ".. ", ">>>")) and previous[-2:] != "::":
+            if (
+                blank
+                and line.startswith("    ")
+                and not previous.startswith((" ", ".. ", ">>>"))
+                and previous[-2:] != "::"
+            ):
                 yield from ("::", "")
             previous, blank = line, False
         yield line
@@ -78,7 +87,11 @@ def field_lines(config: type, lines: list[str]) -> list[str]:
     if any(line.strip() in ("Args:", "Attributes:") for line in lines):
         return []
     texts = {name: field_text(config, name) for name in inspect.signature(config).parameters}
-    return ["", "Args:", *(f"    {name}: {text}" for name, text in texts.items() if text), ""] if any(texts.values()) else []
+    return (
+        ["", "Args:", *(f"    {name}: {text}" for name, text in texts.items() if text), ""]
+        if any(texts.values())
+        else []
+    )
 
 
 def data_text(name: str) -> list[str]:
