@@ -1,4 +1,4 @@
-"""A Sphinx extension for docstrings that are written to be read in the source: Markdown tables, indented formulas, comments of fields.
+"""A Sphinx extension for docstrings that are written for the source: Markdown tables, indented formulas, comments of fields.
 
 It also shows a name that several packages export on one page alone, that of the first package.
 """
