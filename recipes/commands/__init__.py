@@ -26,6 +26,7 @@ COMMANDS = {
     "ppo": Command("recipes.ppo:main", "train a policy by PPO, with a critic"),
     "sft": Command("recipes.sft:main", "supervised training on conversations with images"),
     "classify": Command("recipes.classify:main", "supervised training on labelled pictures"),
+    "easy-vqa": Command("recipes.easy_vqa:main", "train by SFT, then GRPO, on real questions about pictures"),
     "parity": Command("recipes.parity.__main__:main", "compare log-probs of the rollout engine with the actor's"),
     "export": Command("recipes.export.__main__:main", "make a checkpoint of a run an ordinary Hugging Face model"),
     "plan": Command("recipes.plan:main", "forecast memory, time and disk of a run before anything is loaded"),

@@ -5,6 +5,7 @@
 
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks, ProblemRows
+from recipes.data.easy_vqa_rows import Answered, EasyVQA, EasyVQARows, fetch_easy_vqa, open_easy_vqa
 from recipes.data.labelled_pictures import LabelledData, LabelledRows, Templates, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.mixture import Mixture
@@ -13,9 +14,12 @@ from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables
 
 __all__ = [
     "INSTRUCTION",
+    "Answered",
     "ColumnKeys",
     "DrawnSums",
     "DrawnTalks",
+    "EasyVQA",
+    "EasyVQARows",
     "EvaluationLoader",
     "Geo3KDataset",
     "LabelledData",
@@ -28,8 +32,10 @@ __all__ = [
     "Templates",
     "drawn_data",
     "drop_overlong",
+    "fetch_easy_vqa",
     "folder_data",
     "load_rows",
+    "open_easy_vqa",
     "open_stream",
     "open_tables",
     "read_row",
