@@ -44,6 +44,7 @@ COMMANDS = {
     "classify": Command(
         "recipes.classify:main", "supervised training on labelled pictures", "recipes.configs.classify_config:parse"
     ),
+    "easy-vqa": Command("recipes.easy_vqa:main", "train by SFT, then GRPO, on real questions about pictures"),
     "parity": Command(
         "recipes.parity.__main__:main",
         "compare log-probs of the rollout engine with the actor's",

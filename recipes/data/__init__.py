@@ -10,6 +10,7 @@ from dataproto.extras import lazy_names
 if TYPE_CHECKING:
     from recipes.data.column_keys import ColumnKeys
     from recipes.data.drawn_rows import DrawnSums, DrawnTalks, ProblemRows
+    from recipes.data.easy_vqa_rows import Answered, EasyVQA, EasyVQARows, fetch_easy_vqa, open_easy_vqa
     from recipes.data.labelled_pictures import (
         LabelledData,
         LabelledRows,
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INSTRUCTION",
+    "Answered",
     "ColumnKeys",
     "DrawnSums",
     "DrawnTalks",
+    "EasyVQA",
+    "EasyVQARows",
     "EvaluationLoader",
     "Geo3KDataset",
     "LabelledData",
@@ -40,8 +44,10 @@ __all__ = [
     "Templates",
     "drawn_data",
     "drop_overlong",
+    "fetch_easy_vqa",
     "folder_data",
     "load_rows",
+    "open_easy_vqa",
     "open_stream",
     "open_tables",
     "read_row",

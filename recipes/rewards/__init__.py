@@ -12,6 +12,7 @@ from recipes.rewards.reward_functions import (
     remote_reward,
 )
 from recipes.rewards.sequence_classifier import SequenceClassifier
+from recipes.rewards.short_answers import ShuffledScores, normalised, short_answer_reward
 from workers.roles.reward import RewardFunction, RewardRow
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "RewardFunction",
     "RewardRow",
     "SequenceClassifier",
+    "ShuffledScores",
     "as_reward_function",
     "compute_score",
     "format_score",
@@ -28,5 +30,7 @@ __all__ = [
     "from_verl",
     "geo3k_reward",
     "load_reward",
+    "normalised",
     "remote_reward",
+    "short_answer_reward",
 ]

@@ -40,17 +40,22 @@ class TinyConfig:
     max_pixels: int = 280 * 280
 
 
-def make_tiny_model(path: str | Path, seed: int = 0, config: TinyConfig | None = None) -> Path:
+def make_tiny_model(
+    path: str | Path, seed: int = 0, config: TinyConfig | None = None, texts: Iterable[str] | None = None
+) -> Path:
     """Writes a randomly initialised checkpoint to the directory ``path``; equal arguments give equal weights.
 
     It loads with ``Qwen2_5_VLForConditionalGeneration.from_pretrained``, ``AutoTokenizer`` and ``AutoImageProcessor``.
+
+    Args:
+        texts: prompts and answers on which the tokenizer is trained; by default those of the drawn problems.
 
     Returns:
         ``path``.
     """
     config = config or TinyConfig()
     path = Path(path)
-    tokenizer = train_tokenizer(_corpus(), config.vocabulary)
+    tokenizer = train_tokenizer(_corpus(sample_texts() if texts is None else texts), config.vocabulary)
     model = random_model(model_config(config, tokenizer), config.vision_std, seed)
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(path)
@@ -124,7 +129,7 @@ def _generation_config(tokenizer: Qwen2Tokenizer) -> GenerationConfig:
     return GenerationConfig(do_sample=True, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
 
 
-def _corpus() -> Iterable[str]:
-    """The texts on which the tokenizer is trained: parts of prompts and answers between special tokens."""
+def _corpus(texts: Iterable[str]) -> Iterable[str]:
+    """``texts``, and the other parts of prompts and answers between special tokens."""
     fixed = ["system\nYou are a helpful assistant.", "user\n", "assistant\n", "look", " \\boxed{x}"]
-    return 100 * fixed + sample_texts()
+    return [*(100 * fixed), *texts]

@@ -1,0 +1,220 @@
+"""Easy-VQA: real questions about pictures of one shape, as rows for reinforcement learning and for supervised training.
+
+The PyPI package ``easy-vqa`` 1.0 (Victor Zhou, MIT licence) has 5,000 pictures of 64 x 64 pixels: 4,000 with 38,575 questions to
+train on, 1,000 with 9,673 questions to test. There are 13 answers. The most common one is right for 0.373 of the test
+questions; without the picture, the answer that a question most often has in training is right for 0.670. Rows are read from its
+wheel; none of its code runs.
+
+>>> easy_vqa = open_easy_vqa()  # doctest: +SKIP
+>>> row = easy_vqa.test[0]  # doctest: +SKIP
+>>> row["prompt"][0]["content"], row["reward_model"]["ground_truth"]  # doctest: +SKIP
+('<image>what is the red shape?', 'triangle')
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dataproto.errors import FileFormatError, InvalidConfig
+from recipes.data.problem_rows import read_row
+from recipes.synthetic.problems import Split
+from rollout.prompts.images import load_image
+
+REQUIREMENT = "easy-vqa==1.0"
+WHEEL = "easy_vqa-1.0-py3-none-any.whl"
+SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
+LICENCE = "easy-vqa 1.0, pictures and questions by Victor Zhou, MIT licence (https://pypi.org/project/easy-vqa/)"
+SOURCE = "easy_vqa"
+
+
+@dataclass(frozen=True)
+class EasyVQAQuestion:
+    """A question about a picture."""
+
+    question: str
+    answer: str
+    picture: int
+
+
+class Pictures(Mapping[int, Image.Image]):
+    """RGB pictures by number; each is decoded once."""
+
+    def __init__(self, encoded: Mapping[int, bytes]) -> None:
+        self._encoded = encoded
+        self._decoded: dict[int, Image.Image] = {}
+
+    def __getitem__(self, number: int) -> Image.Image:
+        if number not in self._decoded:
+            self._decoded[number] = load_image(self._encoded[number])
+        return self._decoded[number]
+
+    def __iter__(self) -> Any:
+        return iter(self._encoded)
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+
+@dataclass(frozen=True)
+class EasyVQARows(Sequence[dict[str, Any]]):
+    """Questions with their pictures, as rows of `recipes.data.problem_rows`.
+
+    Attributes:
+        shown: for each question the number of the picture that its row shows, -1 for none; normally its own.
+        source: ``data_source`` of the rows.
+    """
+
+    questions: tuple[EasyVQAQuestion, ...]
+    pictures: Pictures
+    shown: tuple[int, ...]
+    split: Split
+    source: str = SOURCE
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return self.at(range(*place.indices(len(self))))
+        place = range(len(self))[place]
+        asked, shown = self.questions[place], self.shown[place]
+        images = [] if shown < 0 else [self.pictures[shown]]
+        text = "<image>" * len(images) + asked.question
+        raw = {"problem": text, "answer": asked.answer, "images": images, "ability": "vqa"}
+        return read_row(raw, place, self.split, self.source, instruction="")
+
+    def at(self, places: Sequence[int]) -> "EasyVQARows":
+        """The rows at ``places``, in this order."""
+        questions = tuple(self.questions[place] for place in places)
+        return replace(self, questions=questions, shown=tuple(self.shown[place] for place in places))
+
+    def in_random_order(self, seed: int = 0) -> "EasyVQARows":
+        """The same rows, so that the first ones are a sample of all; those of a file are sorted by picture."""
+        return self.at(np.random.default_rng(seed).permutation(len(self)).tolist())
+
+    def with_other_pictures(self, seed: int = 0) -> "EasyVQARows":
+        """Each row with the picture of another row that asks the same question, whatever the answer is there.
+
+        A question that is asked only once gets the picture of any other row.
+        """
+        asked = np.array([question.question for question in self.questions])
+        random, order, alone = np.random.default_rng(seed), np.arange(len(self)), list[int]()
+        for text in sorted(set(asked.tolist())):
+            places = random.permutation(np.flatnonzero(asked == text))
+            order[places] = np.roll(places, 1)
+            alone += places.tolist() if len(places) == 1 else []
+        for place in alone:
+            order[place] = (place + 1) % len(self)
+        return replace(self, shown=tuple(self.shown[place] for place in order), source=f"{self.source}_other_pictures")
+
+    def without_pictures(self) -> "EasyVQARows":
+        """Each row with its words alone."""
+        return replace(self, shown=(-1,) * len(self), source=f"{self.source}_without_pictures")
+
+
+class Answered(Sequence[dict[str, Any]]):
+    """Problems with their answers as conversations, for `rollout.prompts.SupervisedBuilder`."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        row = self.rows[place]
+        answer = {"role": "assistant", "content": row["reward_model"]["ground_truth"]}
+        return {**row, "prompt": [*row["prompt"], answer]}
+
+
+@dataclass(frozen=True)
+class EasyVQA:
+    """Rows to train on and to test. No picture is in both."""
+
+    train: EasyVQARows
+    test: EasyVQARows
+
+    def texts(self) -> list[str]:
+        """All questions and answers to train on, for a tokenizer."""
+        return [text for asked in self.train.questions for text in (asked.question, asked.answer)]
+
+
+def open_easy_vqa(wheel: str | Path | None = None) -> EasyVQA:
+    """Reads the questions and pictures of a wheel of ``easy-vqa``, or of another ZIP file with the same layout.
+
+    Args:
+        wheel: the file; by default that of `fetch_easy_vqa`.
+
+    Raises:
+        InvalidConfig: the wheel cannot be fetched, or the file does not exist.
+        FileFormatError: the file has another layout.
+    """
+    path = fetch_easy_vqa() if wheel is None else Path(wheel)
+    if not path.is_file():
+        raise InvalidConfig(f"easy-VQA: there is no file {path}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return EasyVQA(_read_split(archive, "train"), _read_split(archive, "test"))
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+        raise FileFormatError(f"{path} is not a wheel of easy-vqa: {error}") from error
+
+
+def _read_split(archive: zipfile.ZipFile, split: Split) -> EasyVQARows:
+    folder = f"easy_vqa/data/{split}"
+    listed = json.loads(archive.read(f"{folder}/questions.json"))
+    questions = tuple(EasyVQAQuestion(str(text), str(answer), int(picture)) for text, answer, picture in listed)
+    encoded = {
+        int(found[1]): archive.read(name)
+        for name in archive.namelist()
+        if (found := re.fullmatch(rf"{folder}/images/(\d+)\.png", name))
+    }
+    if missing := sorted({asked.picture for asked in questions} - encoded.keys()):
+        raise ValueError(f"{folder} has no picture {missing[0]}, which a question is about")
+    if not questions:
+        raise ValueError(f"{folder} has no questions")
+    return EasyVQARows(questions, Pictures(encoded), tuple(asked.picture for asked in questions), split)
+
+
+def fetch_easy_vqa(cache: Path | None = None) -> Path:
+    """The path of the wheel, which pip downloads once (3.2 MB) and whose SHA-256 it checks; says what it is and its licence.
+
+    Args:
+        cache: directory of the wheel; by default ``dataproto`` in the user's cache directory.
+
+    Raises:
+        InvalidConfig: pip could not download it.
+    """
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
+    path = root / WHEEL
+    if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
+        print(f"easy-VQA: found in {path}; {LICENCE}")
+        return path
+    root.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=root) as folder:
+        requirements = Path(folder, "requirements.txt")
+        requirements.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n", encoding="utf-8")
+        options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements), "-d", folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not Path(folder, WHEEL).is_file():
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+            said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+            raise InvalidConfig(
+                f"pip could not download {REQUIREMENT} ({said}): connect to a package index, or give the path of {WHEEL}, "
+                "downloaded elsewhere, as --data-path"
+            )
+        Path(folder, WHEEL).replace(path)
+    print(f"easy-VQA: saved in {path}; {LICENCE}")
+    return path

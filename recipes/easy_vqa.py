@@ -1,0 +1,237 @@
+"""Supervised training, then GRPO, on real questions about pictures: ``dataproto easy-vqa``.
+
+With no arguments it fetches the pictures and questions of easy-VQA through pip (3.2 MB, MIT licence), makes a small Qwen2.5-VL,
+shows it some answers, and lets GRPO go on from there, on the CPU within minutes. The model writes its answer in words, and the
+reward compares the text. With ``--model-path`` the same two phases train any checkpoint of a known family.
+
+The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
+controls: the same questions with other rows' pictures, and without pictures.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import tyro
+
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.options import spelled_out
+from recipes.console import start_phase
+from recipes.data.easy_vqa_rows import Answered, EasyVQA, EasyVQARows, open_easy_vqa
+from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.grpo import GRPOConfig, GRPORunConfig, grpo_step
+from recipes.report.kept_rollouts import KeptRollouts
+from recipes.report.page import REPORT_FILE
+from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
+from recipes.run.command_line import exit_status
+from recipes.run.evaluation import Evaluate, evaluate_samples
+from recipes.run.loop import Loader, Measure, RunConfig, attempts, measure_rollouts, train
+from recipes.run.one_step_off import generate_ahead
+from recipes.run.phases import Progression
+from recipes.run.policy_gradient import (
+    AlgorithmStep,
+    DataConfig,
+    PolicyGradientConfig,
+    launch_roles,
+    parse_with_defaults,
+)
+from recipes.run.run_directory import recorded_run, with_schedules
+from recipes.run.supervised import SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
+from recipes.tiny import TinyConfig, make_tiny_model
+from rollout.prompts import PromptBuilder, SupervisedBuilder
+from workers import Roles
+from workers.training.checkpoint import latest_checkpoint
+from workers.training.loading import checkpoint_family
+from workers.training.optimizer import OptimizerConfig
+
+OUTPUT_DIR = Path("outputs/easy_vqa")
+SFT, MODEL = "sft", "model"  # folders of the run's directory
+
+
+@dataclass(frozen=True)
+class SFTPhaseConfig:
+    """The supervised phase, in which the model learns the form of an answer."""
+
+    steps: int = 100  # updates
+    batch_size: int = 64  # questions of an update
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1:
+            raise InvalidConfig(f"sft.steps={self.steps} and sft.batch_size={self.batch_size} must be at least 1")
+
+
+@dataclass(frozen=True)
+class EasyVQAConfig(GRPORunConfig):
+    """A run of both phases. ``data.data_path`` is the wheel of easy-vqa; by default pip fetches it."""
+
+    sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
+    shuffled_rewards: bool = False  # a control: permute the rewards of each batch at random, so that they say nothing
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.eval_data_path or self.data.keys.given():
+            raise InvalidConfig("easy-VQA has its own test questions and columns: leave out --eval-data-path and keys")
+        if self.run.epochs is not None:
+            raise InvalidConfig("the two phases have their own lengths: give --sft.steps and --steps, not --epochs")
+
+
+# What a model of under a million parameters learns within minutes on two cores.
+TINY = EasyVQAConfig(
+    sft=SFTPhaseConfig(
+        steps=300, batch_size=32, optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", warmup_steps=20)
+    ),
+    data=DataConfig(batch_size=16, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
+    algorithm=GRPOConfig(n=16),
+    optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
+    run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
+)
+REAL = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    with exit_status(arguments) as status:
+        print(f"report: {run_easy_vqa(parse(arguments))}")
+    return status.code
+
+
+def parse(arguments: Sequence[str]) -> EasyVQAConfig:
+    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+    """
+    return parse_with_defaults(arguments, REAL, {"tiny": TINY}, __doc__, "dataproto easy-vqa")
+
+
+def run_easy_vqa(config: EasyVQAConfig) -> Path:
+    """Both phases; a resumed run continues in the one that was interrupted.
+
+    Returns:
+        The path of the report, which an interrupted run leaves too.
+
+    Raises:
+        InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
+    """
+    asked, started = config, time.monotonic()
+    if config.model_path is not None:
+        checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
+    with start_phase("reading data"):
+        rows = open_easy_vqa(config.data.data_path)
+    reward = load_reward(config.reward) if config.reward else short_answer_reward
+    reward = ShuffledScores(reward) if config.shuffled_rewards else reward
+    config = with_schedules(config.run, config, **config.updates)
+    recorded = replace(config, algorithm=spelled_out(config.algorithm))
+    with recorded_run(config.run, recorded, asked, started) as directory:
+        train_policy(config, grpo_step, rows, str(supervised_checkpoint(config, rows)), reward)
+    return directory / REPORT_FILE
+
+
+def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
+    """The model after the supervised phase, which runs if it has not been completed in this directory."""
+    directory = config.run.output_dir
+    found = latest_checkpoint(directory.absolute() / SFT)
+    if found is None or found[0] < config.sft.steps:
+        print(f"supervised phase: {config.sft.steps} steps of {config.sft.batch_size} answered questions")
+        model_path = config.model_path or str(tiny_reader(directory / MODEL, config.run.seed, rows))
+        resume = config.run.resume and (directory / SFT).exists()
+        phase = SupervisedConfig(
+            model_path=model_path,
+            engine=config.engine,
+            engine_options=config.engine_options,
+            compute=config.compute,
+            on=config.on,
+            layout=config.layout,
+            ray=replace(config.ray, rollout_processes=0),
+            max_restarts=config.max_restarts,
+            optimizer=config.sft.optimizer,
+            run=replace(
+                config.run,
+                steps=config.sft.steps,
+                epochs=None,
+                eval_every=0,
+                eval_first=False,
+                save_every=0,
+                keep_best=None,
+                resume=resume,
+                overwrite=False,
+                output_dir=directory / SFT,
+            ),
+        )
+        run_supervised(phase, partial(supervised_task, config, rows))
+    return directory.absolute() / SFT / f"global_step_{config.sft.steps}" / "actor" / "huggingface"
+
+
+def tiny_reader(path: Path, seed: int, rows: EasyVQA) -> Path:
+    """A small Qwen2.5-VL with random weights whose tokenizer has the words of easy-VQA; made if it does not exist yet."""
+    if not (path / "config.json").is_file():
+        with start_phase("making the tiny model"):
+            make_tiny_model(path, seed, TinyConfig(), rows.texts())
+    return path
+
+
+def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> SupervisedTask:
+    """The training questions with their answers; after the last step the loss of held-out ones."""
+    data = config.data
+    longest = data.max_prompt_length + data.max_response_length
+    builder = SupervisedBuilder.from_pretrained(model_path, longest, data.min_pixels, data.max_pixels)
+    loader = PromptLoader(Answered(rows.train), builder, config.sft.batch_size, config.run.seed)
+    held_out = Answered(rows.test.in_random_order()[: data.eval_rows])
+
+    def evaluate(roles: Roles, step: int) -> dict[str, float]:
+        return held_out_loss(roles, EvaluationLoader(held_out, builder, config.sft.batch_size))
+
+    return SupervisedTask(builder, loader, evaluate, longest)
+
+
+def train_policy(
+    config: PolicyGradientConfig, step: AlgorithmStep, rows: EasyVQA, model_path: str, reward: RewardFunction
+) -> None:
+    """Trains by an algorithm's step function in the run's directory, which `recipes.run.recorded_run` has opened.
+
+    Args:
+        step: see `recipes.run.run`.
+        model_path: the checkpoint that training starts from.
+    """
+    data = config.data
+    builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    loader = PromptLoader(
+        rows.train, builder, data.batch_size, config.run.seed, on_bad_row=data.on_bad_row, num_workers=data.num_workers
+    )
+    kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
+    for attempt in attempts(config.run, loader, config.max_restarts):
+        progression = Progression(config.algorithm.kl_controller())
+        options = {"config": config.algorithm, "sampling": config.sampling(), "progression": progression}
+        evaluate = controlled_evaluation(config, rows.test, builder)
+        with attempt, launch_roles(config, model_path, builder, reward) as roles:
+            batches: Loader = loader
+            measure: Measure = measure_rollouts
+            if config.one_step_off:
+                batches, measure = generate_ahead(roles, loader, progression, attempt.run.steps)
+            train(attempt.run, roles, batches, partial(step, **options), evaluate, builder, progression, measure, kept)
+
+
+def controlled_evaluation(config: PolicyGradientConfig, test: EasyVQARows, builder: PromptBuilder) -> Evaluate:
+    """Answers to test questions, and of ``data.eval_rows`` of them the controls, as data sources of their own.
+
+    Before the first and after the last step these are all test questions, else ``data.eval_rows`` of them, chosen at random and
+    always the same.
+    """
+    test = test.in_random_order()
+    few = test[: config.data.eval_rows]
+    controls = [test.with_other_pictures()[: config.data.eval_rows], few.without_pictures()]
+    at_a_time = max(config.data.batch_size * config.algorithm.n // config.data.eval_samples, 1)
+
+    def evaluate(roles: Roles, step: int) -> dict[str, float]:
+        shown = [test if step in (0, config.run.steps) else few, *controls]
+        batches = chain.from_iterable(EvaluationLoader(each, builder, at_a_time) for each in shown)
+        return evaluate_samples(roles, batches, config.eval_sampling(), config.run.output_dir, step)[0]
+
+    return evaluate

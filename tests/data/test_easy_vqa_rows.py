@@ -1,0 +1,120 @@
+"""Easy-VQA's questions as rows: what they hold, the controls, and the fetch."""
+
+import collections
+import hashlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from dataproto.errors import FileFormatError, InvalidConfig
+from helpers.easy_vqa_files import write_easy_vqa
+from recipes.data import Answered, fetch_easy_vqa, open_easy_vqa
+from recipes.data.easy_vqa_rows import SHA256, WHEEL
+
+
+@pytest.fixture(scope="module")
+def easy_vqa(tmp_path_factory):
+    return open_easy_vqa(write_easy_vqa(tmp_path_factory.mktemp("data") / "small.whl"))
+
+
+def test_a_row_has_the_question_its_picture_and_the_answer(easy_vqa):
+    row = easy_vqa.train[4]  # of picture 1, the second question
+    assert row["prompt"] == [{"role": "user", "content": "<image>what shape is present?"}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "circle"}
+    assert (row["data_source"], row["extra_info"]["split"], row["index"]) == ("easy_vqa", "train", 4)
+    assert row["images"][0].size == (64, 64)
+    assert row["images"][0].getpixel((18, 18)) == (0, 0, 255)  # picture 1 is blue
+    assert Answered(easy_vqa.train)[4]["prompt"][1] == {"role": "assistant", "content": "circle"}
+    assert (len(easy_vqa.train), len(easy_vqa.test)) == (36, 18)
+    assert len(list(easy_vqa.test)) == 18  # iteration ends
+
+
+def test_a_picture_is_decoded_once(easy_vqa):
+    assert easy_vqa.train[0]["images"][0] is easy_vqa.train[2]["images"][0]
+    assert easy_vqa.train.in_random_order().pictures is easy_vqa.train.pictures
+
+
+def test_other_pictures_come_from_rows_with_the_same_question(easy_vqa):
+    rows, other = easy_vqa.test, easy_vqa.test.with_other_pictures()
+    own = {(asked.question, asked.picture) for asked in rows.questions}
+    assert all((asked.question, shown) in own for asked, shown in zip(rows.questions, other.shown))
+    assert not any(asked.picture == shown for asked, shown in zip(rows.questions, other.shown))
+    for question in {asked.question for asked in rows.questions}:  # each picture of a question is shown once
+        shown = [number for asked, number in zip(rows.questions, other.shown) if asked.question == question]
+        assert sorted(shown) == sorted(asked.picture for asked in rows.questions if asked.question == question)
+    assert other[0]["images"][0] is not rows[0]["images"][0]
+    assert other[0]["reward_model"] == rows[0]["reward_model"]
+    assert other[0]["data_source"] == "easy_vqa_other_pictures"
+
+
+def test_a_question_that_is_asked_once_gets_the_picture_of_another_row(easy_vqa):
+    pair = easy_vqa.test.at([0, 4])  # two questions, each once, about two pictures
+    assert pair.with_other_pictures().shown == (1, 0)
+
+
+def test_without_pictures_only_the_words_are_left(easy_vqa):
+    row = easy_vqa.test.without_pictures()[1]
+    assert (row["prompt"][0]["content"], row["images"]) == ("what shape is present?", [])
+    assert row["data_source"] == "easy_vqa_without_pictures"
+
+
+def test_a_random_order_has_the_same_rows(easy_vqa):
+    mixed = easy_vqa.test.in_random_order()
+    assert mixed.questions != easy_vqa.test.questions
+    assert collections.Counter(mixed.questions) == collections.Counter(easy_vqa.test.questions)
+    assert all(asked.picture == shown for asked, shown in zip(mixed.questions, mixed.shown))
+    assert mixed[:4].questions == mixed.questions[:4]
+
+
+def test_what_is_no_wheel_of_easy_vqa_is_refused(tmp_path):
+    with pytest.raises(InvalidConfig, match="no file"):
+        open_easy_vqa(tmp_path / "missing.whl")
+    (tmp_path / "text.whl").write_text("no archive")
+    with pytest.raises(FileFormatError, match=r"text\.whl is not a wheel of easy-vqa"):
+        open_easy_vqa(tmp_path / "text.whl")
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr("easy_vqa/data/train/questions.json", '[["what?", "this", 3]]')
+    with pytest.raises(FileFormatError, match="no picture 3"):
+        open_easy_vqa(tmp_path / "other.whl")
+
+
+@pytest.mark.slow
+def test_without_an_index_the_error_names_the_way_out(tmp_path, monkeypatch):
+    """pip itself runs, with an index that does not exist."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(InvalidConfig, match=r"pip could not download easy-vqa==1\.0 .*--data-path"):
+        fetch_easy_vqa(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_wheel_in_the_cache_is_not_used(tmp_path, monkeypatch):
+    (tmp_path / WHEEL).write_bytes(b"damaged")
+    asked = []
+    failed = subprocess.CompletedProcess([], 1, "", "ERROR: no index")
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: asked.append(command) or failed)
+    with pytest.raises(InvalidConfig, match="no index"):
+        fetch_easy_vqa(tmp_path)
+    assert asked[0][:4] == [sys.executable, "-m", "pip", "download"]
+
+
+@pytest.mark.long
+def test_the_real_package_is_what_the_documents_say(tmp_path):
+    """Fetches the real wheel through pip."""
+    path = fetch_easy_vqa(tmp_path)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
+    easy_vqa = open_easy_vqa(path)
+    assert (len(easy_vqa.train.pictures), len(easy_vqa.test.pictures)) == (4000, 1000)
+    assert (len(easy_vqa.train), len(easy_vqa.test)) == (38_575, 9_673)
+    answers = collections.Counter(asked.answer for asked in easy_vqa.test.questions)
+    assert len(answers) == 13
+    assert round(max(answers.values()) / 9673, 3) == 0.373
+    best = {}  # the most common answer to each question in training
+    for asked, _ in collections.Counter(
+        (each.question, each.answer) for each in easy_vqa.train.questions
+    ).most_common():
+        best.setdefault(*asked)
+    assert round(sum(best[asked.question] == asked.answer for asked in easy_vqa.test.questions) / 9673, 3) == 0.670
+    pixels = [{image.tobytes() for image in rows.pictures.values()} for rows in (easy_vqa.train, easy_vqa.test)]
+    assert not pixels[0] & pixels[1]
