@@ -44,6 +44,8 @@ class GRPOConfig(AlgorithmConfig):
             raise InvalidConfig(
                 "algorithm.advantage=gae needs the values of a critic: run recipes.ppo or recipes.geo3k_ppo"
             )
+        if self.settings.advantage == "reverse_kl":
+            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run recipes.distil")
 
 
 def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
@@ -87,7 +89,7 @@ def grpo_step(
     if config.needs_old_log_probs(config.updates(len(prompts))) and "old_log_probs" not in data:
         with timed(metrics, "old_log_prob"):
             data |= roles.actor.log_probs(data, into="old_log_probs")
-    if config.settings.kl_coef:
+    if config.needs_reference:
         with timed(metrics, "ref"):
             data |= roles.reference.log_probs(data, into="ref_log_prob")
     with timed(metrics, "adv"):

@@ -9,6 +9,7 @@ from recipes.algorithms.advantages import (
     length_weighted_advantage,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    reverse_kl_advantage,
     whiten,
 )
 from recipes.algorithms.correction import importance_weights, kept_tokens
@@ -65,6 +66,7 @@ __all__ = [
     "random_high_covariance",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "reverse_kl_advantage",
     "sequence_policy_loss",
     "unbiased_k3_kl",
     "value_loss",

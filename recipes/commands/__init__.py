@@ -24,6 +24,7 @@ class Command:
 COMMANDS = {
     "grpo": Command("recipes.grpo:main", "train a policy by GRPO and its relatives, without a critic"),
     "ppo": Command("recipes.ppo:main", "train a policy by PPO, with a critic"),
+    "distil": Command("recipes.distil:main", "train a student on its own samples by the log-probs of a teacher"),
     "sft": Command("recipes.sft:main", "supervised training on conversations with images"),
     "classify": Command("recipes.classify:main", "supervised training on labelled pictures"),
     "parity": Command("recipes.parity.__main__:main", "compare log-probs of the rollout engine with the actor's"),

@@ -40,6 +40,7 @@ from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
+from workers.roles.model_worker import PolicyConfig
 from workers.roles.rollout_worker import RolloutConfig
 from workers.training.loading import checkpoint_family
 from workers.training.optimizer import OptimizerConfig
@@ -144,6 +145,14 @@ class PolicyGradientConfig:
         """The optimizer of the critic; ``None`` without one."""
         return None
 
+    def check_models(self, model_path: str) -> None:
+        """Raises `UnknownModel` or `InvalidConfig` for a model that this run cannot use; ``model_path`` is the policy's."""
+        checkpoint_family(model_path)
+
+    def reference(self, actor: ActorConfig) -> PolicyConfig | None:
+        """The policy that a KL term or the advantage compares with: the actor before its training; ``None`` without either."""
+        return actor.frozen() if self.algorithm.needs_reference else None
+
     def sampling(self) -> SamplingParams:
         """How responses are sampled for training."""
         return self.algorithm.sampling(self.data.max_response_length, self.run.seed)
@@ -230,7 +239,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     model_path = config.model_path
     if model_path is None:
         model_path = str(tiny_checkpoint(config.run.seed, phase=start_phase))
-    checkpoint_family(model_path)  # refuses an unknown model before anything is written
+    config.check_models(model_path)  # before anything is written
     data = config.data
     with start_phase("loading the tokenizer and the image processor"):
         builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
@@ -259,7 +268,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
 def launch_roles(
     config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction
 ) -> Roles:
-    """The roles of a run: actor, engine and reward; a reference for a KL term; a critic if the options have one."""
+    """The roles of a run: actor, engine and reward; a reference and a critic if the options have them."""
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -272,7 +281,7 @@ def launch_roles(
         options["image_options"] = builder.image_options
     return launch(
         actor=actor,
-        reference=actor.frozen() if config.algorithm.settings.kl_coef else None,
+        reference=config.reference(actor),
         reward=reward,
         rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options)),
         on=config.on,
