@@ -20,33 +20,31 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import spelled_out
+from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
+from recipes.configs.policy_gradient_config import DataConfig, PolicyGradientConfig, parse_with_defaults
+from recipes.configs.run_config import RunConfig
+from recipes.configs.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.easy_vqa_rows import Answered, EasyVQA, EasyVQARows, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
-from recipes.grpo import GRPOConfig, GRPORunConfig, grpo_step
+from recipes.grpo import grpo_step
+from recipes.options import exit_status
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
-from recipes.run.command_line import exit_status
 from recipes.run.evaluation import Evaluate, evaluate_samples
-from recipes.run.loop import Loader, Measure, RunConfig, attempts, measure_rollouts, train
+from recipes.run.loop import Loader, Measure, attempts, measure_rollouts, train
 from recipes.run.one_step_off import generate_ahead
 from recipes.run.phases import Progression
-from recipes.run.policy_gradient import (
-    AlgorithmStep,
-    DataConfig,
-    PolicyGradientConfig,
-    launch_roles,
-    parse_with_defaults,
-)
+from recipes.run.policy_gradient import AlgorithmStep, launch_roles
 from recipes.run.run_directory import recorded_run, with_schedules
-from recipes.run.supervised import SupervisedConfig, SupervisedTask, held_out_loss, run_supervised
+from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.tiny import TinyConfig, make_tiny_model
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
+from workers.model.model_config import OptimizerConfig
 from workers.training.checkpoint import latest_checkpoint
 from workers.training.loading import checkpoint_family
-from workers.training.optimizer import OptimizerConfig
 
 OUTPUT_DIR = Path("outputs/easy_vqa")
 SFT, MODEL = "sft", "model"  # folders of the run's directory

@@ -74,7 +74,7 @@ def grpo_step(
     if config.needs_old_log_probs(config.updates(len(prompts))) and "old_log_probs" not in data:
         with timed(metrics, "old_log_prob"):
             data |= roles.actor.log_probs(data, into="old_log_probs")
-    if config.settings.kl_coef:
+    if config.needs_reference:
         with timed(metrics, "ref"):
             data |= roles.reference.log_probs(data, into="ref_log_prob")
     with timed(metrics, "adv"):

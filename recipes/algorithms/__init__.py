@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         length_weighted_advantage,
         reinforce_plus_plus,
         reinforce_plus_plus_baseline,
+        reverse_kl_advantage,
         whiten,
     )
     from recipes.algorithms.correction import importance_weights, kept_tokens
@@ -70,6 +71,7 @@ __all__ = [
     "random_high_covariance",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "reverse_kl_advantage",
     "sequence_policy_loss",
     "unbiased_k3_kl",
     "value_loss",

@@ -219,7 +219,13 @@ class AlgorithmConfig:
         A single step that needs no other column uses the log-probs that it computes itself.
         """
         needed_by_loss = any(takes(each, "old_log_probs") for each in LOSSES.find(self.loss).columns.values())
-        return updates > 1 or self.kl_in_reward or self.compares_engine or needed_by_loss
+        needed = needed_by_loss or ADVANTAGES.find(self.settings.advantage).takes("old_log_probs")
+        return updates > 1 or self.kl_in_reward or self.compares_engine or needed
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term or the advantage reads the log-probs of a reference."""
+        return self.settings.kl_coef > 0 or ADVANTAGES.find(self.settings.advantage).takes("ref_log_prob")
 
     @property
     def needs_greedy(self) -> bool:

@@ -178,6 +178,7 @@ ADVANTAGES = Registry(
         "remax": Algorithm(advantages.greedy_baseline_advantage, {"kl_coef": 0.001, "kl_in": "reward"}),
         "opo": Algorithm(advantages.length_weighted_advantage, {"kl_coef": 0.0}),
         "gae": Algorithm(advantages.gae),
+        "reverse_kl": Algorithm(advantages.reverse_kl_advantage, {"kl_coef": 0.0}),
     },
 )
 """The advantages by name."""

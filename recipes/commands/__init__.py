@@ -38,6 +38,7 @@ COMMANDS = {
         "recipes.configs.grpo_config:parse",
     ),
     "ppo": Command("recipes.ppo:main", "train a policy by PPO, with a critic", "recipes.configs.ppo_config:parse"),
+    "distil": Command("recipes.distil:main", "train a student on its own samples by the log-probs of a teacher"),
     "sft": Command(
         "recipes.sft:main", "supervised training on conversations with images", "recipes.configs.sft_config:parse"
     ),

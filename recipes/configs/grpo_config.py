@@ -24,6 +24,8 @@ class GRPOConfig(AlgorithmConfig):
             raise InvalidConfig(
                 "algorithm.advantage=gae needs the values of a critic: run recipes.ppo or recipes.geo3k_ppo"
             )
+        if self.settings.advantage == "reverse_kl":
+            raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run recipes.distil")
 
 
 @dataclass(frozen=True)

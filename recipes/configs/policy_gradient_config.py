@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import tyro
 
@@ -17,6 +17,10 @@ from rollout.engine import SamplingParams
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.ranks.layout import Layout
+
+if TYPE_CHECKING:
+    from workers.roles.actor import ActorConfig
+    from workers.roles.model_worker import PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,16 @@ class PolicyGradientConfig:
     def critic(self) -> OptimizerConfig | None:
         """The optimizer of the critic; ``None`` without one."""
         return None
+
+    def check_models(self, model_path: str) -> None:
+        """Raises `UnknownModel` or `InvalidConfig` for a model that this run cannot use; ``model_path`` is the policy's."""
+        from workers.training.loading import checkpoint_family
+
+        checkpoint_family(model_path)
+
+    def reference(self, actor: "ActorConfig") -> "PolicyConfig | None":
+        """The policy that a KL term or the advantage compares with: the actor before its training; ``None`` without either."""
+        return actor.frozen() if self.algorithm.needs_reference else None
 
     def sampling(self) -> SamplingParams:
         """How responses are sampled for training."""

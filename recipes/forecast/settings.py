@@ -42,7 +42,7 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
         epochs=algorithm.epochs,
         old_log_probs=algorithm.needs_old_log_probs(algorithm.updates(data.batch_size))
         and not algorithm.skip_old_log_probs,
-        reference=bool(algorithm.settings.kl_coef),
+        reference=algorithm.needs_reference,
         critic_epochs=algorithm.critic_epochs if options.critic else 0,
         longest=data.max_prompt_length + data.max_response_length,
         eval_rows=data.eval_rows,

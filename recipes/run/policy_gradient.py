@@ -36,7 +36,6 @@ from workers import Roles, launch
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.rollout_worker import RolloutConfig
-from workers.training.loading import checkpoint_family
 
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
@@ -74,7 +73,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     model_path = config.model_path
     if model_path is None:
         model_path = str(tiny_checkpoint(config.run.seed, phase=start_phase))
-    checkpoint_family(model_path)  # refuses an unknown model before anything is written
+    config.check_models(model_path)  # before anything is written
     data = config.data
     with start_phase("loading the tokenizer and the image processor"):
         builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
@@ -103,7 +102,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
 def launch_roles(
     config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction
 ) -> Roles:
-    """The roles of a run: actor, engine and reward; a reference for a KL term; a critic if the options have one."""
+    """The roles of a run: actor, engine and reward; a reference and a critic if the options have them."""
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -116,7 +115,7 @@ def launch_roles(
         options["image_options"] = builder.image_options
     return launch(
         actor=actor,
-        reference=actor.frozen() if config.algorithm.settings.kl_coef else None,
+        reference=config.reference(actor),
         reward=reward,
         rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options)),
         on=config.on,

@@ -21,7 +21,14 @@ NAMES = {
         *("group_advantage", "highest_covariance", "importance_weights", "informative_rows", "k1_kl", "k2_kl", "k3_kl"),
         *("kept_tokens", "kl_cov_loss", "leave_one_out_advantage", "length_weighted_advantage", "outcome_advantage"),
         *("overlong_penalty", "penalised_rewards", "random_high_covariance", "reinforce_plus_plus"),
-        *("reinforce_plus_plus_baseline", "sequence_policy_loss", "unbiased_k3_kl", "value_loss", "whiten"),
+        *(
+            "reinforce_plus_plus_baseline",
+            "reverse_kl_advantage",
+            "sequence_policy_loss",
+            "unbiased_k3_kl",
+            "value_loss",
+            "whiten",
+        ),
     ],
     "recipes.data": [
         *("ColumnKeys", "DrawnSums", "DrawnTalks", "EvaluationLoader", "Geo3KDataset", "INSTRUCTION", "LabelledData"),
