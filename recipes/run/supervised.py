@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,12 +15,15 @@ from dataproto import DataProto
 from recipes.configs.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.loader import PromptLoader
+from recipes.forecast import Device, Setting, sizes_of_conversations, supervised_setting
 from recipes.report.page import REPORT_FILE
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
+from recipes.run.one_step_off import LookAhead
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
+from recipes.run.run_forecast import RunForecast
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
@@ -67,11 +71,22 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
         with start_phase("reading data"):
             task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
-    with reported(directory, started):
-        for attempt in attempts(config.run, task.loader, config.max_restarts):
+    ahead, builder = LookAhead(task.loader), task.builder
+    expected = RunForecast(ahead, partial(first_setting, config, builder), builder.config, config.on == "local")
+    with reported(directory, started, expected.compared):
+        if not config.run.resume:
+            expected.begin()
+        for attempt in attempts(config.run, ahead, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
-                train(attempt.run, roles, task.loader, sft_step, task.evaluate, task.builder, measure=measure_rows)
+                train(
+                    attempt.run, roles, ahead, sft_step, task.evaluate, builder, measure=measure_rows, expected=expected
+                )
     return directory / REPORT_FILE
+
+
+def first_setting(config: SupervisedConfig, builder: PromptBuilder, rows: DataProto, device: Device) -> Setting:
+    """What the forecast of a run depends on, with the run's first rows."""
+    return supervised_setting(config, sizes_of_conversations(rows, builder), device)
 
 
 def tiny_model(directory: Path, seed: int) -> Path:
