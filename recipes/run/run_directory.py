@@ -38,6 +38,7 @@ FREE = (
     "run.loggers",
     "data.num_workers",
     "keep_rollouts",
+    "keep_rows",
 )
 FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
 

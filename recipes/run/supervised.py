@@ -16,6 +16,7 @@ from recipes.configs.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.loader import PromptLoader
 from recipes.forecast import Device, Setting, sizes_of_conversations, supervised_setting
+from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
@@ -79,7 +80,15 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
         for attempt in attempts(config.run, ahead, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
                 train(
-                    attempt.run, roles, ahead, sft_step, task.evaluate, builder, measure=measure_rows, expected=expected
+                    attempt.run,
+                    roles,
+                    ahead,
+                    sft_step,
+                    task.evaluate,
+                    builder,
+                    measure=measure_rows,
+                    kept=KeptRollouts(config.run.output_dir, config.keep_rows, builder.tokenizer),
+                    expected=expected,
                 )
     return directory / REPORT_FILE
 
@@ -123,13 +132,25 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
 
 
 def sft_step(roles: Roles, rows: DataProto, more: More | None = None) -> tuple[DataProto, dict[str, float]]:
-    """One update on the mean log-prob of the tokens to learn; returns the rows and the metrics. ``more`` is not used."""
+    """One update on the mean log-prob of the tokens to learn; returns the rows and the metrics. ``more`` is not used.
+
+    The rows get the column ``actor_log_probs (B, R)``: the tokens' log-probs before the update.
+    """
     metrics: dict[str, float] = {}
     with timed(metrics, "update_actor"):
-        metrics |= roles.actor.update(rows, next_token_loss, aggregation="token-mean")
+        updated = roles.actor.update_and_score(_without_media(rows), next_token_loss, aggregation="token-mean")
+    metrics |= updated.metrics
+    rows["actor_log_probs"] = updated.scores
     metrics["train/loss"] = metrics.pop("actor/loss")
     roles.sync_weights()
     return rows, metrics
+
+
+def _without_media(rows: DataProto) -> DataProto:
+    """The rows as the model reads them: pictures are in ``multi_modal_inputs``."""
+    sent = rows[:]
+    sent.pop(non_tensor_batch_keys=[name for name in ("multi_modal_data",) if name in sent])
+    return sent
 
 
 def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -154,7 +175,7 @@ def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float
     """``val/loss``: the mean over all tokens to learn, like ``train/loss``."""
     total, tokens = 0.0, 0
     for rows in batches:
-        log_probs = roles.actor.log_probs(rows, into="log_probs")["log_probs"]
+        log_probs = roles.actor.log_probs(_without_media(rows), into="log_probs")["log_probs"]
         mask = rows["response_mask"].bool()
         total -= float(log_probs[mask].double().sum())
         tokens += int(mask.sum())
