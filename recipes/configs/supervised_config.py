@@ -47,8 +47,11 @@ class SupervisedConfig:
     layout: Layout = field(default_factory=Layout)  # how the model is spread over processes
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
+    keep_rows: int = 16  # rows of each step, with the loss of each token, kept in output_dir for the viewer; 0: none
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
 
     def __post_init__(self) -> None:
         check_placement(self)
+        if self.keep_rows < 0:
+            raise InvalidConfig(f"keep_rows={self.keep_rows}: must be at least 0")

@@ -1,7 +1,7 @@
 """The table at the end of a run: before and after, time in all, and where the files are."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,9 @@ EVALUATED = (HELD_OUT_ACCURACY, HELD_OUT_REWARD, HELD_OUT_LOSS)
 TRAINED = (LOSS, REWARD, LENGTH)
 LONGEST_WINDOW = 10
 """Steps at each end of a run over which the numbers of training, which are noisy, are averaged; less than half of a short run."""
+
+
+Compare = Callable[[Sequence[Mapping[str, float]]], list[tuple[str, str, str]]]
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,22 @@ def run_summary(rows: Sequence[Mapping[str, float]]) -> list[Change]:
     return changes
 
 
-def show_summary(directory: Path, seconds: float, console: Console | None = None) -> None:
-    """Prints the table of a run that has ended or was interrupted. ``seconds``: how long this process trained."""
+def show_summary(
+    directory: Path, seconds: float, console: Console | None = None, compared: Compare | None = None
+) -> None:
+    """Prints the table of a run that has ended or was interrupted.
+
+    Args:
+        seconds: how long this process trained.
+        compared: from the rows of ``metrics.jsonl``, names with forecast and fact.
+    """
     rows = read_metrics(directory / METRICS_FILE)
     if not rows:
         return
     changes = [(each.name, f"{each.before:{each.form}}", f"{each.after:{each.form}}") for each in run_summary(rows)]
     lines = [("", "before", "after"), *changes] if changes else []
+    if compared is not None and (expected := compared(rows)):
+        lines += [("", "forecast", "fact"), *expected]
     checkpoint = latest_checkpoint(directory.absolute())
     files = [
         ("steps", f"{rows[-1]['step']:.0f}"),

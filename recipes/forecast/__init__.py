@@ -9,10 +9,13 @@ from recipes.forecast.batch_sizes import (
     measure_conversations,
     measure_prompts,
     response_lengths,
+    sizes_of_conversations,
+    sizes_of_prompts,
 )
-from recipes.forecast.calibration import calibrate_cpu, this_device
+from recipes.forecast.calibration import calibrate_cpu, this_device, this_gpu
+from recipes.forecast.cpu_speed import cpu_from_step, keep_cpu, known_cpu, unknown_cpu
 from recipes.forecast.devices import DEVICES, Device, device_named
-from recipes.forecast.forecast_table import beside_fact, forecast_lines
+from recipes.forecast.forecast_table import beside_fact, compared, duration, forecast_lines
 from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import RoleMemory
 from recipes.forecast.settings import policy_gradient_batch, policy_gradient_setting, supervised_setting
@@ -31,15 +34,24 @@ __all__ = [
     "StepForecast",
     "beside_fact",
     "calibrate_cpu",
+    "compared",
+    "cpu_from_step",
     "device_named",
+    "duration",
     "forecast",
     "forecast_lines",
+    "keep_cpu",
+    "known_cpu",
     "measure_conversations",
     "measure_prompts",
     "model_size",
     "policy_gradient_batch",
     "policy_gradient_setting",
     "response_lengths",
+    "sizes_of_conversations",
+    "sizes_of_prompts",
     "supervised_setting",
     "this_device",
+    "this_gpu",
+    "unknown_cpu",
 ]

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from recipes.data.loader import draws
@@ -182,6 +183,20 @@ def measure_prompts(rows: Any, builder: PromptBuilder, seed: int = 0, sample: in
     if not tokens:
         raise InvalidConfig(f"none of the first {sample} rows fits into {builder.max_prompt_length} tokens")
     return PromptSizes(tuple(tokens), tuple(grids))
+
+
+def sizes_of_prompts(prompts: DataProto, builder: PromptBuilder) -> PromptSizes:
+    """The sizes of a batch of prompts."""
+    grids = tuple(_grids_of(builder, media) if media else () for media in prompts["multi_modal_inputs"])
+    return PromptSizes(tuple(prompts["attention_mask"].sum(1).tolist()), grids)
+
+
+def sizes_of_conversations(rows: DataProto, builder: PromptBuilder) -> BatchSizes:
+    """The sizes of a batch of rows to learn from. The learnt tokens of a row count as its response."""
+    learnt = rows["response_mask"].sum(1).tolist()
+    whole = sizes_of_prompts(rows, builder)
+    prompts = PromptSizes(tuple(length - own for length, own in zip(whole.tokens, learnt, strict=True)), whole.grids)
+    return BatchSizes(builder.config, prompts, tuple(int(each) for each in learnt))
 
 
 def measure_conversations(

@@ -33,8 +33,11 @@ def this_device(batch: BatchSizes) -> Device:
 
     A GPU that the table does not have counts as an H100.
     """
-    if not torch.cuda.is_available():
-        return calibrate_cpu(batch)
+    return this_gpu() if torch.cuda.is_available() else calibrate_cpu(batch)
+
+
+def this_gpu() -> Device:
+    """The machine's first GPU; see `this_device`."""
     title = torch.cuda.get_device_name().lower()
     known = next((each for each in DEVICES if each.split("-")[0] in title), "h100")
     return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
@@ -55,12 +58,19 @@ def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device
     module = PackedVLM(model, family, 1.0)
     language = _language_rate(module, family, batch, config, clock)
     vision = _vision_rate(module, family, batch, config, clock)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     layers = batch.config.get_text_config().num_hidden_layers / config.get_text_config().num_hidden_layers
+    return Device(
+        "cpu", cpu_memory(), _bandwidth(clock), language, vision, decode_overhead=decode * layers, on_cpu=True
+    )
+
+
+def cpu_memory() -> int:
+    """Bytes of this machine's memory, or of this process's share of it."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         memory = min(memory, int(text))
-    return Device("cpu", memory, _bandwidth(clock), language, vision, decode_overhead=decode * layers, on_cpu=True)
+    return memory
 
 
 def _shortened(config: Any) -> Any:

@@ -1,5 +1,6 @@
 """Devices by name: what their data sheets say, and which part of it a training step reaches."""
 
+import math
 from dataclasses import dataclass
 
 from dataproto.errors import InvalidConfig
@@ -24,6 +25,11 @@ class Device:
     peak: float | None = None  # dense bfloat16 operations per second
     on_cpu: bool = False
     context: int = 0  # bytes that the driver and its libraries take
+
+    @property
+    def speed_known(self) -> bool:
+        """Whether seconds can be forecast; those of a device with unknown speed are 0."""
+        return math.isfinite(self.language)
 
     @property
     def bytes_of_number(self) -> int:

@@ -25,17 +25,25 @@ def forecast_lines(found: StepForecast) -> list[str]:
     for phase, number, role in roles:
         cells = "".join(f"{getattr(role, each) / scale:12.1f}" for each in columns)
         lines.append(f"{phase.name if not number else '':14}{role.role:11}{cells}")
+    timed = setting.device.speed_known
     lines += ["", f"{'phase':14}{'TFLOP':>12}{'seconds':>10}{unit:>10}"]
     for phase in found.phases:
-        lines.append(f"{phase.name:14}{phase.flops / 1e12:12,.4g}{phase.seconds:10.3g}{phase.memory / scale:10.1f}")
-    rate = found.tokens / found.seconds / setting.layout.world_size
+        lines.append(
+            f"{phase.name:14}{phase.flops / 1e12:12,.4g}{_seconds(phase.seconds, timed)}{phase.memory / scale:10.1f}"
+        )
+    rate = f", {found.tokens / found.seconds / setting.layout.world_size:,.0f} tokens/s/device" if timed else ""
+    time = f" in {duration(found.run_seconds)}" if timed else " (time: a step on this CPU will tell)"
     lines += [
-        f"{'step':14}{found.flops / 1e12:12,.4g}{found.seconds:10.3g}{found.memory / scale:10.1f} of "
-        f"{setting.device.memory / scale:,.1f} with reserve; {found.tokens:,} tokens, {rate:,.0f} tokens/s/device",
-        f"run: {setting.steps} steps in {duration(found.run_seconds)}, {found.disk / GIB:.3g} GiB on disk in checkpoints of "
+        f"{'step':14}{found.flops / 1e12:12,.4g}{_seconds(found.seconds, timed)}{found.memory / scale:10.1f} of "
+        f"{setting.device.memory / scale:,.1f} with reserve; {found.tokens:,} tokens{rate}",
+        f"run: {setting.steps} steps{time}, {found.disk / GIB:.3g} GiB on disk in checkpoints of "
         f"{found.checkpoint / GIB:.3g} GiB, {found.host / GIB:.3g} GiB of host memory a process",
     ]
     return [*lines, *(f"does not fit: {problem}" for problem in found.problems)]
+
+
+def _seconds(value: float, known: bool) -> str:
+    return f"{value:10.3g}" if known else f"{'?':>10}"
 
 
 def count(number: int) -> str:
@@ -56,21 +64,27 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def beside_fact(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Forecast beside fact, as lines of a table: medians over the steps of ``metrics.jsonl``, the first one left out.
+def compared(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
+    """Metrics of a step with their forecast and fact: medians over the steps of ``metrics.jsonl``, the first one left out.
 
-    A fact that the run did not measure (the memory of a CPU) is not in the table.
+    A fact that the run did not measure (the memory of a CPU) is left out, and seconds of a device whose speed is not known.
     """
     steps = [row for row in rows if row.get("step", 0) > 0]
     steps = steps[1:] or steps
-    expected = {f"timing_s/{phase.name}": phase.seconds for phase in found.phases}
-    expected |= {"timing_s/step": found.seconds, "perf/total_num_tokens": float(found.tokens)}
+    expected: dict[str, float] = {}
+    if found.setting.device.speed_known:
+        expected = {f"timing_s/{phase.name}": phase.seconds for phase in found.phases}
+        expected |= {"timing_s/step": found.seconds}
+    expected |= {"perf/total_num_tokens": float(found.tokens)}
     expected |= {"perf/max_memory_allocated_gb": max(phase.memory for phase in found.phases) / GIB}
+    facts = {name: [row[name] for row in steps if name in row] for name in expected}
+    return [(name, value, median(facts[name])) for name, value in expected.items() if facts[name]]
+
+
+def beside_fact(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> list[str]:
+    """Forecast beside fact, as lines of a table; see `compared`."""
     lines = []
-    for name, forecast in expected.items():
-        facts = [row[name] for row in steps if name in row]
-        if facts:
-            fact = median(facts)
-            ratio = f"{forecast / fact:10.2f}" if fact else f"{'':10}"
-            lines.append(f"{name:32}{forecast:12,.4g}{fact:12,.4g}{ratio}")
+    for name, value, fact in compared(found, rows):
+        ratio = f"{value / fact:10.2f}" if fact else f"{'':10}"
+        lines.append(f"{name:32}{value:12,.4g}{fact:12,.4g}{ratio}")
     return [f"{'':32}{'forecast':>12}{'fact':>12}{'ratio':>10}", *lines] if lines else []

@@ -132,14 +132,19 @@ def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device
     A decoding step computes the running rows, or reads all weights if that takes longer, and reads the rows' keys and values.
     Meanwhile the host prepares the next step, which takes `Device.decode_overhead` whatever the model.
     """
-    prompts = BatchSizes(batch.config, batch.prompts, (0,) * len(batch.prompts.tokens))
-    filled = pass_seconds(scoring_flops(prompts), ModelConfig(compile=True), Layout(), device) / INFERENCE
+    filled = prefill_seconds(batch, device)
     steps = decoding_steps(batch.responses, engine.rows, engine.continuous)
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
     read = sum((length - response / 2) * response for length, response in lengths) * engine.kv_bytes / device.bandwidth
     cache = read / max(len(steps), 1)
     reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
     return filled + sum(max(max(reading, rows * computing) + cache, device.decode_overhead) for rows in steps)
+
+
+def prefill_seconds(batch: BatchSizes, device: Device) -> float:
+    """Seconds of an engine's pass over the prompts, once for all samples."""
+    prompts = BatchSizes(batch.config, batch.prompts, (0,) * len(batch.prompts.tokens))
+    return pass_seconds(scoring_flops(prompts), ModelConfig(compile=True), Layout(), device) / INFERENCE
 
 
 def engine_of(config: Any, size: ModelSize, name: str, options: dict[str, Any], device: Device) -> Engine:

@@ -1,4 +1,6 @@
-"""Rollouts of training, kept on disk for the viewer: some whole groups of each step, their tokens and their pictures.
+"""Rows of training, kept on disk for the viewer: some whole groups of each step, their tokens and their pictures.
+
+A row is a rollout with its reward, or a row of supervised training with its loss.
 
 A run's directory holds ``rollouts/training/step_<step>.jsonl``, one line a row, and beside it
 ``step_<step>.tokens.jsonl.gz``, the tokens of the same rows, line by line. Pictures lie once each in ``rollouts/images``, for all
@@ -9,7 +11,7 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import compress
 from pathlib import Path
@@ -20,14 +22,15 @@ import numpy as np
 from dataproto import DataProto
 from dataproto.columns import COLUMNS
 from dataproto.errors import FileFormatError, InvalidConfig
-from recipes.report.samples import FOLDER, prompt_text, save_image
+from recipes.report.samples import FOLDER, pictures_of, prompt_text, save_image
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 TRAINING = "training"
-NEEDED = ("responses", "response_mask", "attention_mask", "token_level_rewards", "uid")
+NEEDED = ("response_mask", "attention_mask", "uid")
+MEASURED = (("responses", "token_level_rewards"), ("input_ids", "actor_log_probs"))  # of rollouts; of other rows
 DESCRIBING = [
     "uid",
     "data_source",
@@ -70,6 +73,9 @@ class KeptRollouts:
         self.limit = limit
         self.directory, self.root = Path(directory), Path(directory) / FOLDER
         self.text_of = cache(lambda token: tokenizer.decode([token])) if tokenizer is not None else None
+        self.plain: Callable[[list[int]], str] | None = None
+        if tokenizer is not None:
+            self.plain = lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
     def drop_after(self, step: int) -> None:
         """Removes the rollouts of later steps, which a resumed run writes again."""
@@ -79,13 +85,16 @@ class KeptRollouts:
                 path.unlink()
 
     def keep(self, step: int, data: DataProto) -> None:
-        """Writes the kept rows of a step; nothing for a batch that holds no scored rollouts.
+        """Writes the kept rows of a step; nothing for a batch that holds neither rewards nor losses.
 
         Args:
-            data: with the columns of `NEEDED`; if present, those of `PER_TOKEN`, ``truncated``, ``response_text``, ``score`` and
-                further numbers of the reward, ``raw_prompt``, ``reward_model``, ``data_source``, ``multi_modal_data``.
+            data: with the columns of `NEEDED` and one pair of `MEASURED`; if present, those of `PER_TOKEN`, ``truncated``,
+                ``response_text``, ``score`` and further numbers of the reward, ``raw_prompt``, ``reward_model``, ``data_source``,
+                ``multi_modal_data``.
         """
         if not self.limit or not len(data) or any(name not in data for name in NEEDED):
+            return
+        if not any(all(name in data for name in pair) for pair in MEASURED):
             return
         (self.root / TRAINING).mkdir(parents=True, exist_ok=True)
         (self.root / "images").mkdir(exist_ok=True)
@@ -95,20 +104,24 @@ class KeptRollouts:
         tokens = list(_tokens(kept, self.text_of))
         for row, found in zip(described, tokens, strict=True):
             row |= {"length": sum(found["sampled"]), "mismatch": found.pop("mismatch")}
+            if "token_level_rewards" not in kept:
+                row |= _supervised(found, self.plain)
         _replace(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
         _replace(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
 
     def _rows(self, step: int, data: DataProto, samples: Sequence[int]) -> list[Row]:
-        parts, shaped = reward_parts(data), data["token_level_rewards"].sum(-1).tolist()
-        names: dict[int, str] = {}  # of pictures that rows share, by identity
+        scored = "token_level_rewards" in data
+        parts = reward_parts(data) if scored else {}
+        shaped = data["token_level_rewards"].sum(-1).tolist() if scored else [None] * len(data)
+        names: dict[tuple[int, ...], list[str]] = {}  # of pictures, by the media that rows share
         columns = {name: data[name] if name in data else [None] * len(data) for name in DESCRIBING}
         rows = []
         for row, sample in enumerate(samples):
             cells = {name: column[row] for name, column in columns.items()}
-            pictures = list((cells["multi_modal_data"] or {}).get("image", ()))
-            for picture in pictures:
-                if id(picture) not in names:
-                    names[id(picture)] = save_image(self.root / "images", picture)
+            media = cells["multi_modal_data"] or {}
+            shared = tuple(id(medium) for kind in media.values() for medium in kind)
+            if shared not in names:
+                names[shared] = [save_image(self.root / "images", picture) for picture in pictures_of(media)]
             reward = _number(shaped[row] if cells["score"] is None else cells["score"])
             changed = {} if _number(shaped[row]) == reward else {"shaped": _number(shaped[row])}
             rows.append(
@@ -123,7 +136,7 @@ class KeptRollouts:
                     "reward": reward,
                     "parts": {name: _number(value[row]) for name, value in parts.items()} | changed,
                     "truncated": bool(cells["truncated"]),
-                    "images": [names[id(picture)] for picture in pictures],
+                    "images": names[shared],
                 }
             )
         return rows
@@ -168,17 +181,18 @@ def reward_parts(data: DataProto) -> dict[str, list[float | None]]:
 
 def _tokens(data: DataProto, text_of: Any) -> Iterator[Row]:
     """Ids, texts and numbers of each row's response tokens, those of an environment included, with its mismatch."""
-    width = data["responses"].shape[1]
-    attended = data["attention_mask"][:, -width:].bool() if width else data["responses"].bool()
     sampled = data["response_mask"].bool()
+    width = sampled.shape[1]
+    ids_of = data["responses"] if "responses" in data else data["input_ids"][:, 1:]
+    attended = data["attention_mask"][:, -width:].bool() if width else sampled
+    if "responses" not in data and "mm_token_type_ids" in data:  # of a conversation the text, without places of media
+        attended = attended & (data["mm_token_type_ids"][:, -width:] == 0)
     found = {
         name: next((data[column] for column in columns if column in data), None) for name, columns in PER_TOKEN.items()
     }
     mismatch = _mismatch(found["engine_log_probs"], found["actor_log_probs"], sampled)
     numbers = {name: _numbers(column) for name, column in found.items() if column is not None}
-    for row, (ids, kept, own) in enumerate(
-        zip(data["responses"].tolist(), attended.tolist(), sampled.tolist(), strict=True)
-    ):
+    for row, (ids, kept, own) in enumerate(zip(ids_of.tolist(), attended.tolist(), sampled.tolist(), strict=True)):
         tokens = list(compress(ids, kept))
         yield (
             {"tokens": tokens}
@@ -187,6 +201,18 @@ def _tokens(data: DataProto, text_of: Any) -> Iterator[Row]:
             | {name: list(compress(values[row], kept)) for name, values in numbers.items()}
             | {"mismatch": mismatch[row]}
         )
+
+
+def _supervised(found: Row, plain: Callable[[list[int]], str] | None) -> Row:
+    """The fields of a row of supervised training: its texts outside of and in what is learnt, and the mean loss of the latter."""
+    own = [bool(each) for each in found["sampled"]]
+    losses = [-value for value in compress(found.get("actor_log_probs", ()), own) if value is not None]
+    fields: Row = {"parts": {"loss": _number(math.fsum(losses) / len(losses))} if losses else {}}
+    if plain is not None:
+        learnt = plain(list(compress(found["tokens"], own)))
+        given = plain(list(compress(found["tokens"], [not each for each in own])))
+        fields |= {"response": learnt, "ground_truth": learnt, "prompt": given}
+    return fields
 
 
 def _mismatch(engine: "Tensor | None", actor: "Tensor | None", sampled: "Tensor") -> list[float | None]:

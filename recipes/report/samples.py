@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dataproto import DataProto
 
 FOLDER = "rollouts"
+MAX_FRAMES = 8  # of a video, evenly spaced
 MAX_SIDE = 448  # pixels; larger pictures are stored smaller
 
 
@@ -59,9 +60,25 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
             ground_truth=str((_cell(data, "reward_model", row, None) or {}).get("ground_truth", "")),
             reward=float(data["score"][row]),
             accuracy=None if accuracy is None else float(accuracy),
-            images=tuple((_cell(data, "multi_modal_data", row, None) or {}).get("image", ())),
+            images=tuple(pictures_of(_cell(data, "multi_modal_data", row, None))),
         )
     return list(samples.values())
+
+
+def pictures_of(media: Mapping[str, Any] | None) -> list[Image.Image]:
+    """The images of a row's ``multi_modal_data``, and of each of its videos at most `MAX_FRAMES` frames.
+
+    >>> import numpy as np
+    >>> frames = np.zeros((20, 4, 4, 3), dtype=np.uint8)
+    >>> len(pictures_of({"image": [Image.new("RGB", (2, 2))], "video": [(frames, {})]})), pictures_of(None)
+    (9, [])
+    """
+    found = list((media or {}).get("image", ()))
+    for frames, _ in (media or {}).get("video", ()):
+        count = min(len(frames), MAX_FRAMES)
+        places = [round(place * (len(frames) - 1) / max(count - 1, 1)) for place in range(count)]
+        found += [Image.fromarray(frames[place]) for place in places]
+    return found
 
 
 def prompt_text(messages: Any) -> str:

@@ -73,6 +73,18 @@ class Stateless:
         """There is nothing to load."""
 
 
+class Expectation(Protocol):
+    """What a run is expected to take; see `recipes.run.run_forecast.RunForecast`."""
+
+    def begin(self) -> None:
+        """Prints it, unless it has been."""
+        ...
+
+    def observe(self, metrics: Mapping[str, float]) -> list[str]:
+        """Lines to show after a step with these metrics."""
+        ...
+
+
 class Loader(Stateful, Protocol):
     """An endless source of batches. Each row has a unique ``uid``, the same after a resume; see `PromptLoader`."""
 
@@ -94,6 +106,7 @@ def train(
     progression: Stateful | None = None,
     measure: Measure = measure_rollouts,
     kept: KeptRollouts | None = None,
+    expected: Expectation | None = None,
 ) -> None:
     """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
@@ -109,6 +122,7 @@ def train(
         progression: state that the algorithm carries from step to step; checkpoints hold it.
         measure: statistics of the rows that a step returns.
         kept: writes some of these rows for the viewer.
+        expected: the forecast of the run; a resumed one prints it only here, where the loader has its position.
 
     Raises:
         MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
@@ -118,6 +132,8 @@ def train(
     with start_phase("loading the checkpoint") if run.resume else contextlib.nullcontext():
         done = restore(run, roles, loader, progression, best) if run.resume else None
     keep = done if done is not None or not run.resume else -1
+    if expected is not None:
+        expected.begin()
     if kept is not None and keep is not None:
         kept.drop_after(keep)
     with (
@@ -150,6 +166,8 @@ def train(
                 with timed(metrics, "keep_rollouts"):
                     kept.keep(number, data)
             report(number, metrics, evaluated)
+            for line in expected.observe(metrics) if expected is not None else ():
+                progress.note(line)
             for problem in signals.new_problems(metrics):
                 progress.note(f"warning: {problem}")
             if is_best or is_due(number, run.save_every, run.steps):

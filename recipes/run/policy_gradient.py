@@ -22,14 +22,16 @@ from recipes.console import start_phase
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.problem_rows import load_rows
+from recipes.forecast import Device, Setting, policy_gradient_batch, policy_gradient_setting, sizes_of_prompts
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
 from recipes.run.evaluation import held_out_evaluation
 from recipes.run.loop import Loader, Measure, attempts, measure_rollouts, train
-from recipes.run.one_step_off import generate_ahead
+from recipes.run.one_step_off import LookAhead, generate_ahead
 from recipes.run.phases import Progression
 from recipes.run.run_directory import over_epochs, over_the_run, recorded_run, with_schedules
+from recipes.run.run_forecast import RunForecast
 from recipes.tiny import tiny_checkpoint
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
@@ -84,19 +86,38 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     recorded = replace(config, algorithm=spelled_out(config.algorithm))
-    with recorded_run(config.run, recorded, asked, started) as directory:
-        for attempt in attempts(config.run, loader, config.max_restarts):
+    ahead = LookAhead(loader)
+    expected = RunForecast(ahead, partial(first_setting, config, builder), builder.config, config.on == "local")
+    with recorded_run(config.run, recorded, asked, started, expected.compared) as directory:
+        if not config.run.resume:
+            expected.begin()
+        for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             options = {"config": config.algorithm, "sampling": config.sampling(), "progression": progression}
             with attempt, launch_roles(config, model_path, builder, reward) as roles:
-                batches: Loader = loader
+                batches: Loader = ahead
                 measure: Measure = measure_rollouts
                 if config.one_step_off:
-                    batches, measure = generate_ahead(roles, loader, progression, attempt.run.steps)
+                    batches, measure = generate_ahead(roles, ahead, progression, attempt.run.steps)
                 train(
-                    attempt.run, roles, batches, partial(step, **options), evaluate, builder, progression, measure, kept
+                    attempt.run,
+                    roles,
+                    batches,
+                    partial(step, **options),
+                    evaluate,
+                    builder,
+                    progression,
+                    measure,
+                    kept,
+                    expected,
                 )
     return directory / REPORT_FILE
+
+
+def first_setting(config: PolicyGradientConfig, builder: PromptBuilder, prompts: DataProto, device: Device) -> Setting:
+    """What the forecast of a run depends on, with the run's first prompts."""
+    batch = policy_gradient_batch(config, builder.config, sizes_of_prompts(prompts, builder))
+    return policy_gradient_setting(config, batch, device)
 
 
 def launch_roles(

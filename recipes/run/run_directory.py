@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dataproto.errors import CheckpointError, InvalidConfig
 from recipes.configs.run_config import RunConfig
 from recipes.console import show_summary
+from recipes.console.summary import Compare
 from recipes.data.loader import PromptLoader
 from recipes.options import config_as_yaml
 from recipes.report.metrics_file import METRICS_FILE
@@ -37,6 +38,7 @@ FREE = (
     "run.loggers",
     "data.num_workers",
     "keep_rollouts",
+    "keep_rows",
 )
 FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
 
@@ -97,30 +99,37 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
 
 
 @contextmanager
-def recorded_run(run: RunConfig, config: Any = None, asked: Any = None, started: float | None = None) -> Iterator[Path]:
+def recorded_run(
+    run: RunConfig,
+    config: Any = None,
+    asked: Any = None,
+    started: float | None = None,
+    compared: Compare | None = None,
+) -> Iterator[Path]:
     """Opens the run's directory for the time of a block, and writes ``report.html`` at its end, also after an error.
 
     Args:
         config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
         asked: see `open_run_directory`.
         started: the `time.monotonic` at which the time of the run began; by default now.
+        compared: see `recipes.console.show_summary`.
 
     Raises:
         InvalidConfig, CheckpointError: see `open_run_directory`.
     """
-    with reported(open_run_directory(run, config, asked), started) as directory:
+    with reported(open_run_directory(run, config, asked), started, compared) as directory:
         yield directory
 
 
 @contextmanager
-def reported(directory: Path, started: float | None = None) -> Iterator[Path]:
+def reported(directory: Path, started: float | None = None, compared: Compare | None = None) -> Iterator[Path]:
     """Writes the report of a run at the end of a block, also after an error, and prints what the run has changed."""
     started = time.monotonic() if started is None else started
     try:
         yield directory
     finally:
         write_report(directory)
-        show_summary(directory, time.monotonic() - started)
+        show_summary(directory, time.monotonic() - started, compared=compared)
 
 
 def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) -> Path:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,12 +15,16 @@ from dataproto import DataProto
 from recipes.configs.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.loader import PromptLoader
+from recipes.forecast import Device, Setting, sizes_of_conversations, supervised_setting
+from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
+from recipes.run.one_step_off import LookAhead
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
+from recipes.run.run_forecast import RunForecast
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
@@ -67,11 +72,30 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
         with start_phase("reading data"):
             task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
-    with reported(directory, started):
-        for attempt in attempts(config.run, task.loader, config.max_restarts):
+    ahead, builder = LookAhead(task.loader), task.builder
+    expected = RunForecast(ahead, partial(first_setting, config, builder), builder.config, config.on == "local")
+    with reported(directory, started, expected.compared):
+        if not config.run.resume:
+            expected.begin()
+        for attempt in attempts(config.run, ahead, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
-                train(attempt.run, roles, task.loader, sft_step, task.evaluate, task.builder, measure=measure_rows)
+                train(
+                    attempt.run,
+                    roles,
+                    ahead,
+                    sft_step,
+                    task.evaluate,
+                    builder,
+                    measure=measure_rows,
+                    kept=KeptRollouts(config.run.output_dir, config.keep_rows, builder.tokenizer),
+                    expected=expected,
+                )
     return directory / REPORT_FILE
+
+
+def first_setting(config: SupervisedConfig, builder: PromptBuilder, rows: DataProto, device: Device) -> Setting:
+    """What the forecast of a run depends on, with the run's first rows."""
+    return supervised_setting(config, sizes_of_conversations(rows, builder), device)
 
 
 def tiny_model(directory: Path, seed: int) -> Path:
@@ -108,13 +132,25 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
 
 
 def sft_step(roles: Roles, rows: DataProto, more: More | None = None) -> tuple[DataProto, dict[str, float]]:
-    """One update on the mean log-prob of the tokens to learn; returns the rows and the metrics. ``more`` is not used."""
+    """One update on the mean log-prob of the tokens to learn; returns the rows and the metrics. ``more`` is not used.
+
+    The rows get the column ``actor_log_probs (B, R)``: the tokens' log-probs before the update.
+    """
     metrics: dict[str, float] = {}
     with timed(metrics, "update_actor"):
-        metrics |= roles.actor.update(rows, next_token_loss, aggregation="token-mean")
+        updated = roles.actor.update_and_score(_without_media(rows), next_token_loss, aggregation="token-mean")
+    metrics |= updated.metrics
+    rows["actor_log_probs"] = updated.scores
     metrics["train/loss"] = metrics.pop("actor/loss")
     roles.sync_weights()
     return rows, metrics
+
+
+def _without_media(rows: DataProto) -> DataProto:
+    """The rows as the model reads them: pictures are in ``multi_modal_inputs``."""
+    sent = rows[:]
+    sent.pop(non_tensor_batch_keys=[name for name in ("multi_modal_data",) if name in sent])
+    return sent
 
 
 def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -139,7 +175,7 @@ def held_out_loss(roles: Roles, batches: Iterable[DataProto]) -> dict[str, float
     """``val/loss``: the mean over all tokens to learn, like ``train/loss``."""
     total, tokens = 0.0, 0
     for rows in batches:
-        log_probs = roles.actor.log_probs(rows, into="log_probs")["log_probs"]
+        log_probs = roles.actor.log_probs(_without_media(rows), into="log_probs")["log_probs"]
         mask = rows["response_mask"].bool()
         total -= float(log_probs[mask].double().sum())
         tokens += int(mask.sum())

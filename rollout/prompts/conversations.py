@@ -157,11 +157,12 @@ def collate_rows(
         [row.token_types.view(np.uint8) for row in rows],
         pad_token_id=builder.pad_token_id,
     )
-    _, inputs = share_media(rows)
+    media, inputs = share_media(rows)
     data["position_ids"] = builder.family.position_ids(
         data["mm_token_type_ids"], data["attention_mask"], **media_grids(inputs), config=builder.config
     )
     data["multi_modal_inputs"] = object_array(inputs)
+    data["multi_modal_data"] = object_array(media)
     for name, values in objects.items():
         data[name] = object_array(list(values))
     return data

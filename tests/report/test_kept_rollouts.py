@@ -2,13 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
-from helpers.kept_runs import scored_batch
+from helpers.kept_runs import objects, scored_batch
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.report.kept_rollouts import KeptRollouts, chosen_rows, kept_steps, load_kept, load_tokens
 
@@ -62,6 +63,55 @@ def test_tokens_of_an_environment_are_kept_but_not_counted(tmp_path):
     KeptRollouts(tmp_path, 8, tiny_tokenizer()).keep(1, data)
     assert load_tokens(tmp_path, 1)[0]["sampled"] == [1, 0, 1, 1]
     assert load_kept(tmp_path, 1)[0]["length"] == 3
+
+
+def learnt_rows() -> DataProto:
+    """Two rows of supervised training: ``Q`` and an image's two places, then a learnt answer; log-probs -1, -2, ..."""
+    tokenizer = tiny_tokenizer()
+    question, answers = tokenizer.encode("Q"), [tokenizer.encode(text) for text in ("Yes", "No")]
+    width = 3 + max(map(len, answers))
+    ids = torch.zeros(2, width, dtype=torch.long)
+    learnt, attended, types = torch.zeros(2, width - 1), torch.zeros(2, width), torch.zeros(2, width)
+    for row, answer in enumerate(answers):
+        ids[row, : 3 + len(answer)] = torch.tensor([*question, 0, 0, *answer])
+        attended[row, : 3 + len(answer)] = 1
+        types[row, 1:3] = 1
+        learnt[row, 2 : 2 + len(answer)] = 1
+    frames = np.zeros((30, 8, 8, 3), dtype=np.uint8)
+    frames[:, 0, 0, 0] = range(30)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": attended.long(),
+            "mm_token_type_ids": types.to(torch.int8),
+            "response_mask": learnt.long(),
+            "actor_log_probs": -torch.arange(width - 1).float().expand(2, -1) * learnt,
+        },
+        non_tensors={
+            "uid": objects(["a", "b"]),
+            "multi_modal_data": objects([{"image": [Image.new("RGB", (8, 8))]}, {"video": [(frames, {})]}]),
+        },
+    )
+
+
+def test_rows_to_learn_from_are_kept_with_their_losses(tmp_path):
+    KeptRollouts(tmp_path, 8, tiny_tokenizer()).keep(2, learnt_rows())
+    row = load_kept(tmp_path, 2)[0]
+    length = len(tiny_tokenizer().encode("Yes"))
+    assert (row["response"], row["ground_truth"], row["reward"], row["length"]) == ("Yes", "Yes", None, length)
+    assert row["parts"] == {"loss": sum(range(2, 2 + length)) / length}  # log-probs -2, -3, ...
+    tokens = load_tokens(tmp_path, 2)[0]
+    assert tokens["tokens"] == tiny_tokenizer().encode("Yes")  # the first token has no loss, an image's places no text
+    assert tokens["actor_log_probs"] == [-float(place) for place in range(2, 2 + length)]
+    KeptRollouts(tmp_path, 0).keep(3, learnt_rows())
+    assert kept_steps(tmp_path) == [2]
+
+
+def test_of_a_video_some_frames_are_kept(tmp_path):
+    KeptRollouts(tmp_path, 8).keep(1, learnt_rows())
+    names = load_kept(tmp_path, 1)[1]["images"]
+    pictures = [Image.open(tmp_path / "rollouts" / "images" / name) for name in names]
+    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [0, 4, 8, 12, 17, 21, 25, 29]
 
 
 def test_whole_groups_are_chosen_by_the_step():

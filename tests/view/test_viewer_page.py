@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from helpers.kept_runs import scored_batch, write_run
@@ -163,6 +164,29 @@ def test_the_keyboard_is_enough(opened):
     assert page.is_visible("#keys")
     page.keyboard.press("Escape")
     assert not page.is_visible("#keys")
+
+
+def test_rows_of_supervised_training_show_their_loss(opened):
+    run, page = opened
+    rows = scored_batch(["red", "green"], [0.0, 0.0], ["a", "b"])
+    rows["input_ids"] = rows["attention_mask"] * 0 + rows["responses"][:, :1]
+    rows["input_ids"][:, -rows["responses"].shape[1] :] = rows["responses"]
+    rows["actor_log_probs"] = rows["old_log_probs"]
+    rows.pop(
+        ["responses", "token_level_rewards", "rollout_log_probs", "old_log_probs", "advantages"],
+        ["score", "acc", "format"],
+    )
+    rows["response_mask"] = rows["attention_mask"][:, 1:] * (torch.arange(rows["input_ids"].shape[1] - 1) >= 2)
+    log_probs = rows["actor_log_probs"]
+    rows["actor_log_probs"] = torch.zeros_like(rows["response_mask"], dtype=torch.float32)
+    rows["actor_log_probs"][:, -log_probs.shape[1] :] = log_probs
+    KeptRollouts(run, 8, tiny_tokenizer()).keep(4, rows)
+    until(page, "document.querySelector('#list [aria-selected=true]')?.innerText.includes('step 4')")
+    assert chosen(page).startswith("loss 0.")
+    until(page, "document.querySelector('#colour')?.value === 'log-prob'")
+    assert "loss" in page.inner_text(".sample header")
+    assert "reward" not in page.inner_text(".sample header")
+    assert max(alpha for *_, alpha in colours(page, 0)) > 0.5
 
 
 def test_rollouts_of_all_steps_are_sorted(opened):

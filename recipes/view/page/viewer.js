@@ -112,7 +112,8 @@ async function loadMore() {
 }
 
 function entry(row, index) {
-  const facts = [`reward ${number(row.reward)}`, row.length === null ? "" : `${row.length} tokens`,
+  const measured = row.reward !== null ? `reward ${number(row.reward)}` : "loss" in row.parts ? `loss ${number(row.parts.loss)}` : "";
+  const facts = [measured, row.length === null ? "" : `${row.length} tokens`,
     row.truncated ? "cut" : ""].filter(Boolean).join(" · ");
   const mismatch = row.mismatch === null ? "" : ` · mismatch ${number(+row.mismatch.toPrecision(2))}`;
   const line = element("div", { class: "line" }, element("div", { class: "facts" }, facts),
@@ -168,6 +169,7 @@ async function showGroup() {
 
 function drawGroup() {
   const [first] = state.group;
+  if (state.colour === "advantage" && first.tokens && !first.advantages) state.colour = "log-prob";  // rows of supervised training
   const pictures = first.images.map((name, index) => {
     const made = element("img", { src: `/images/${name}`, alt: `picture ${index + 1} of the prompt` });
     made.addEventListener("load", () => made.classList.toggle("tiny", made.naturalWidth < 160));
@@ -199,7 +201,7 @@ function badge(text, kind = "") {
 function sample(row, index) {
   const parts = Object.entries(row.parts).map(([name, value]) => badge(`${name} ${number(value)}`,
     name !== "acc" || value === null ? "" : value >= 0.5 ? "good" : "bad"));
-  const facts = [badge(`reward ${number(row.reward)}`), ...parts];
+  const facts = row.reward === null ? parts : [badge(`reward ${number(row.reward)}`), ...parts];
   if (row.length !== null) facts.push(badge(`${row.length} tokens`));
   if (row.truncated) facts.push(badge("cut", "bad"));
   if (row.mismatch !== null) facts.push(badge(`mismatch ${number(row.mismatch)}`));
@@ -246,7 +248,7 @@ function paint() {
   }
   const bar = element("i");
   bar.style.background = `linear-gradient(to right, rgba(${one ? ODD : BAD}, .75), transparent${one ? "" : `, rgba(${GOOD}, .75)`})`;
-  const text = state.colour === "difference" ? "actor − engine, nats" : one ? "engine's log-prob, nats" : "advantage";
+  const text = state.colour === "difference" ? "actor − engine, nats" : one ? `${state.group.some((row) => row.engine_log_probs) ? "engine's " : ""}log-prob, nats` : "advantage";
   $("scale").replaceChildren(...(value ? known.length ? [number(-most), bar, `${one ? "0" : number(most)} ${text}`] : [`no ${state.colour} kept`] : []));
   $("colour").value = state.colour;
 }

@@ -1,0 +1,124 @@
+"""What a run is expected to take: printed before the roles start, and shown beside what it took at its end.
+
+A forecast that cannot be made is told in one line and ends nothing. It uses the first batch of the run, which is drawn anyway,
+and, on a CPU whose speed no earlier run has kept, the seconds of the second step.
+"""
+
+import contextlib
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dataproto import DataProto
+from recipes.forecast import (
+    Setting,
+    StepForecast,
+    compared,
+    cpu_from_step,
+    duration,
+    forecast,
+    forecast_lines,
+    keep_cpu,
+    known_cpu,
+    this_gpu,
+    unknown_cpu,
+)
+from recipes.forecast.devices import GIB, Device
+from recipes.run.one_step_off import LookAhead
+
+MakeSetting = Callable[[DataProto, Device], Setting]
+"""The first batch and the device -> what the forecast depends on."""
+
+
+class RunForecast:
+    """The forecast of one run."""
+
+    def __init__(self, loader: LookAhead, make_setting: MakeSetting, config: object, local: bool = True) -> None:
+        """
+        Args:
+            loader: of the run; its next batch is looked at.
+            config: the checkpoint's.
+            local: whether all roles are in this process, so that its memory is theirs.
+        """
+        self.loader, self.make_setting, self.config, self.local = loader, make_setting, config, local
+        self.found: StepForecast | None = None
+        self.process_memory: int | None = None  # bytes that are expected of this process at most, on a CPU
+        self._observed = 0  # steps of this process
+
+    def begin(self) -> None:
+        """Prints the forecast, the first time; the loader's position stays."""
+        if self.found is not None:
+            return
+        position = self.loader.state_dict()
+        with _told_only() as failure:
+            batch = self.loader.peek()
+            self.found = forecast(self.make_setting(batch, self._device()))
+            print("\n".join(forecast_lines(self.found)))
+            if self.local and self.found.setting.device.on_cpu:
+                self.process_memory = resident_bytes() + self.found.memory
+        if failure:
+            self.loader.load_state_dict(position)
+
+    def observe(self, metrics: Mapping[str, float]) -> list[str]:
+        """Lines to show after a step: the time of the run, where the second step has told the speed of this CPU."""
+        self._observed += 1
+        if self.found is None or self._observed != 2 or not self.found.setting.device.on_cpu:
+            return []
+        with _told_only():
+            device = cpu_from_step(self.found, metrics)
+            if device is not None:
+                keep_cpu(device, self.config)
+                if not self.found.setting.device.speed_known:
+                    self.found = forecast(replace(self.found.setting, device=device))
+                    found = self.found
+                    return [
+                        f"forecast from this step: {found.seconds:.3g} s a step, {found.setting.steps} steps in "
+                        f"{duration(found.run_seconds)}"
+                    ]
+        return []
+
+    def compared(self, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
+        """What was expected and what came, by name, for the table at the end of the run; see `recipes.forecast.compared`."""
+        if self.found is None:
+            return []
+        with _told_only():
+            lines = [(_name(name), f"{value:,.4g}", f"{fact:,.4g}") for name, value, fact in compared(self.found, rows)]
+            if self.process_memory is not None:
+                peak = resident_bytes(peak=True)
+                lines.append(("process memory, GiB", f"{self.process_memory / GIB:,.4g}", f"{peak / GIB:,.4g}"))
+            return lines
+        return []
+
+    def _device(self) -> Device:
+        if torch.cuda.is_available():
+            return this_gpu()
+        return known_cpu(self.config) or unknown_cpu()
+
+
+def _name(metric: str) -> str:
+    names = {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "device memory, GiB"}
+    return names.get(metric) or f"seconds of {metric.removeprefix('timing_s/')}"
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Bytes of this process in memory, or their peak so far."""
+    if peak:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return resident_bytes(peak=True)
+
+
+@contextlib.contextmanager
+def _told_only() -> Iterator[list[str]]:
+    """Tells in one line why there is no forecast, instead of an error; the list then holds the reason."""
+    reasons: list[str] = []
+    try:
+        yield reasons
+    except Exception as error:  # whatever it is, the run is worth more
+        reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        print(f"no forecast: {reasons[0]}")
