@@ -44,7 +44,9 @@ def test_require_lists_what_is_absent_present_and_who_writes_it() -> None:
 def test_the_document_shows_the_table() -> None:
     document = Path(__file__).parents[2] / "docs" / "columns.md"
     lines = [line for line in document.read_text().splitlines() if line.startswith("|")]
-    assert lines == columns_table().splitlines(), f"{document.name} is behind: run `python scripts/write_columns_table.py`"
+    assert lines == columns_table().splitlines(), (
+        f"{document.name} is behind: run `python scripts/write_columns_table.py`"
+    )
     assert (
         lines[2]
         == "| `prompts` | int64 | (B, P) | RolloutWorker.generate | rewards, reports | prompt tokens, left-padded |"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from dataproto.errors import InvalidConfig
 
@@ -57,3 +58,9 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device_type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """``x`` in the dtype of autocast, or unchanged where autocast is off."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
