@@ -66,7 +66,7 @@ def load_processor(checkpoint: Path) -> Any:
 
 
 def timed_trainer() -> type:
-    """A `GRPOTrainer` class whose `step` holds the seconds of the phases of the current step, and its numbers of rows and tokens."""
+    """A `GRPOTrainer` class whose `step` holds the seconds of the current step's phases and its numbers of rows and tokens."""
     from trl import GRPOTrainer
 
     class TimedTrainer(GRPOTrainer):
