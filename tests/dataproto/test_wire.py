@@ -276,7 +276,7 @@ def test_an_object_that_pickle_refuses_is_refused() -> None:
 
 
 def test_another_pickler_writes_the_objects_it_alone_can_write() -> None:
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    from ray import cloudpickle
 
     class Local:
         value = 5
