@@ -65,14 +65,9 @@ def load_processor(checkpoint: Path) -> Any:
     return ImageTextProcessor(image_processor, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
-def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
-    """A `GRPOTrainer` with the fastest settings on a CPU: one forward pass and one optimizer step for all rows of a step.
-
-    Its `step` holds the seconds of the current step's phases and the counts of its rows and tokens.
-    """
-    import torch
-    from transformers import AutoModelForImageTextToText
-    from trl import GRPOConfig, GRPOTrainer
+def timed_trainer() -> type:
+    """A `GRPOTrainer` class whose `step` holds the seconds of the current step's phases and its numbers of rows and tokens."""
+    from trl import GRPOTrainer
 
     class TimedTrainer(GRPOTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,19 +90,21 @@ def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
             self.step["reward"] = time.perf_counter() - start
             return result
 
-    def reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-        return [score(completion[0]["content"], truth) for completion, truth in zip(completions, answer)]
+    return TimedTrainer
 
-    checkpoint = workload / "checkpoint"
-    processor = load_processor(checkpoint)
-    config = GRPOConfig(
+
+def grpo_config(workload: Path, settings: dict[str, Any], end_token: int) -> Any:
+    """The fastest settings on a CPU: one forward pass and one optimizer step for all rows of a step."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
         output_dir=str(workload / "trl"),
         per_device_train_batch_size=settings["prompts"] * settings["samples"],
         gradient_accumulation_steps=1,
         num_generations=settings["samples"],
         max_completion_length=settings["max_tokens"],
         # Never an end token, so that all rows reach the limit, as in our half.
-        generation_kwargs={"suppress_tokens": [*settings["banned_ids"], processor.tokenizer.eos_token_id]},
+        generation_kwargs={"suppress_tokens": [*settings["banned_ids"], end_token]},
         max_steps=settings["warmup"] + settings["steps"],
         learning_rate=settings["learning_rate"],
         lr_scheduler_type="constant",
@@ -128,10 +125,22 @@ def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
         disable_tqdm=True,
         seed=0,
     )
-    return TimedTrainer(
+
+
+def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
+    """The trainer of `timed_trainer` on the workload, with the settings of `grpo_config`."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    def reward(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+        return [score(completion[0]["content"], truth) for completion, truth in zip(completions, answer)]
+
+    checkpoint = workload / "checkpoint"
+    processor = load_processor(checkpoint)
+    return timed_trainer()(
         model=AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32),
         reward_funcs=reward,
-        args=config,
+        args=grpo_config(workload, settings, processor.tokenizer.eos_token_id),
         train_dataset=in_memory_dataset(load_rows(workload)),
         processing_class=processor,
     )

@@ -150,7 +150,7 @@ def local_device(kind: str) -> torch.device:
 
 
 def grouped(what: str, found: Mapping[int, str]) -> str:
-    """Values and who has them, in words.
+    """A phrase that names each value and those that have it, for error messages.
 
     >>> grouped("rank", {0: "torch.int64", 1: "absent", 2: "torch.int64"})
     'torch.int64 on ranks 0, 2 and absent on rank 1'

@@ -157,7 +157,7 @@ def row_count(column: Column, name: str) -> int:
 
 
 def kind_of(column: Column) -> str:
-    """The kind of a column, in words. Only columns of one kind can be joined or compared."""
+    """The name of a column's kind for error messages. Only columns of one kind can be joined or compared."""
     if isinstance(column, RaggedTensor):
         return "a ragged tensor"
     return "an array" if isinstance(column, np.ndarray) else "a tensor"
@@ -183,7 +183,7 @@ def unfold_chunks(column: Column, parts: int, name: str) -> Column:
 
 
 def first_difference(left: Any, right: Any) -> str:
-    """How two columns differ, in words: in their dtypes, their shapes, or the first row that differs."""
+    """Describes, for an error message, how two columns differ: in dtype, in shape, or in the first row that differs."""
     kinds = [next((kind for kind in _KINDS if isinstance(side, kind)), None) for side in (left, right)]
     if kinds[0] is not kinds[1]:
         return f"one is a {type(left).__name__}, the other a {type(right).__name__}"

@@ -1,4 +1,4 @@
-"""Descriptions of a batch in words."""
+"""Text that describes a batch: its columns, their dtypes and shapes."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias

@@ -1,4 +1,7 @@
-"""From a recipe's options to the setting of a forecast. Options are read by attribute: recipes stand above this package."""
+"""Makes the setting of a forecast from a recipe's options.
+
+Options are read by attribute, without the recipes' own types: recipes may import this package, and it may not import them.
+"""
 
 import math
 from typing import Any

@@ -1,6 +1,6 @@
 """What users of verl rely on beside the verbs, and "Differences from verl" of docs/dataproto.md, row by row.
 
-`scripts/verl_dropin.py` shows what needs verl: its side of each difference, and its own code on this class.
+`scripts/verl_dropin` shows what needs verl: its side of each difference, and its own code on this class.
 """
 
 import copy

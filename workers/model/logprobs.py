@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollout.sampling import BANNED_LOGIT, project
+from workers.model.precision import in_autocast_dtype
 
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 """Logits in memory at a time, in elements, by device type: enough tokens to keep the matrix units busy."""
@@ -45,12 +46,10 @@ def token_log_probs(
     >>> round(log_probs.item(), 4), round(entropies.item(), 4)
     (-0.3133, 0.5822)
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+    hidden = in_autocast_dtype(hidden)
     size = chunk_size(head_weight.shape[0], hidden.device, chunk_elements)
     banned = _on_device(tuple(banned_ids), hidden.device) if banned_ids else None
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropies = _TokenLogProbs.apply(
             hidden, head_weight, targets, temperature, banned, entropy, size, compiled
         )

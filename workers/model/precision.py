@@ -120,3 +120,9 @@ def add_gradient(weight: nn.Parameter, half: Tensor) -> None:
         weight.grad = gradient.float()
     else:
         weight.grad.add_(gradient)
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """``x`` in the dtype of autocast, or unchanged where autocast is off."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

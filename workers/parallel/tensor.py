@@ -30,6 +30,7 @@ from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule
+from workers.model.precision import in_autocast_dtype
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs
@@ -201,9 +202,7 @@ def _gather_input(
 
 def _gather_tokens(x: Tensor, peers: Peers) -> Tensor:
     """``(1, n, H)`` of every rank joined ``(1, size * n, H)``; gradients are summed, each rank gets its tokens'."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):  # as split layers would cast it, which are all that see it: half the traffic
-        x = x.to(torch.get_autocast_dtype(device))
+    x = in_autocast_dtype(x)  # as split layers would cast it, which are all that see it: half the traffic
     return gather_split(x.squeeze(0), peers).unsqueeze(0)
 
 

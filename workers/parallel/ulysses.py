@@ -17,6 +17,7 @@ from dataproto.errors import InvalidConfig
 from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.precision import in_autocast_dtype
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, exchange
 from workers.ranks.mesh import Ranks
@@ -59,10 +60,8 @@ def ulysses_attention(
     Returns:
         ``(1, S, H, D)`` and ``None``.
     """
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # half the traffic, and one dtype: some families norm queries in float32
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # half the traffic, and one dtype: some families norm queries in float32
+    query, key, value = (in_autocast_dtype(x) for x in (query, key, value))
     heads = query.shape[1]
     repeats = key_value_repeats(heads, key.shape[1], peers.size)
     if repeats > 1:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout.sampling import BANNED_LOGIT, project
 from workers.model.logprobs import accumulate_matmul, chunk_size
+from workers.model.precision import in_autocast_dtype
 from workers.ranks.autograd_collectives import Peers, all_gather_tensor, all_reduce
 
 
@@ -34,13 +35,11 @@ def split_token_log_probs(
     Every rank gives the same ``hidden (N, H)`` and ``targets (N,)`` and gets the same log-probs and entropies ``(N,)``.
     """
     weight = cast(DTensor, head_weight).to_local()
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+    hidden = in_autocast_dtype(hidden)
     first = peers.rank * len(weight)
     banned = torch.tensor([i - first for i in banned_ids if 0 <= i - first < len(weight)], device=hidden.device)
     size = chunk_size(len(weight), hidden.device, chunk_elements)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropies = _SplitLogProbs.apply(
             hidden, weight, targets - first, temperature, banned.long(), entropy, size, peers
         )

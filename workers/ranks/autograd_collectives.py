@@ -31,12 +31,13 @@ class Peers(NamedTuple):
 
 def exchange(x: Tensor, peers: Peers) -> Tensor:
     """``(size, ...)``: part i goes to rank i, and part i of the result comes from rank i (all-to-all)."""
-    return cast(Tensor, _Exchange.apply(x, peers.name))
+    equal = [1] * peers.size
+    return exchange_tokens(x, equal, equal, peers)
 
 
 def exchange_tokens(x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
-    """``(sum(sent), H)``: the first ``sent[0]`` rows go to rank 0 and so on. Returns the rows from all ranks in their order,
-    ``(sum(received), H)``. Both may be empty.
+    """``(sum(sent), ...)``: the first ``sent[0]`` rows go to rank 0 and so on. Returns the rows from all ranks in their order,
+    ``(sum(received), ...)``. Both may be empty.
     """
     return cast(Tensor, _ExchangeTokens.apply(x, sent, received, peers.name))
 
@@ -68,7 +69,8 @@ def all_gather_tensor(x: Tensor, peers: Peers) -> Tensor:
 
 def all_to_all(x: Tensor, peers: Peers) -> Tensor:
     """`exchange` without gradient."""
-    return _all_to_all(x, peers.name)
+    equal = [1] * peers.size
+    return _all_to_all(x, equal, equal, peers.name)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -87,32 +89,19 @@ def _reduce_scatter(x: Tensor, peers: Peers) -> Tensor:
     return _done(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", peers.size, peers.name))
 
 
-def _all_to_all(x: Tensor, name: str) -> Tensor:
-    equal = [1] * x.shape[0]
-    return _done(_c10d.all_to_all_single(x.contiguous(), equal, equal, name))
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return _all_to_all(x, name)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.name), None
+def _all_to_all(x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+    return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, name))
 
 
 class _ExchangeTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         ctx.settings = received, sent, name
-        return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, name))
+        return _all_to_all(x, sent, received, name)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, name = ctx.settings
-        return _done(_c10d.all_to_all_single(gradient.contiguous(), received, sent, name)), None, None, None
+        return _all_to_all(gradient, *ctx.settings), None, None, None
 
 
 class _GatherShared(torch.autograd.Function):
