@@ -54,7 +54,8 @@ def known_cpu(config: Any) -> Device | None:
     """The speed that an earlier run has kept for a model with this config; ``None`` without one."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(_file(config).read_text(encoding="utf-8"))
-        return replace(unknown_cpu(), **{name: float(found[name]) for name in SPEEDS})
+        bandwidth, language, vision, overhead = (float(found[name]) for name in SPEEDS)
+        return Device("cpu", cpu_memory(), bandwidth, language, vision, decode_overhead=overhead, on_cpu=True)
     return None
 
 
