@@ -70,7 +70,7 @@ def keep_cpu(device: Device, config: Any) -> None:
 
 
 def _file(config: Any) -> Path:
-    machine = (platform.node(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    machine = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
     digest = hashlib.sha256(repr((machine, config.to_json_string())).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "dataproto" / "cpu_speed" / f"{digest}.json"
