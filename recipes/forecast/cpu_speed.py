@@ -54,7 +54,8 @@ def known_cpu(config: Any) -> Device | None:
     """The speed that an earlier run has kept for a model with this config; ``None`` without one."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(_file(config).read_text(encoding="utf-8"))
-        return replace(unknown_cpu(), **{name: float(found[name]) for name in SPEEDS})
+        bandwidth, language, vision, overhead = (float(found[name]) for name in SPEEDS)
+        return Device("cpu", cpu_memory(), bandwidth, language, vision, decode_overhead=overhead, on_cpu=True)
     return None
 
 
@@ -69,7 +70,7 @@ def keep_cpu(device: Device, config: Any) -> None:
 
 
 def _file(config: Any) -> Path:
-    machine = (platform.node(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
+    machine = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
     digest = hashlib.sha256(repr((machine, config.to_json_string())).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "dataproto" / "cpu_speed" / f"{digest}.json"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -69,16 +70,13 @@ class RunForecast:
         if self.found is None or self._observed != 2 or not self.found.setting.device.on_cpu:
             return []
         with _told_only():
-            device = cpu_from_step(self.found, metrics)
-            if device is not None:
-                keep_cpu(device, self.config)
-                if not self.found.setting.device.speed_known:
-                    self.found = forecast(replace(self.found.setting, device=device))
-                    found = self.found
-                    return [
-                        f"forecast from this step: {found.seconds:.3g} s a step, {found.setting.steps} steps in "
-                        f"{duration(found.run_seconds)}"
-                    ]
+            device = self._keep_speed(metrics)
+            if device is not None and not self.found.setting.device.speed_known:
+                self.found = found = forecast(replace(self.found.setting, device=device))
+                return [
+                    f"forecast from this step: {found.seconds:.3g} s a step, {found.setting.steps} steps in "
+                    f"{duration(found.run_seconds)}"
+                ]
         return []
 
     def compared(self, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
@@ -86,6 +84,8 @@ class RunForecast:
         if self.found is None:
             return []
         with _told_only():
+            if self.found.setting.device.on_cpu and (steps := [row for row in rows if row.get("step", 0) > 0][1:]):
+                self._keep_speed({f"timing_s/{each.name}": _median(steps, each.name) for each in self.found.phases})
             lines = [(_name(name), f"{value:,.4g}", f"{fact:,.4g}") for name, value, fact in compared(self.found, rows)]
             if self.process_memory is not None:
                 peak = resident_bytes(peak=True)
@@ -93,10 +93,22 @@ class RunForecast:
             return lines
         return []
 
+    def _keep_speed(self, metrics: Mapping[str, float]) -> Device | None:
+        """The speed of this CPU by these seconds, kept for the next run: of the second step, later the medians of all."""
+        assert self.found is not None
+        device = cpu_from_step(self.found, metrics)
+        if device is not None:
+            keep_cpu(device, self.config)
+        return device
+
     def _device(self) -> Device:
         if torch.cuda.is_available():
             return this_gpu()
         return known_cpu(self.config) or unknown_cpu()
+
+
+def _median(steps: Sequence[Mapping[str, float]], phase: str) -> float:
+    return median([row.get(f"timing_s/{phase}", 0.0) for row in steps])
 
 
 def _name(metric: str) -> str:

@@ -78,6 +78,11 @@ def test_the_second_step_tells_the_speed_of_a_cpu_and_the_next_run_knows_it(caps
     assert "run: 10 steps in 29 s" in capsys.readouterr().out
     assert second.found.setting.device == known_cpu(CONFIG)
     assert second.observe(STEP) == second.observe(STEP) == []
+    slower = STEP | {"timing_s/update_actor": 4.0}
+    second.compared([{"step": 0}, *({"step": number, **slower} for number in (1, 2, 3))])
+    assert known_cpu(CONFIG).language == pytest.approx(
+        second.found.setting.device.language / 2
+    )  # the median of all steps
 
 
 def test_the_position_of_the_loader_stays():

@@ -1,0 +1,38 @@
+"""Names of packages that are imported when they are used: what an import loads, and what stays as it was."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import dataproto
+from dataproto.extras import LazyModule
+
+
+def test_a_module_is_imported_without_its_neighbours_and_a_name_is_the_same_object() -> None:
+    program = """
+import sys
+import dataproto.errors, workers.ranks.layout, workers.model.model_config, rollout.engine, recipes.algorithms.options
+assert not {"torch", "tensordict", "transformers"} & set(sys.modules)
+from dataproto import DataProto
+from dataproto.protocol import DataProto as same
+assert DataProto is same is sys.modules["dataproto"].__dict__["DataProto"]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_the_package() -> None:
+    with pytest.raises(AttributeError, match="module 'dataproto' has no attribute 'DataPorto'"):
+        dataproto.DataPorto  # noqa: B018
+    with pytest.raises(ImportError, match="DataPorto"):
+        from dataproto import DataPorto  # noqa: F401
+
+
+def test_a_lazy_function_is_called_compared_and_pickled() -> None:
+    functions = LazyModule("posixpath")
+    join = pickle.loads(pickle.dumps(functions.join))
+    assert join == functions.join != functions.split
+    assert join("a", "b") == "a/b"
+    assert (repr(join), len({join, functions.join})) == ("posixpath.join", 1)
