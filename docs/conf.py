@@ -13,7 +13,14 @@ project = "dataproto"
 html_title = project
 root_doc = "docs/index"
 include_patterns = ["docs/**", "benchmarks/RESULTS.md", "CHANGELOG.md"]
-extensions = ["sphinx.ext.autodoc", "docstrings", "option_tables", "sphinx.ext.napoleon", "myst_nb"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "docstrings",
+    "option_tables",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "myst_nb",
+]
 
 # Docstrings: Google's sections, single backticks as links where there is a target, types in the signature.
 default_role = "py:obj"
@@ -34,5 +41,17 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # a test runs the notebook; its outputs are committed
 
 html_theme = "furo"
+html_static_path = ["static"]  # beside this file
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False
+
+
+def setup(app):
+    app.connect("source-read", show_program)
+
+
+def show_program(app, page, source):
+    """On the site, the program that a page describes stands below it."""
+    if page == "docs/custom_recipe":
+        source[0] += "\n## The program\n\n```{literalinclude} custom_recipe.py\n:language: python\n```\n"

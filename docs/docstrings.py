@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def process(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: 
 
 def with_readable_defaults(
     app: Sphinx, what: str, name: str, value: Any, options: Any, arguments: str | None, result: str | None
-):
+) -> tuple[str | None, str | None]:
     """``<factory>``, which is no Python and keeps Sphinx from reading a signature, as ``...``."""
     return re.sub(r"=\s*<\w+>", "=...", arguments) if arguments else arguments, result
 
@@ -55,30 +55,24 @@ def with_tables(lines: list[str]) -> Iterator[str]:
             continue
         if rows:
             yield from (".. list-table::", "   :header-rows: 1", "")
-            for row in rows:
-                yield from (
-                    f"   {'-' if place else '* -'} {cell}".replace("   -", "     -") for place, cell in enumerate(row)
-                )
+            for first, *others in rows:
+                yield from (f"   * - {first}", *(f"     - {cell}" for cell in others))
             yield ""
             rows = []
         yield line
 
 
-def with_formulas(lines: Iterator[str]) -> Iterator[str]:
+def with_formulas(lines: Iterable[str]) -> Iterator[str]:
     """Blocks indented below a paragraph, which are formulas or code, as literal blocks."""
-    previous, blank = " ", False
+    above, blank = " ", False
     for line in lines:
-        if not line.strip():
-            blank = True
-        else:
-            if (
-                blank
-                and line.startswith("    ")
-                and not previous.startswith((" ", ".. ", ">>>"))
-                and previous[-2:] != "::"
-            ):
+        if line.strip():
+            is_text = not above.startswith((" ", ".. ", ">>>")) and not above.endswith("::")
+            if blank and line.startswith("    ") and is_text:
                 yield from ("::", "")
-            previous, blank = line, False
+            above, blank = line, False
+        else:
+            blank = True
         yield line
 
 
@@ -87,11 +81,8 @@ def field_lines(config: type, lines: list[str]) -> list[str]:
     if any(line.strip() in ("Args:", "Attributes:") for line in lines):
         return []
     texts = {name: field_text(config, name) for name in inspect.signature(config).parameters}
-    return (
-        ["", "Args:", *(f"    {name}: {text}" for name, text in texts.items() if text), ""]
-        if any(texts.values())
-        else []
-    )
+    arguments = [f"    {name}: {text}" for name, text in texts.items() if text]
+    return ["", "Args:", *arguments, ""] if arguments else []
 
 
 def data_text(name: str) -> list[str]:
@@ -125,10 +116,7 @@ def skip_shown_elsewhere(app: Sphinx, what: str, name: str, value: Any, skip: bo
 
 
 def packages_above(module: str) -> list[str]:
-    """
-    >>> packages_above("workers.roles.actor")
-    ['workers', 'workers.roles', 'workers.roles.actor']
-    """
+    """A module and the packages that contain it, from the top."""
     parts = module.split(".")
     return [".".join(parts[: place + 1]) for place in range(len(parts))]
 

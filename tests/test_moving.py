@@ -12,7 +12,7 @@ from helpers.tiny_prompts import tiny_builder
 from recipes.algorithms import ADVANTAGES, LOSSES
 from recipes.commands import COMMANDS
 from recipes.data.problem_rows import read_row
-from recipes.grpo import GRPORunConfig, main
+from recipes.grpo import GRPORunConfig, main, parse
 from recipes.options import options_of
 from recipes.report import read_metrics
 from recipes.rewards import as_reward_function
@@ -46,6 +46,13 @@ def test_every_option_and_command_of_ours_exists() -> None:
     theirs = {"--backend", "--local_dir", "--target_dir"}  # of verl's and EasyR1's mergers
     assert elsewhere - set(known) - switched_off - {PRESET, CONFIG} - theirs == set()
     assert set(re.findall(r"dataproto (grpo|ppo|export|\w+) ", ours("In short"))) <= set(COMMANDS)
+
+
+def test_its_command_is_understood() -> None:
+    command = "\n".join(fenced("bash")).partition("dataproto grpo ")[2].replace("\\\n", " ")
+    config = parse(command.split())
+    assert (config.algorithm.n, config.algorithm.minibatch, config.layout.dp, config.run.epochs) == (5, 128, 8, 15)
+    assert config.algorithm.settings.clip == (0.2, 0.3)
 
 
 def test_names_of_losses_and_advantages_are_known() -> None:
