@@ -30,7 +30,7 @@ from rollout import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, Roles, launch
 
-STUDENT = TinyConfig(hidden=64, heads=2, vision_width=32)
+STUDENT = TinyConfig(hidden=64, heads=2)
 Step = Callable[[DataProto], object]
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", help="checkpoint of a trained tiny model")
     parser.add_argument("--teacher-steps", type=int, default=500, help="of GRPO, without --teacher")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=64, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
     parser.add_argument("--rows", type=int, default=256, help="held-out problems")

@@ -10,13 +10,28 @@ from workers.roles.reward import RewardRow
 
 FORMAT_WEIGHT = 0.1
 
+_WORD = (
+    r"(?:(?:square|sq\.?|cubic|cu\.?)\s+)?"
+    r"(?:[mcdk]?m|in|ft|yd|mi|inch(?:es)?|foot|feet|yards?|miles?|(?:milli|centi|deci|kilo)?met(?:er|re)s?|units?|degrees?)"
+)
+_SPACE, _POWER = r"(?:\s|~|\\[,;:!\s])", r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?"
+_UNIT = re.compile(
+    r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|[°º])\.?\s*$"
+    rf"|{_SPACE}*\\(?:text|textrm|mathrm)\s*\{{[\s~]*{_WORD}\.?\s*\}}{_POWER}\.?\s*$"
+    rf"|{_SPACE}+{_WORD}{_POWER}\.?\s*$"
+)
+"""A unit at the end of an answer: degrees, lengths, areas and volumes, as models and ground truths write them."""
+_LONGEST_UNIT = 60  # characters
+_NOT_OF_A_UNIT = re.compile(r"[\s\\,;:!~{}^.°º]|text(?:rm)?|mathrm|circ|degrees?")
+
 
 def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None) -> list[dict[str, float]]:
     r"""Geometry3K: ``score`` = 0.9 ``acc`` + 0.1 ``format``, as in verl (``verl/utils/reward_score/geo3k.py``) and EasyR1
     (``examples/reward_function/math.py``).
 
-    ``acc`` is 1 if mathruler finds the content of the last ``\boxed{}`` equal to the ground truth, else 0. A comparison that
-    exceeds the time limit of the checker counts as wrong; see `AnswerChecker`.
+    ``acc`` is 1 if mathruler finds the content of the last ``\boxed{}`` equal to the ground truth, else 0. A unit or a degree
+    sign that only one of the two has does not count; see `without_unit`. (mathruler, and so verl, ignores some of them.) A
+    comparison that exceeds the time limit of the checker counts as wrong; see `AnswerChecker`.
 
     Args:
         rows: the responses and their ground truths.
@@ -34,7 +49,7 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
     for number, row in enumerate(rows):
         if row.ground_truth is None:
             raise RewardError(f"row {number}: there is no ground truth to compare the answer with")
-        pairs.append((extract_boxed_content(row.solution_str), str(row.ground_truth)))
+        pairs.append(without_unit(extract_boxed_content(row.solution_str), str(row.ground_truth)))
     boxed = [pair for pair in pairs if pair[0] != "None"]  # what mathruler returns for a response without a box
     correct = dict(zip(boxed, (checker or default_checker())(boxed), strict=True))
     results = []
@@ -42,6 +57,21 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
         acc, form = float(correct.get(pair, False)), format_score(row.solution_str)
         results.append({"score": (1 - FORMAT_WEIGHT) * acc + FORMAT_WEIGHT * form, "acc": acc, "format": form})
     return results
+
+
+def without_unit(answer: str, truth: str) -> tuple[str, str]:
+    r"""An answer and a ground truth without their units, unless their units differ.
+
+    >>> without_unit("65°", "65"), without_unit("12", "12 cm"), without_unit("12 m", "12 cm")
+    (('65', '65'), ('12', '12'), ('12 m', '12 cm'))
+    """
+    found = [_UNIT.search(text[-_LONGEST_UNIT:]) for text in (answer, truth)]
+    if len({_NOT_OF_A_UNIT.sub("", unit[0]) for unit in found if unit}) > 1:
+        return answer, truth
+    plain = [
+        text[: len(text) - len(unit[0])] if unit else text for text, unit in zip((answer, truth), found, strict=True)
+    ]
+    return plain[0], plain[1]
 
 
 def boxed_answer(response: str) -> str | None:
