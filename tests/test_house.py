@@ -22,6 +22,7 @@ LAZY_TABLES = {
     Path("recipes/loggers/run_loggers.py"),
     Path("rollout/engine.py"),
     Path("workers/cluster/launcher.py"),
+    Path("workers/cluster/ray_group.py"),  # in processes of Ray, before anything else is imported
 }
 
 

@@ -13,8 +13,8 @@ from workers.roles.reward import RewardFunction, RewardRow
 def normalised(text: str) -> str:
     """A text in lower case, without punctuation and articles, with single spaces.
 
-    >>> normalised(" The  circle. "), normalised("Yes!"), normalised("a-b")
-    ('circle', 'yes', 'a b')
+    >>> normalised(" The  circle. "), normalised("Yes!"), normalised("dark-red")
+    ('circle', 'yes', 'dark red')
     """
     words = re.sub(r"[^\w\s]|_", " ", text.casefold()).split()
     return " ".join(word for word in words if word not in ("a", "an", "the"))

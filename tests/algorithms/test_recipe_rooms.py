@@ -34,11 +34,12 @@ NAMES = {
         *("ColumnKeys", "DrawnSums", "DrawnTalks", "EvaluationLoader", "Geo3KDataset", "INSTRUCTION", "LabelledData"),
         "LabelledRows",
         *("Mixture", "ProblemRows", "PromptLoader", "StreamRows", "TableRows", "Templates", "drawn_data"),
+        *("Answered", "EasyVQA", "EasyVQARows", "fetch_easy_vqa", "open_easy_vqa"),
         *("drop_overlong", "folder_data", "load_rows", "open_stream", "open_tables", "read_row", "table_data"),
     ],
     "recipes.rewards": [
         *("AnswerChecker", "Judge", "RewardFunction", "RewardRow", "SequenceClassifier", "as_reward_function"),
-        *("compute_score", "format_score"),
+        *("ShuffledScores", "compute_score", "format_score", "normalised", "short_answer_reward"),
         *("from_easyr1", "from_trl", "from_verl", "geo3k_reward", "load_reward", "remote_reward"),
     ],
     "recipes.synthetic": [
