@@ -1,6 +1,7 @@
 """Pictures of a run for the README, its reward curve and a few rollouts: ``python scripts/readme_pictures.py RUN [FOLDER]``."""
 
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,10 @@ def plot_curves(rows: Sequence[Mapping[str, float]], path: str | Path) -> None:
     if reward := _points(rows, "critic/score/mean"):
         axes.plot(*zip(*reward, strict=True), color=REWARD, alpha=0.25, linewidth=1)
         axes.plot(*zip(*smooth(reward), strict=True), color=REWARD, linewidth=2, label="reward of sampled responses")
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith("val-core/") and "/acc/" in name)
+    measured = re.compile(r"val-(?:core|aux)/(.*)/acc/mean@\d+")  # a recipe's controls are auxiliary
+    names = dict.fromkeys(name for row in rows for name in row if measured.fullmatch(name))
     for index, name in enumerate(names):
-        source = name.removeprefix("val-core/").split("/acc/")[0]
+        source = measured.sub(r"\1", name)
         points, style = _points(rows, name), ("-", "--", ":")[index % 3]
         axes.plot(
             *zip(*points, strict=True),

@@ -100,6 +100,10 @@ class EasyVQARows(Sequence[dict[str, Any]]):
         questions = tuple(self.questions[place] for place in places)
         return replace(self, questions=questions, shown=tuple(self.shown[place] for place in places))
 
+    def open_questions(self, wanted: bool = True) -> "EasyVQARows":
+        """The questions whose answer is a colour or a shape; without ``wanted`` those whose answer is yes or no."""
+        return self.at([place for place, q in enumerate(self.questions) if (q.answer not in ("yes", "no")) == wanted])
+
     def in_random_order(self, seed: int = 0) -> "EasyVQARows":
         """The same rows, so that the first ones are a sample of all; those of a file are sorted by picture."""
         return self.at(np.random.default_rng(seed).permutation(len(self)).tolist())

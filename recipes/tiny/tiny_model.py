@@ -35,6 +35,7 @@ class TinyConfig:
     heads: int = 4
     vision_width: int = 64
     vision_depth: int = 2
+    text_std: float = 0.02  # of the decoder's initial weights
     vision_std: float = 0.1  # of the vision tower's initial weights; with Hugging Face's 0.02 GRPO learns nothing
     min_pixels: int = 56 * 56
     max_pixels: int = 280 * 280
@@ -89,6 +90,7 @@ def model_config(config: TinyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLCon
         "hidden_size": config.hidden,
         "intermediate_size": 2 * config.hidden,
         "num_hidden_layers": config.layers,
+        "initializer_range": config.text_std,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.heads // 2,
         "max_position_embeddings": 32_768,

@@ -68,6 +68,13 @@ def test_a_random_order_has_the_same_rows(easy_vqa):
     assert mixed[:4].questions == mixed.questions[:4]
 
 
+def test_open_questions_and_the_others_are_all_rows(easy_vqa):
+    open_rows, others = (easy_vqa.train.open_questions(wanted) for wanted in (True, False))
+    assert {asked.answer for asked in others.questions} == {"yes", "no"}
+    assert {asked.answer for asked in open_rows.questions} == {"red", "blue", "green", "circle", "rectangle"}
+    assert (len(open_rows), len(others)) == (24, 12)
+
+
 def test_what_is_no_wheel_of_easy_vqa_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="no file"):
         open_easy_vqa(tmp_path / "missing.whl")

@@ -1,0 +1,277 @@
+"""Who learns faster, by step, by sample and by second: algorithms over seeds, with TRL's `GRPOTrainer` beside them.
+
+    python benchmarks/learning.py --work outputs/learning                                        # everything: hours on a CPU
+    python benchmarks/learning.py --work outputs/learning --algorithms 'easy_vqa/*' level2/grpo --seeds 0 1 2 --steps 200
+
+A run is TASK/ALGORITHM and a seed. Tasks are easy-VQA, after a short supervised phase that its runs share, and the drawn
+problems of levels 2 to 4, after the tiny model's warm-up. All runs of a task and a seed have the same start, prompts, numbers of
+samples, learning rate and held-out questions; an algorithm changes only what `ALGORITHMS` says. Each is a run directory,
+``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run again, an interrupted one continues (TRL's begins
+again).
+
+Writes ``WORK/TASK.png`` (medians, and bands over the range of seeds) and ``WORK/table.md``. TRL's runs need its package on the
+path of this interpreter, e.g. from ``pip install --no-deps --target FOLDER trl accelerate`` with ``PYTHONPATH=FOLDER``; without
+it they are left out, and the table says so. Times are CPU seconds of this process in the steps, evaluations left out, so that
+other work on the machine counts little.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# The folder of this file comes last: its dataproto.py is not the library.
+sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
+
+from recipes import easy_vqa, grpo, ppo  # noqa: E402
+from recipes.data import EasyVQA, ProblemRows, open_easy_vqa  # noqa: E402
+from recipes.report import read_metrics  # noqa: E402
+from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
+from recipes.run import recorded_run, run  # noqa: E402
+from recipes.tiny import tiny_checkpoint  # noqa: E402
+
+PROMPTS, SAMPLES, EVAL_ROWS = 16, 16, 256
+TASKS = ("easy_vqa", "level2", "level3", "level4")
+COMMON = (
+    f"--batch-size {PROMPTS} --algorithm.n {SAMPLES} --algorithm.kl-coef 0 "
+    f"--eval-rows {EVAL_ROWS} --save-every 50 --keep-rollouts 0"
+)
+ALGORITHMS = {
+    "grpo": "",
+    "grpo_4_updates": "--algorithm.minibatch 4",  # several optimizer steps for each batch, so that clipping works
+    "dr_grpo": "--algorithm.loss dr_grpo",
+    "rloo": "--algorithm.advantage rloo",
+    "dapo": "--algorithm.loss dapo --algorithm.overlong-buffer 0",
+    "gspo": "--algorithm.loss gspo --algorithm.minibatch 4",
+    "cispo": "--algorithm.loss cispo --algorithm.minibatch 4",
+    "ppo": "",
+    "grpo_corrected": "--algorithm.correction token",  # for the engine's log-probs
+    "grpo_one_step_off": "--one-step-off --on ray --ray.rollout-processes 1",
+    "grpo_row_by_row": "--token-budget 1",  # one prompt group a pass, as without packing
+    "trl": "",  # TRL's GRPOTrainer, rows padded
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """An algorithm on a task with a seed."""
+
+    task: str
+    algorithm: str
+    seed: int
+    steps: int
+
+    @property
+    def eval_every(self) -> int:
+        return max(self.steps // 10, 1)
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}/{self.algorithm}"
+
+    def directory(self, work: Path) -> Path:
+        return work / self.task / self.algorithm / f"{self.steps}_steps" / f"seed_{self.seed}"
+
+
+def is_complete(this: Run, work: Path) -> bool:
+    """Whether the directory of a run has all its steps."""
+    metrics = this.directory(work) / "metrics.jsonl"
+    return metrics.is_file() and any(row["step"] == this.steps for row in read_metrics(metrics))
+
+
+def with_cpu_seconds(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step function that adds the CPU seconds of this process to the metrics."""
+
+    def timed_step(*args: Any, **options: Any) -> Any:
+        start = time.process_time()
+        data, metrics = step(*args, **options)
+        return data, metrics | {"timing_cpu_s/step": time.process_time() - start}
+
+    return timed_step
+
+
+def arguments_of(this: Run, work: Path) -> list[str]:
+    """The command line of a run's recipe."""
+    directory = this.directory(work)
+    resume = ["--resume"] if (directory / "metrics.jsonl").exists() else []
+    length = f"--steps {this.steps} --eval-every {this.eval_every} --seed {this.seed} --output-dir {directory}"
+    task = "" if this.task == "easy_vqa" else f"--level {this.task.removeprefix('level')}"
+    return [*f"{COMMON} {length} {task} {ALGORITHMS[this.algorithm]}".split(), *resume]
+
+
+def train_ours(this: Run, work: Path) -> None:
+    """Runs, or continues, one of this project's runs."""
+    recipe, step = (ppo, ppo.ppo_step) if this.algorithm == "ppo" else (grpo, grpo.grpo_step)
+    if this.task != "easy_vqa":
+        run(recipe.parse(arguments_of(this, work)), with_cpu_seconds(step))
+        return
+    start, rows = easy_vqa_start(this.seed, work)
+    config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
+    config = replace(config, optimizer=easy_vqa.TINY.optimizer)
+    with recorded_run(config.run, config):
+        easy_vqa.train_policy(config, with_cpu_seconds(step), rows, str(start), short_answer_reward)
+
+
+def easy_vqa_start(seed: int, work: Path) -> tuple[Path, EasyVQA]:
+    """The checkpoint after the supervised phase, which the runs of a seed share, and the rows with few test questions."""
+    rows = open_easy_vqa()
+    config = easy_vqa.parse(["--seed", str(seed), "--output-dir", str(work / "easy_vqa" / "start" / f"seed_{seed}")])
+    config = replace(config, run=replace(config.run, resume=True))
+    start = easy_vqa.supervised_checkpoint(config, rows)
+    return start, EasyVQA(rows.train, rows.test.in_random_order()[:EVAL_ROWS])
+
+
+def train_trl(this: Run, work: Path) -> None:
+    """Runs TRL's trainer on the same task, from the start, for one seed."""
+    from trl_learning import TRLTask, train_and_measure
+
+    if this.task == "easy_vqa":
+        start, rows = easy_vqa_start(this.seed, work)
+        train, held_out, reward = rows.train, rows.test, short_answer_reward
+        config, tokens = replace(grpo.TINY, optimizer=easy_vqa.TINY.optimizer), 4
+    else:
+        level = int(this.task.removeprefix("level"))
+        start, reward, config, tokens = tiny_checkpoint(this.seed), geo3k_reward, grpo.TINY, 24
+        train, held_out = ProblemRows(level, this.seed), ProblemRows(level, 0, "test")[:EVAL_ROWS]
+    task = TRLTask(start, train, held_out, reward, tokens, config.optimizer, shuffle=this.task == "easy_vqa")
+    train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES)
+
+
+def curve(directory: Path) -> list[dict[str, float]]:
+    """The evaluations of a run: step, samples, CPU seconds of the steps until then, and held-out accuracy."""
+    points, samples, seconds = [], 0.0, 0.0
+    for row in read_metrics(directory / "metrics.jsonl"):
+        if row["step"]:
+            samples += PROMPTS * SAMPLES * row.get("train/num_gen_batches", 1)
+            seconds += row["timing_cpu_s/step"]
+        own = [name for name in row if name.startswith("val-core/") and name.endswith("/acc/mean@1")]
+        if own:
+            points.append({"step": row["step"], "samples": samples, "seconds": seconds, "accuracy": row[own[0]]})
+    return points
+
+
+def reached(points: Sequence[Mapping[str, float]], target: float, unit: str) -> float | None:
+    """Where a curve first reaches the target, linear between evaluations; `None` if it does not.
+
+    >>> reached([{"step": 0, "accuracy": 0.0}, {"step": 10, "accuracy": 0.5}], 0.25, "step")
+    5.0
+    """
+    if points[0]["accuracy"] >= target:
+        return points[0][unit]
+    for before, after in pairwise(points):
+        if before["accuracy"] < target <= after["accuracy"]:
+            share = (target - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
+            return before[unit] + share * (after[unit] - before[unit])
+    return None
+
+
+def spread(values: Sequence[float | None], digits: int) -> str:
+    """Median and range of the seeds; of those that reached a target, with their number if it is not all.
+
+    >>> spread([1.0, 3.0, 2.0], 1), spread([1.0, None], 0), spread([None], 0)
+    ('2.0 (1.0 to 3.0)', '1 (1 to 1), 1 of 2', 'not reached')
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return "not reached"
+    text = f"{median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+    return text if len(known) == len(values) else f"{text}, {len(known)} of {len(values)}"
+
+
+Curves = Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
+"""The curves of each algorithm, one for each seed."""
+
+
+def table(task: str, curves: Curves, steps: int) -> str:
+    """The results of a task in Markdown; medians and ranges over seeds.
+
+    The target is midway between the first accuracy and the best last one, both as medians.
+    """
+    first = median(points[0]["accuracy"] for runs in curves.values() for points in runs)
+    best = max(median(points[-1]["accuracy"] for points in runs) for runs in curves.values())
+    target = (first + best) / 2
+    lines = [f"## {task}, {steps} steps of {PROMPTS} x {SAMPLES}, target accuracy {target:.3f}", ""]
+    lines += ["| algorithm | seeds | before | after | steps to target | samples to target | CPU s to target |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, runs in curves.items():
+        ends = [spread([points[place]["accuracy"] for points in runs], 3) for place in (0, -1)]
+        costs = [
+            spread([reached(points, target, unit) for points in runs], 0) for unit in ("step", "samples", "seconds")
+        ]
+        lines.append(f"| {name} | {len(runs)} | {' | '.join([*ends, *costs])} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(task: str, curves: Curves, path: Path) -> None:
+    """Held-out accuracy by step, sample and CPU second: medians, and bands from the lowest to the highest seed."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes, unit in zip(panels, ("step", "samples", "seconds"), strict=True):
+        for number, (name, runs) in enumerate(curves.items()):
+            accuracy = np.array([[point["accuracy"] for point in points] for points in runs])
+            where = np.median([[point[unit] for point in points] for points in runs], axis=0)
+            style = {"color": "black", "linestyle": "--"} if name == "trl" else {"color": f"C{number}"}
+            axes.plot(where, np.median(accuracy, axis=0), label=name, **style)
+            axes.fill_between(where, accuracy.min(axis=0), accuracy.max(axis=0), alpha=0.15, color=style["color"])
+        axes.set(xlabel={"seconds": "CPU seconds"}.get(unit, unit), ylim=(0, 1))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel(f"held-out accuracy, {task}")
+    panels[-1].legend(frameon=False, fontsize=7)
+    figure.savefig(str(path))
+
+
+def summarise(work: Path, runs: Sequence[Run], steps: int, left_out: Sequence[str]) -> str:
+    """Draws the complete runs of each task, and writes and returns the table."""
+    parts = [f"Left out: {', '.join(left_out)} (TRL is not installed).\n"] if left_out else []
+    for task in dict.fromkeys(this.task for this in runs):
+        curves: dict[str, list[Any]] = {}
+        for this in runs:
+            if this.task == task and is_complete(this, work):
+                curves.setdefault(this.algorithm, []).append(curve(this.directory(work)))
+        if curves:
+            draw(task, curves, work / f"{task}.png")
+            parts.append(table(task, curves, steps))
+    text = "\n".join(parts)
+    (work / "table.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="directory of the runs and of the results")
+    parser.add_argument("--algorithms", nargs="+", default=["*"], help="TASK/ALGORITHM, also with wildcards")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    names = [f"{task}/{algorithm}" for task in TASKS for algorithm in ALGORITHMS]
+    if unmatched := [each for each in options.algorithms if not any(fnmatch(name, each) for name in names)]:
+        parser.error(f"no run is named {unmatched[0]}: choose of {', '.join(names)}")
+    chosen = [name for name in names if any(fnmatch(name, each) for each in options.algorithms)]
+    left_out = [name for name in chosen if name.endswith("/trl")] if find_spec("trl") is None else []
+    runs = [
+        Run(*name.split("/"), seed, options.steps) for seed in options.seeds for name in chosen if name not in left_out
+    ]
+    for this in runs:
+        if is_complete(this, options.work):
+            print(f"{this.name}, seed {this.seed}: is complete, and read", flush=True)
+            continue
+        print(f"{this.name}, seed {this.seed}: {options.steps} steps", flush=True)
+        (train_trl if this.algorithm == "trl" else train_ours)(this, options.work)
+        summarise(options.work, runs, options.steps, left_out)
+    print(summarise(options.work, runs, options.steps, left_out))
+
+
+if __name__ == "__main__":
+    main()
