@@ -27,6 +27,7 @@ COMMANDS = {
     "sft": Command("recipes.sft:main", "supervised training on conversations with images"),
     "classify": Command("recipes.classify:main", "supervised training on labelled pictures"),
     "parity": Command("recipes.parity.__main__:main", "compare log-probs of the rollout engine with the actor's"),
+    "make-vlm": Command("recipes.make_vlm.__main__:main", "make a small VLM with the real words of SmolLM2"),
     "export": Command("recipes.export.__main__:main", "make a checkpoint of a run an ordinary Hugging Face model"),
     "plan": Command("recipes.plan:main", "forecast memory, time and disk of a run before anything is loaded"),
     "view": Command("recipes.view:main", "show a run in the browser, while it goes on"),
