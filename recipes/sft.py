@@ -39,13 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status.code
 
 
-def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:
-    """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions."""
+def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] | None = None) -> SupervisedTask:
+    """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions.
+
+    Args:
+        rows: conversations to train on and held-out ones, by default those that the options name.
+    """
     data = config.data
     limits = (data.max_length, data.min_pixels, data.max_pixels)
     builder = SupervisedBuilder.from_pretrained(model_path, *limits).learning(data.turns)
     questions = PromptBuilder.from_pretrained(model_path, *limits)
-    train_rows, held_out = open_data(data, builder, config.run.seed)
+    train_rows, held_out = rows or open_data(data, builder, config.run.seed)
     loader = PromptLoader(
         train_rows,
         builder,

@@ -51,6 +51,7 @@ COMMANDS = {
         "compare log-probs of the rollout engine with the actor's",
         "recipes.configs.parity_config:parse",
     ),
+    "make-vlm": Command("recipes.make_vlm.__main__:main", "make a small VLM with the real words of SmolLM2"),
     "export": Command(
         "recipes.export.__main__:main",
         "make a checkpoint of a run an ordinary Hugging Face model",

@@ -19,6 +19,7 @@ EXPORTS = {
     "recipes.plan": "PlanConfig PlanOptions as_options fit main plan",
     "recipes.serve": "ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",
+    "recipes.make_vlm": "MakeVLMConfig make_vlm",
     "recipes.parity": "ParityConfig compare_log_probs comparison_table",
 }
 

