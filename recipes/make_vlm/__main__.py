@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from recipes import make_vlm
-from recipes.run.command_line import exit_status, parse_config
+from recipes.options import exit_status, parse_config
 
 
 def main(arguments: Sequence[str]) -> int:
