@@ -50,7 +50,7 @@ class AlgorithmConfig:
     minibatch: int | None = None  # prompts of each optimizer step; by default the whole batch
     epochs: int = 1  # passes over each batch
     # baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
-    # opo or FILE.py:FUNCTION; default: the loss's, or grpo
+    # opo, in distil reverse_kl, or FILE.py:FUNCTION; default: the loss's, or grpo
     advantage: str | None = None
     gamma: float = 1.0  # discount of rewards, for reinforce_plus_plus and gae
     # loss of log-probs and advantages: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or FILE.py:FUNCTION;

@@ -13,7 +13,7 @@ from recipes.options.option_table import Option
 FEW = 16
 """A command with at most this many options shows all of them."""
 COMMON = {
-    "model-path", "data-path", "eval-data-path", "reward", "engine", "on", "layout.dp", "steps", "batch-size", "level",
+    "model-path", "teacher", "data-path", "eval-data-path", "reward", "engine", "on", "layout.dp", "steps", "batch-size", "level",
     "max-prompt-length", "max-length", "max-response-length", "image-column", "label-column", "eval-every", "save-every",
     "overwrite", "seed", "output-dir", "token-budget", "activation-checkpointing", "compile", "lora-rank",
     "algorithm.n", "algorithm.minibatch", "algorithm.loss", "algorithm.advantage", "algorithm.kl-coef",

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from dataproto.columns import COLUMNS
-from recipes import geo3k_grpo, geo3k_ppo
+from recipes import distil, geo3k_grpo, geo3k_ppo
 from recipes.algorithms.correction import Correction, Rejection
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
@@ -18,7 +18,7 @@ from recipes.ppo import PPOConfig
 from workers.training.aggregation import MODES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-RECIPES = {"geo3k_grpo": geo3k_grpo, "geo3k_ppo": geo3k_ppo}
+RECIPES = {"geo3k_grpo": geo3k_grpo, "geo3k_ppo": geo3k_ppo, "distil": distil}
 
 
 def table(heading: str) -> list[list[str]]:
@@ -50,18 +50,20 @@ def test_commands_parse_and_need_the_listed_roles(row):
     config = RECIPES[recipe].parse(["--model-path", "anything", *given])
     needed = [
         role
-        for role, is_needed in (("critic", recipe == "geo3k_ppo"), ("reference", config.algorithm.settings.kl_coef))
+        for role, is_needed in (("critic", recipe == "geo3k_ppo"), ("reference", config.algorithm.needs_reference))
         if is_needed
     ]
     assert roles == (", ".join(needed) or "none")
-    for option in (part.removeprefix("--algorithm.").replace("-", "_") for part in given if part.startswith("--")):
+    for option in (
+        part.removeprefix("--algorithm.").replace("-", "_") for part in given if part.startswith("--algorithm.")
+    ):
         changed = getattr(config.algorithm, option) != getattr(default(recipe).algorithm, option)
         assert changed, f"{name}: {option} is what it is without the option"
 
 
 def test_the_table_lists_exactly_the_values_of_each_choice():
     listed = {option.strip("`"): set(re.findall(r"`([\w-]+)`", values)) for option, values, _ in OPTIONS}
-    assert listed["advantage"] == set(ADVANTAGES.names) | {"geo3k_ppo"}
+    assert listed["advantage"] == set(ADVANTAGES.names) | {"geo3k_ppo", "distil"}
     assert listed["loss"] == set(LOSSES.names)
     assert listed["aggregation"] == set(MODES)
     assert listed["correction`, `correction_limit"] == set(get_args(Correction))

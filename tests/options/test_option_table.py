@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from dataproto.errors import InvalidConfig
-from recipes import classify, geo3k_grpo, grpo, ppo, sft
+from recipes import classify, distil, geo3k_grpo, grpo, ppo, sft
 from recipes.configs import export_config, plan_config, view_config
 from recipes.options import options_of, with_plain_flags
 from recipes.parity import ParityConfig
@@ -15,6 +15,7 @@ from recipes.parity import ParityConfig
 CONFIGS = (
     grpo.TINY,
     ppo.TINY,
+    distil.TINY,
     sft.TINY,
     classify.TINY,
     ParityConfig(),
@@ -72,7 +73,7 @@ def shown(recipe, option, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("recipe", [grpo, ppo, sft, classify, geo3k_grpo])
+@pytest.mark.parametrize("recipe", [grpo, ppo, distil, sft, classify, geo3k_grpo])
 def test_help_shows_the_common_options_and_says_how_many_more_there_are(recipe, capsys):
     common, everything = (
         {*re.findall(r"^  --([\w.-]+)", shown(recipe, option, capsys), re.M)} for option in ("--help", "--help-all")

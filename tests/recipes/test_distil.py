@@ -58,6 +58,15 @@ def test_options_that_are_not_distillation_are_refused():
     assert DistilConfig(minibatch=None).needs_old_log_probs(updates=1)
 
 
+def test_an_advantage_of_ones_own_that_reads_a_reference_gets_one(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def gap(ref_log_prob, response_mask):\n    return ref_log_prob * response_mask\n")
+    config = GRPOConfig(advantage=f"{file}:gap")
+    assert config.needs_reference
+    assert not config.needs_old_log_probs(updates=1)
+    assert not GRPOConfig().needs_reference
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Students and teachers of three model types."""

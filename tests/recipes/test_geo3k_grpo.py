@@ -18,7 +18,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
 from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
-from helpers.tiny_models import MODEL_TYPES
+from helpers.tiny_models import VLM_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
 from recipes.grpo import GRPORunConfig
 from recipes.report.kept_rollouts import kept_steps, load_kept
@@ -137,7 +137,7 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", [name for name in VLM_TYPES if name != "qwen2_5_vl"])
 def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_path):
     path = write_checkpoint(model_type, tmp_path / "model")
     more = (
