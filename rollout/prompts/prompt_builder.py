@@ -3,8 +3,10 @@
 Letters: B rows, P tokens of the longest prompt.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -92,6 +94,13 @@ class PromptBuilder:
         """A builder with tokenizer, image processor and config of a checkpoint directory. Raises `InvalidConfig`."""
         tokenizer, processor, config = load_prompt_parts(path)
         return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels, image_cache_bytes)
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
+        """Writes all that a checkpoint has beside weights and config: the files of tokenizer, image processor and processor."""
+        for part in (self.tokenizer, self.image_processor):
+            part.save_pretrained(path)
+        for name, settings in self.family.processor_files(self.config).items():
+            Path(path, name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @property
     def pad_token_id(self) -> int:
