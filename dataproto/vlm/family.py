@@ -359,7 +359,13 @@ class VLMFamily(ForwardCosts):
         """The module whose weight ``(V, H)`` maps hidden states to logits."""
         return model.get_submodule(self.head)
 
-    # Weights
+    # Checkpoints
+
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """Files of a checkpoint by name, with their content as JSON, that Hugging Face's processor reads beside those of the
+        tokenizer and the image processor. vLLM needs them to expand prompts. Default: none.
+        """
+        return {}
 
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """A parameter under the name and in the layout of the family's checkpoints, which rollout engines load.

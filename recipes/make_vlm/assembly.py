@@ -1,6 +1,5 @@
 """A SmolVLM checkpoint from a text model and a new SigLIP tower: config, weights, tokenizer, processor, chat template."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from dataproto.errors import InvalidConfig
 from recipes.make_vlm.text_model import END_OF_TEXT, END_OF_TURN, IMAGE
+from rollout.prompts import PromptBuilder
 
 SETTINGS_OF_FILES = (
     "quantization_config",
@@ -61,8 +61,10 @@ def assemble(path: Path, text_model: Any, tokenizer: Any, tower: TowerConfig, se
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    save_processor(path, tower)
+    # A white image is not zero with these means: Hugging Face and vLLM take zeros for padding.
+    side, half = {"longest_edge": tower.image_size}, [0.5, 0.5, 0.5]
+    images = SmolVLMImageProcessorPil(size=side, max_image_size=side, image_mean=half, image_std=half)
+    PromptBuilder(tokenizer, images, model.config, max_prompt_length=1).save_pretrained(path)
     return path
 
 
@@ -105,16 +107,3 @@ def model_config(text_config: Any, tokenizer: Any, tower: TowerConfig) -> SmolVL
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=True,
     )
-
-
-def save_processor(path: Path, tower: TowerConfig) -> None:
-    """Writes what `AutoProcessor`, `AutoImageProcessor` and vLLM read. A white image is not zero, which they take for padding."""
-    side = {"longest_edge": tower.image_size}
-    half = [0.5, 0.5, 0.5]
-    SmolVLMImageProcessorPil(size=side, max_image_size=side, image_mean=half, image_std=half).save_pretrained(path)
-    files = {
-        "processor_config.json": {"processor_class": "SmolVLMProcessor", "image_seq_len": tower.image_tokens},
-        "video_preprocessor_config.json": {"video_processor_type": "SmolVLMVideoProcessor", "size": side},
-    }
-    for name, settings in files.items():
-        (path / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -41,7 +41,7 @@ def write_card(path: Path, tower: TowerConfig, steps: int, pictures: int) -> Non
     """
     learnt = (
         f"All weights were trained for {steps} updates on {pictures} drawn pictures (one coloured shape each) with captions and "
-        "questions. It has seen no photographs."
+        "questions. It has seen no photographs, and answers questions without a picture in the style of these captions too."
         if steps
         else "Tower and connector are untrained: the model sees nothing yet."
     )

@@ -285,8 +285,7 @@ class Checkpoints:
             for name, group in self.models.items():
                 group.save(directory / name, behind=self.run.save_behind)
             if self.builder is not None:
-                for processor in self.builder.processors:
-                    processor.save_pretrained(directory / "actor" / "huggingface")
+                self.builder.save_pretrained(directory / "actor" / "huggingface")
             torch.save(state, directory / STATE_FILE)
             if self.run.save_behind:
                 self._open, self._writing = stack.pop_all(), True

@@ -3,8 +3,10 @@
 Letters: B rows, P tokens of the longest prompt.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -93,6 +95,13 @@ class PromptBuilder:
         """A builder with what `load_prompt_parts` reads from a checkpoint directory, and with its errors."""
         tokenizer, processor, config = load_prompt_parts(path)
         return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels, image_cache_bytes)
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
+        """Writes all that a checkpoint has beside weights and config: the files of tokenizer, image processor and processor."""
+        for part in (self.tokenizer, self.image_processor):
+            part.save_pretrained(path)
+        for name, settings in self.family.processor_files(self.config).items():
+            Path(path, name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @property
     def processors(self) -> tuple[Any, ...]:

@@ -6,17 +6,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from dataproto.vlm import family_of
 from helpers.tiny_models import CLASSES
 from helpers.tiny_prompts import tiny_image_processor, tiny_prompt_config, tiny_tokenizer
-
-# What vLLM reads besides: Hugging Face's processor expands the prompt itself.
-PROCESSOR_FILES = {
-    "idefics3": {"processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": 4}},
-    "smolvlm": {
-        "processor_config.json": {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
-        "video_preprocessor_config.json": {"video_processor_type": "SmolVLMVideoProcessor"},
-    },
-}
 
 
 def write_checkpoint(model_type: str, path: Path, seed: int = 0) -> str:
@@ -31,6 +23,6 @@ def write_checkpoint(model_type: str, path: Path, seed: int = 0) -> str:
     tokenizer.save_pretrained(path)
     if (processor := tiny_image_processor(model_type)) is not None:
         processor.save_pretrained(path)
-    for name, settings in PROCESSOR_FILES.get(model_type, {}).items():
+    for name, settings in family_of(model_type).processor_files(model.config).items():
         (path / name).write_text(json.dumps(settings))
     return str(path)

@@ -178,6 +178,11 @@ class Idefics3(VLMFamily):
         features: Tensor = connector(tower(pixels, **vision_kwargs).last_hidden_state).flatten(0, 1)
         return features
 
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The number of tokens of a tile."""
+        features = self.feature_counts(self.dummy_media(config), config)[0]
+        return {"processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": features}}
+
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a tile; the connector is one matrix."""
         vision = config.vision_config
@@ -195,3 +200,13 @@ class SmolVLM(Idefics3):
     """SmolVLM and SmolVLM2: Idefics3 with a smaller tower and more patches joined into a feature. Videos are frames as images."""
 
     model_type = "smolvlm"
+
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The number of tokens of a tile, and the processor of videos, without which there is no SmolVLMProcessor."""
+        (settings,) = super().processor_files(config).values()
+        side = {"longest_edge": config.vision_config.image_size}
+        video = {"video_processor_type": "SmolVLMVideoProcessor", "size": side, "max_image_size": side}
+        return {
+            "processor_config.json": settings | {"processor_class": "SmolVLMProcessor"},
+            "video_preprocessor_config.json": video,
+        }
