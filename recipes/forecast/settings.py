@@ -53,15 +53,16 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
     )
 
 
-def supervised_setting(options: Any, batch: BatchSizes, device: Device) -> Setting:
+def supervised_setting(options: Any, batch: BatchSizes, device: Device, longest: int) -> Setting:
     """The setting of a supervised run; the engine, which answers held-out questions, is not part of a step.
 
     Args:
-        options: a `recipes.run.SupervisedConfig`, with ``data``.
+        options: a `recipes.run.SupervisedConfig`.
         batch: its rows, each with the learnt tokens as response.
+        longest: tokens of the longest row that fits.
     """
     shared = _shared(options) | {"engine": None}
-    return Setting(batch.config, batch, device, longest=options.data.max_length, **shared)
+    return Setting(batch.config, batch, device, longest=longest, **shared)
 
 
 def _shared(options: Any) -> dict[str, Any]:

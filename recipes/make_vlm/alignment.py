@@ -25,7 +25,7 @@ class DrawnCaptions(Sequence[dict[str, Any]]):
     """Conversations of one turn about the picture of a class: its caption, its shape, its colour, or yes or no.
 
     >>> [turn["content"] for turn in DrawnCaptions()[5]["prompt"]]
-    ['<image>Is the shape green?', 'no']
+    ['<image>What shape is in the picture?', 'circle']
     """
 
     def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:

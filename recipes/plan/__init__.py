@@ -60,7 +60,10 @@ def plan(asked: PlanConfig) -> StepForecast:
         batch = read_batch(asked, path)
     device = chosen_device(options.device, config.model_path, batch)
     is_supervised = asked.recipe in ("sft", "classify")
-    setting = (supervised_setting if is_supervised else policy_gradient_setting)(config, batch, device)
+    if is_supervised:
+        setting = supervised_setting(config, batch, device, config.data.max_length)
+    else:
+        setting = policy_gradient_setting(config, batch, device)
     if options.fit:
         return fit(setting, options.devices or setting.layout.world_size)
     return forecast(setting)

@@ -73,7 +73,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
             task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
     ahead, builder = LookAhead(task.loader), task.builder
-    expected = RunForecast(ahead, partial(first_setting, config, builder), builder.config, config.on == "local")
+    expected = RunForecast(ahead, partial(first_setting, config, task), builder.config, config.on == "local")
     with reported(directory, started, expected.compared):
         if not config.run.resume:
             expected.begin()
@@ -93,9 +93,9 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     return directory / REPORT_FILE
 
 
-def first_setting(config: SupervisedConfig, builder: PromptBuilder, rows: DataProto, device: Device) -> Setting:
+def first_setting(config: SupervisedConfig, task: SupervisedTask, rows: DataProto, device: Device) -> Setting:
     """What the forecast of a run depends on, with the run's first rows."""
-    return supervised_setting(config, sizes_of_conversations(rows, builder), device)
+    return supervised_setting(config, sizes_of_conversations(rows, task.builder), device, task.longest)
 
 
 def tiny_model(directory: Path, seed: int) -> Path:

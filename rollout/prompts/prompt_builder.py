@@ -98,7 +98,7 @@ class PromptBuilder:
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Writes all that a checkpoint has beside weights and config: the files of tokenizer, image processor and processor."""
-        for part in (self.tokenizer, self.image_processor):
+        for part in self.processors:
             part.save_pretrained(path)
         for name, settings in self.family.processor_files(self.config).items():
             Path(path, name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -48,6 +48,7 @@ def test_medians_and_ranges():
     assert spread([None, None], 0) == "not reached"
 
 
+@pytest.mark.slow  # matplotlib looks for fonts in a process
 def test_the_table_has_complete_runs_only(tmp_path):
     runs = [Run("easy_vqa", name, seed, 4) for name in ("grpo", "dapo") for seed in (0, 1)]
     write_run(runs[0], tmp_path, {0: 0.2, 2: 0.4, 4: 0.8})
