@@ -91,9 +91,9 @@ TINY = EasyVQAConfig(
     sft=SFTPhaseConfig(
         steps=150, batch_size=32, optimizer=OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), warmup_steps=20)
     ),
-    data=DataConfig(batch_size=32, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
-    algorithm=GRPOConfig(n=8, minibatch=16, entropy_coef=0.02),
-    optimizer=OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), schedule="linear", warmup_steps=10),
+    data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
+    algorithm=GRPOConfig(n=8, entropy_coef=0.02),
+    optimizer=OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), warmup_steps=10),
     run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
 )
 REAL = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))

@@ -17,7 +17,7 @@ ACCURACIES = ("val-core/easy_vqa", "val-aux/easy_vqa_other_pictures", "val-aux/e
 
 def arguments(wheel: Path, output_dir: Path, *more: str) -> list[str]:
     sft = "--sft.steps 3 --sft.batch-size 6"
-    grpo = "--batch-size 4 --algorithm.n 4 --algorithm.minibatch 2 --optimizer.schedule constant --steps 3"
+    grpo = "--batch-size 4 --algorithm.n 4 --algorithm.minibatch 2 --optimizer.warmup-steps 0 --steps 3"
     run = f"--eval-rows 5 --eval-every 2 --save-every 2 --data-path {wheel} --output-dir {output_dir}"
     return [*f"{sft} {grpo} {run}".split(), *more]
 
