@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dataproto import DataProto
 from recipes import distil, grpo
+from recipes.configs.distil_config import DistilConfig, DistilRunConfig
 from recipes.data import EvaluationLoader, ProblemRows, PromptLoader
 from recipes.rewards import geo3k_reward
 from recipes.run import evaluate_samples, run
@@ -95,9 +96,9 @@ def learn(
 
 def distilled(path: str, seed: int, settings: Settings) -> list[Point]:
     """The student samples, the teacher scores."""
-    config = distil.DistilConfig(n=settings.samples)
+    config = DistilConfig(n=settings.samples)
     actor, sampling = settings.actor(path), replace(settings.sampling, seed=seed)
-    teacher = distil.DistilRunConfig(teacher=settings.teacher, algorithm=config).reference(actor)
+    teacher = DistilRunConfig(teacher=settings.teacher, algorithm=config).reference(actor)
     with launch(actor, teacher, geo3k_reward) as roles:
 
         def step(prompts: DataProto) -> None:

@@ -32,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
 
 from recipes import easy_vqa, grpo, ppo  # noqa: E402
+from recipes.configs import easy_vqa_config  # noqa: E402
 from recipes.data import EasyVQA, ProblemRows, open_easy_vqa  # noqa: E402
 from recipes.report import read_metrics  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
@@ -115,7 +116,7 @@ def train_ours(this: Run, work: Path) -> None:
         return
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
-    config = replace(config, optimizer=easy_vqa.TINY.optimizer)
+    config = replace(config, optimizer=easy_vqa_config.TINY.optimizer)
     with recorded_run(config.run, config):
         easy_vqa.train_policy(config, with_cpu_seconds(step), rows, str(start), short_answer_reward)
 
@@ -123,7 +124,9 @@ def train_ours(this: Run, work: Path) -> None:
 def easy_vqa_start(seed: int, work: Path) -> tuple[Path, EasyVQA]:
     """The checkpoint after the supervised phase, which the runs of a seed share, and the rows with few test questions."""
     rows = open_easy_vqa()
-    config = easy_vqa.parse(["--seed", str(seed), "--output-dir", str(work / "easy_vqa" / "start" / f"seed_{seed}")])
+    config = easy_vqa_config.parse(
+        ["--seed", str(seed), "--output-dir", str(work / "easy_vqa" / "start" / f"seed_{seed}")]
+    )
     config = replace(config, run=replace(config.run, resume=True))
     start = easy_vqa.supervised_checkpoint(config, rows)
     return start, EasyVQA(rows.train, rows.test.in_random_order()[:EVAL_ROWS])
@@ -136,7 +139,7 @@ def train_trl(this: Run, work: Path) -> None:
     if this.task == "easy_vqa":
         start, rows = easy_vqa_start(this.seed, work)
         train, held_out, reward = rows.train, rows.test, short_answer_reward
-        config, tokens = replace(grpo.TINY, optimizer=easy_vqa.TINY.optimizer), 4
+        config, tokens = replace(grpo.TINY, optimizer=easy_vqa_config.TINY.optimizer), 4
     else:
         level = int(this.task.removeprefix("level"))
         start, reward, config, tokens = tiny_checkpoint(this.seed), geo3k_reward, grpo.TINY, 24

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from recipes.configs.classify_config import TINY, ClassifyConfig, ClassifyDataConfig, parse
-from recipes.configs.run_config import announce_small_model
+from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions
 from recipes.data.labelled_pictures import IMAGES, LabelledData, drawn_data, folder_data, table_data
 from recipes.data.loader import EvaluationLoader, PromptLoader

@@ -11,19 +11,15 @@ controls: the same questions with other rows' pictures, and without pictures.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import tyro
-
-from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import spelled_out
-from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
-from recipes.configs.policy_gradient_config import DataConfig, PolicyGradientConfig, parse_with_defaults
-from recipes.configs.run_config import RunConfig
-from recipes.configs.supervised_config import SupervisedConfig
+from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
+from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
+from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.easy_vqa_rows import Answered, EasyVQA, EasyVQARows, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
@@ -43,60 +39,12 @@ from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.tiny import TinyConfig, make_tiny_model
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
-from workers.model.model_config import OptimizerConfig
 from workers.training.checkpoint import latest_checkpoint
 from workers.training.loading import checkpoint_family
 
-OUTPUT_DIR = Path("outputs/easy_vqa")
 # With larger initial weights than Hugging Face's the model sees colours after a hundred updates.
 TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2)
 SFT, MODEL = "sft", "model"  # folders of the run's directory
-
-
-@dataclass(frozen=True)
-class SFTPhaseConfig:
-    """The supervised phase, in which the model learns the form of an answer."""
-
-    steps: int = 100  # updates; 0: GRPO starts from --model-path as it is
-    batch_size: int = 64  # questions of an update
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
-
-    def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1:
-            raise InvalidConfig(
-                f"sft.steps={self.steps} must be at least 0, sft.batch_size={self.batch_size} at least 1"
-            )
-
-
-@dataclass(frozen=True)
-class EasyVQAConfig(GRPORunConfig):
-    """A run of both phases. ``data.data_path`` is the wheel of easy-vqa; by default pip fetches it."""
-
-    sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
-    shuffled_rewards: bool = False  # a control: permute the rewards of each batch at random, so that they say nothing
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.data.eval_data_path or self.data.keys.given():
-            raise InvalidConfig("easy-VQA has its own test questions and columns: leave out --eval-data-path and keys")
-        if not self.sft.steps and self.model_path is None:
-            raise InvalidConfig("sft.steps=0 needs --model-path: the small model has random weights")
-        if self.run.epochs is not None:
-            raise InvalidConfig("the two phases have their own lengths: give --sft.steps and --steps, not --epochs")
-
-
-# For a model of under a million parameters, on two cores.
-TINY = EasyVQAConfig(
-    sft=SFTPhaseConfig(
-        steps=150, batch_size=32, optimizer=OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), warmup_steps=20)
-    ),
-    data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
-    algorithm=GRPOConfig(n=8, entropy_coef=0.02),
-    optimizer=OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), warmup_steps=10),
-    run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
-)
-REAL = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,15 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_status(arguments) as status:
         print(f"report: {run_easy_vqa(parse(arguments))}")
     return status.code
-
-
-def parse(arguments: Sequence[str]) -> EasyVQAConfig:
-    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
-
-    Raises:
-        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
-    """
-    return parse_with_defaults(arguments, REAL, {"tiny": TINY}, __doc__, "dataproto easy-vqa")
 
 
 def run_easy_vqa(config: EasyVQAConfig) -> Path:

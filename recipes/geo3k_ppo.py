@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes import ppo
-from recipes.configs.policy_gradient_config import parse_with_defaults
+from recipes.configs.shared.policy_gradient_config import parse_with_defaults
 from recipes.options import exit_status
 from recipes.ppo import PPORunConfig, ppo_step
 from recipes.run.policy_gradient import run

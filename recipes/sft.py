@@ -14,8 +14,8 @@ from typing import Any
 from torch.utils.data import Subset
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.run_config import announce_small_model
 from recipes.configs.sft_config import TINY, SFTConfig, SFTDataConfig, parse
+from recipes.configs.shared.run_config import announce_small_model
 from recipes.data.conversation_rows import Questions, conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnSums, DrawnTalks
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong

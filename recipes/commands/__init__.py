@@ -38,20 +38,32 @@ COMMANDS = {
         "recipes.configs.grpo_config:parse",
     ),
     "ppo": Command("recipes.ppo:main", "train a policy by PPO, with a critic", "recipes.configs.ppo_config:parse"),
-    "distil": Command("recipes.distil:main", "train a student on its own samples by the log-probs of a teacher"),
+    "distil": Command(
+        "recipes.distil:main",
+        "train a student on its own samples by the log-probs of a teacher",
+        "recipes.configs.distil_config:parse",
+    ),
     "sft": Command(
         "recipes.sft:main", "supervised training on conversations with images", "recipes.configs.sft_config:parse"
     ),
     "classify": Command(
         "recipes.classify:main", "supervised training on labelled pictures", "recipes.configs.classify_config:parse"
     ),
-    "easy-vqa": Command("recipes.easy_vqa:main", "train by SFT, then GRPO, on real questions about pictures"),
+    "easy-vqa": Command(
+        "recipes.easy_vqa:main",
+        "train by SFT, then GRPO, on real questions about pictures",
+        "recipes.configs.easy_vqa_config:parse",
+    ),
     "parity": Command(
         "recipes.parity.__main__:main",
         "compare log-probs of the rollout engine with the actor's",
         "recipes.configs.parity_config:parse",
     ),
-    "make-vlm": Command("recipes.make_vlm.__main__:main", "make a small VLM with the real words of SmolLM2"),
+    "make-vlm": Command(
+        "recipes.make_vlm.__main__:main",
+        "make a small VLM with the real words of SmolLM2",
+        "recipes.configs.make_vlm_config:parse",
+    ),
     "export": Command(
         "recipes.export.__main__:main",
         "make a checkpoint of a run an ordinary Hugging Face model",

@@ -13,8 +13,8 @@ from typing import Annotated
 import tyro
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.run_config import RunConfig
-from recipes.configs.supervised_config import RowsConfig, SupervisedConfig
+from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
 from recipes.data.labelled_pictures import Templates
 from recipes.options import parse_recipe
 from workers.model.model_config import OptimizerConfig

@@ -12,8 +12,8 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.configs.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
-from recipes.configs.run_config import RunConfig
+from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
+from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
 from workers.ranks.layout import Layout
 

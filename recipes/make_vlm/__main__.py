@@ -4,14 +4,14 @@ import sys
 from collections.abc import Sequence
 
 from recipes import make_vlm
-from recipes.options import exit_status, parse_config
+from recipes.configs.make_vlm_config import parse
+from recipes.options import exit_status
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parses the command line, makes the model, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        config = parse_config(arguments, make_vlm.MakeVLMConfig(), make_vlm.__doc__, "dataproto make-vlm")
-        print(f"model: {make_vlm.make_vlm(config)}")
+        print(f"model: {make_vlm.make_vlm(parse(arguments))}")
     return status.code
 
 

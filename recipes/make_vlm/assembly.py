@@ -1,6 +1,5 @@
 """A SmolVLM checkpoint from a text model and a new SigLIP tower: config, weights, tokenizer, processor, chat template."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import nn
 from transformers import GenerationConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from dataproto.errors import InvalidConfig
+from recipes.configs.make_vlm_config import TowerConfig
 from recipes.make_vlm.text_model import END_OF_TEXT, END_OF_TURN, IMAGE
 from rollout.prompts import PromptBuilder
 
@@ -22,31 +21,6 @@ SETTINGS_OF_FILES = (
     "dtype",
 )
 """What a text model's config says of the file that it was read from."""
-
-
-@dataclass(frozen=True)
-class TowerConfig:
-    """Sizes of the vision tower; by default it has about 11 million parameters, and an image 16 tokens."""
-
-    width: int = 384
-    depth: int = 6
-    heads: int = 6
-    image_size: int = 128  # pixels of a tile's side; images are resized to one tile unless --min-pixels asks for more
-    patch_size: int = 16  # pixels
-    scale_factor: int = 2  # patches along each side of a token
-    std: float = 0.05  # of the initial weights, about one over the square root of the width
-
-    def __post_init__(self) -> None:
-        if self.image_size % (self.patch_size * self.scale_factor) or self.width % self.heads:
-            raise InvalidConfig(
-                f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size} times "
-                f"scale_factor={self.scale_factor}, and width={self.width} of heads={self.heads}"
-            )
-
-    @property
-    def image_tokens(self) -> int:
-        """Tokens of a tile."""
-        return (self.image_size // self.patch_size // self.scale_factor) ** 2
 
 
 def assemble(path: Path, text_model: Any, tokenizer: Any, tower: TowerConfig, seed: int = 0) -> Path:

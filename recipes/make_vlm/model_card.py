@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.make_vlm.assembly import TowerConfig
+from recipes.configs.make_vlm_config import TowerConfig
 from recipes.make_vlm.text_model import IMAGE_TOKENS
 from recipes.make_vlm.wheels import SMOLLM2
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
-    from recipes.configs.policy_gradient_config import PolicyGradientConfig
-    from recipes.configs.run_config import RunConfig
-    from recipes.configs.supervised_config import SupervisedConfig
+    from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
+    from recipes.configs.shared.run_config import RunConfig
+    from recipes.configs.shared.supervised_config import SupervisedConfig
     from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
     from recipes.run.loop import StepFunction, attempts, measure_rollouts, train
     from recipes.run.phases import Progression

@@ -8,7 +8,7 @@ from typing import Any
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from recipes.configs.run_config import Measured
+from recipes.configs.shared.run_config import Measured
 from recipes.data.loader import EvaluationLoader
 from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.rewards.geometry3k import boxed_answer

@@ -15,7 +15,7 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, WorkerFailed
 from dataproto.packing import MAX_TOKENS
-from recipes.configs.run_config import RunConfig
+from recipes.configs.shared.run_config import RunConfig
 from recipes.console import LearningSignals, Progress, start_phase
 from recipes.loggers import LoggedRun, RunLoggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts

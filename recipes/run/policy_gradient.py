@@ -16,8 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import spelled_out
-from recipes.configs.policy_gradient_config import DataConfig, PolicyGradientConfig
-from recipes.configs.run_config import announce_small_model
+from recipes.configs.shared.policy_gradient_config import DataConfig, PolicyGradientConfig
+from recipes.configs.shared.run_config import announce_small_model
 from recipes.console import start_phase
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
@@ -51,6 +51,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
         def my_step(roles, prompts, config, sampling, progression, more):
             data = roles.rollout.generate(prompts, sampling)
             data |= roles.reward.score(data)
+            data |= roles.reference.log_probs(data, into="ref_log_prob")  # for a KL term
             data["advantages"] = my_advantage(data["token_level_rewards"], data["response_mask"])
             metrics = roles.actor.update(data, policy_loss(config, entropy_coef=0.0), config.minibatch, entropy=True)
             roles.sync_weights()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes.configs.run_config import RunConfig
+from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
 from recipes.data.loader import PromptLoader

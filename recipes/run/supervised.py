@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
-from recipes.configs.supervised_config import SupervisedConfig
+from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.loader import PromptLoader
 from recipes.forecast import Device, Setting, sizes_of_conversations, supervised_setting

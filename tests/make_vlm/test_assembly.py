@@ -10,9 +10,10 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 from dataproto.errors import InvalidConfig
 from helpers.tiny_models import forward_positions
 from helpers.tiny_prompts import tiny_tokenizer
+from recipes.configs.make_vlm_config import TowerConfig
 from recipes.make_vlm import MakeVLMConfig, make_vlm
 from recipes.make_vlm.alignment import DrawnCaptions, align
-from recipes.make_vlm.assembly import TowerConfig, assemble
+from recipes.make_vlm.assembly import assemble
 from recipes.make_vlm.model_card import write_card
 from recipes.make_vlm.text_model import IMAGE_TOKENS, with_image_tokens
 from recipes.synthetic.classes import COLOURS, SHAPES, draw_class

@@ -15,7 +15,7 @@ from helpers.geo3k_runs import REWARD, rows_of
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.algorithms import outcome_advantage, reverse_kl_advantage
 from recipes.commands import main
-from recipes.distil import TINY, DistilConfig, DistilRunConfig, parse
+from recipes.configs.distil_config import TINY, DistilConfig, DistilRunConfig, parse
 from recipes.grpo import GRPOConfig
 from workers import ActorConfig
 

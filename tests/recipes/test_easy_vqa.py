@@ -6,8 +6,9 @@ import pytest
 
 from helpers.easy_vqa_files import write_easy_vqa
 from helpers.geo3k_runs import assert_same_run, rows_of
+from recipes.configs.easy_vqa_config import TINY, parse
 from recipes.data import open_easy_vqa
-from recipes.easy_vqa import TINY, main, parse, tiny_reader
+from recipes.easy_vqa import main, tiny_reader
 from recipes.rewards import ShuffledScores, short_answer_reward
 from rollout.prompts import PromptBuilder
 from workers.roles.reward import RewardRow

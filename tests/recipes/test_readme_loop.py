@@ -22,7 +22,7 @@ def test_the_step_in_the_readme_trains(tmp_path, monkeypatch):
     assert '"--steps", "100"' in shown
     monkeypatch.chdir(tmp_path)
     exec(compile(shown.replace('"100"', '"2", "--eval-rows", "8"'), "README.md", "exec"), {})
-    rows = read_metrics(tmp_path / "outputs/mine")
+    rows = read_metrics(tmp_path / "outputs/mine/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[2]["actor/grad_norm"] > 0
 

@@ -17,7 +17,7 @@ from dataproto.errors import InvalidConfig, MediaMismatch, RankFailure
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
 from helpers.processes import run_ranks
-from helpers.tiny_models import MODEL_TYPES, VLM_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import MODEL_TYPES, TEXT_TYPES, tiny_config, tiny_model
 from workers.model import named_weights as weights
 from workers.model.named_weights import full_tensor
 from workers.ranks.layout import Layout

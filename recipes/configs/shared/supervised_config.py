@@ -6,7 +6,7 @@ from typing import Literal
 import tyro
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.run_config import RunConfig, check_placement
+from recipes.configs.shared.run_config import RunConfig, check_placement
 from recipes.data.column_keys import OnBadRow
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig

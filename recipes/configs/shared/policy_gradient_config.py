@@ -8,7 +8,7 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
-from recipes.configs.run_config import RunConfig, check_placement
+from recipes.configs.shared.run_config import RunConfig, check_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.options import parse_recipe

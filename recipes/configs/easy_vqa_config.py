@@ -1,0 +1,78 @@
+"""Supervised training, then GRPO, on real questions about pictures: ``dataproto easy-vqa``.
+
+With no arguments it fetches the pictures and questions of easy-VQA through pip (3.2 MB, MIT licence), makes a small Qwen2.5-VL,
+shows it some answers, and lets GRPO go on from there, on the CPU within minutes. The model writes its answer in words, and the
+reward compares the text. With ``--model-path`` the same two phases train any checkpoint of a known family.
+
+The run's directory is that of GRPO; its folder ``sft`` is that of the supervised phase. Each evaluation also measures two
+controls: the same questions with other rows' pictures, and without pictures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from dataproto.errors import InvalidConfig
+from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
+from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
+from recipes.configs.shared.run_config import RunConfig
+from workers.model.model_config import OptimizerConfig
+
+OUTPUT_DIR = Path("outputs/easy_vqa")
+
+
+@dataclass(frozen=True)
+class SFTPhaseConfig:
+    """The supervised phase, in which the model learns the form of an answer."""
+
+    steps: int = 100  # updates; 0: GRPO starts from --model-path as it is
+    batch_size: int = 64  # questions of an update
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1:
+            raise InvalidConfig(
+                f"sft.steps={self.steps} must be at least 0, sft.batch_size={self.batch_size} at least 1"
+            )
+
+
+@dataclass(frozen=True)
+class EasyVQAConfig(GRPORunConfig):
+    """A run of both phases. ``data.data_path`` is the wheel of easy-vqa; by default pip fetches it."""
+
+    sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
+    shuffled_rewards: bool = False  # a control: permute the rewards of each batch at random, so that they say nothing
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data.eval_data_path or self.data.keys.given():
+            raise InvalidConfig("easy-VQA has its own test questions and columns: leave out --eval-data-path and keys")
+        if not self.sft.steps and self.model_path is None:
+            raise InvalidConfig("sft.steps=0 needs --model-path: the small model has random weights")
+        if self.run.epochs is not None:
+            raise InvalidConfig("the two phases have their own lengths: give --sft.steps and --steps, not --epochs")
+
+
+# For a model of under a million parameters, on two cores.
+TINY = EasyVQAConfig(
+    sft=SFTPhaseConfig(
+        steps=150, batch_size=32, optimizer=OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), warmup_steps=20)
+    ),
+    data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
+    algorithm=GRPOConfig(n=8, entropy_coef=0.02),
+    optimizer=OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), warmup_steps=10),
+    run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
+)
+REAL = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
+
+
+def parse(arguments: Sequence[str]) -> EasyVQAConfig:
+    """The configuration of a command line. Defaults are the tiny model's, or with ``--model-path`` those for real ones.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, or an impossible combination, in one line.
+    """
+    return parse_with_defaults(arguments, REAL, {"tiny": TINY}, __doc__, "dataproto easy-vqa")

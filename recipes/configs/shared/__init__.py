@@ -1,0 +1,3 @@
+"""Options that several commands share, without torch."""
+
+__all__: list[str] = []
