@@ -107,7 +107,7 @@ def test_the_truth_is_an_argument_of_trls_functions() -> None:
     assert as_reward_function(reward)([given])[0]["score"] == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_metrics_of_a_run_have_these_names(tmp_path: Path) -> None:
     options = "--steps 1 --batch-size 4 --eval-rows 4 --algorithm.n 4 --algorithm.minibatch 2 --algorithm.kl-coef 0.01"
     assert main([*options.split(), "--algorithm.entropy-coef", "0.001", "--output-dir", str(tmp_path)]) == 0

@@ -20,7 +20,7 @@ PRELOADED = ("workers.roles.actor",)
 
 
 def run_ranks(
-    size: int, scenarios: Mapping[str, Callable[[], Any]], folder: Path, timeout: float = 120
+    size: int, scenarios: Mapping[str, Callable[[], Any]], folder: Path, timeout: float = 240
 ) -> dict[str, list[Any]]:
     """The result of each scenario on each rank, or the traceback of its exception as text.
 

@@ -117,7 +117,7 @@ def options(tmp_path_factory):
     return arguments
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_student_with_pictures_comes_nearer_to_the_teacher(checkpoints, options, tmp_path):
     """The teacher is the student with larger logits, so that it prefers some tokens by far."""
     student, teacher = checkpoints["qwen2_5_vl", 0], tmp_path / "teacher"

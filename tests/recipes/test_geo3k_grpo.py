@@ -136,7 +136,7 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
     assert kept[0] == kept[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", [name for name in VLM_TYPES if name != "qwen2_5_vl"])
 def test_every_family_runs_the_same_loop(model_type, geometry3k, reward, tmp_path):
     path = write_checkpoint(model_type, tmp_path / "model")

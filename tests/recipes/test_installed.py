@@ -12,7 +12,7 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from recipes.commands import COMMANDS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dataproto", "rollout", "workers", "recipes")

@@ -20,9 +20,9 @@ FAMILIES = (
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3",
-    "llama",
+    pytest.param("llama", marks=pytest.mark.long),
     "smolvlm",
-    "idefics3",
+    pytest.param("idefics3", marks=pytest.mark.long),
 )  # vLLM keeps the groups of the first in a process
 
 
