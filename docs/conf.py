@@ -52,6 +52,6 @@ def setup(app):
 
 
 def show_program(app, page, source):
-    """On the site, the program that a page describes stands below it."""
+    """Adds a program at the end of the page that describes it."""
     if page == "docs/custom_recipe":
         source[0] += "\n## The program\n\n```{literalinclude} custom_recipe.py\n:language: python\n```\n"

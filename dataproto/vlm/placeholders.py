@@ -78,8 +78,8 @@ def expand_ids(ids: Ids, tokens: MediaTokens, images: Ids, videos: Ids) -> tuple
 def enclose(ids: Ids, placeholder: int, texts: Sequence[Sequence[Sequence[int]]]) -> Ids:
     """Replace each image's placeholder by its texts with one placeholder between neighbours.
 
-    ``texts[image]`` holds the token ids of at least two texts: what stands before the first placeholder, between two, and after
-    the last. Raises `MediaMismatch` if the number of placeholders and of images differ.
+    ``texts[image]`` holds the token ids of at least two texts: one before the first placeholder, one between each two, and one
+    after the last. Raises `MediaMismatch` if the number of placeholders and of images differ.
 
     >>> enclose(np.array([1, 7, 2, 7]), 7, [[[5], [6]], [[5], [8, 8], [6]]])
     array([1, 5, 7, 6, 2, 5, 7, 8, 8, 7, 6])

@@ -28,8 +28,8 @@ class ClassifyDataConfig(RowsConfig):
     image_column: Annotated[str, tyro.conf.arg(aliases=("--image-key",))] = "image"  # of a data set
     label_column: Annotated[str, tyro.conf.arg(aliases=("--answer-key",))] = "label"  # of a data set
     exclude: tuple[str, ...] = ()  # class directories or labels to leave out, such as BACKGROUND_Google
-    question: str = Templates.question  # {classes} stands for the list of all
-    answer: str = Templates.answer  # {label} stands for the class
+    question: str = Templates.question  # {classes} becomes the list of all classes
+    answer: str = Templates.answer  # {label} becomes the name of the class
     drawn_rows: int = 2**20  # how many pictures are drawn before they repeat
     max_length: int = 2048  # tokens, image tokens included
     max_response_length: int = 32  # tokens of an answer to a held-out question

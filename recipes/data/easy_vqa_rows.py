@@ -11,17 +11,12 @@ wheel; none of its code runs.
 ('<image>what is the red shape?', 'triangle')
 """
 
-import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,13 +24,19 @@ from PIL import Image
 
 from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.data.problem_rows import read_row
+from recipes.data.wheels import Wheel, fetch
 from recipes.synthetic.problems import Split
 from rollout.prompts.images import load_image
 
-REQUIREMENT = "easy-vqa==1.0"
-WHEEL = "easy_vqa-1.0-py3-none-any.whl"
-SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
-LICENCE = "easy-vqa 1.0, pictures and questions by Victor Zhou, MIT licence (https://pypi.org/project/easy-vqa/)"
+EASY_VQA = Wheel(
+    name="easy-vqa",
+    version="1.0",
+    file="easy_vqa-1.0-py3-none-any.whl",
+    sha256="fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f",
+    content="pictures and questions by Victor Zhou",
+    licence="MIT licence",
+    url="https://pypi.org/project/easy-vqa/",
+)
 SOURCE = "easy_vqa"
 
 
@@ -200,25 +201,9 @@ def fetch_easy_vqa(cache: Path | None = None) -> Path:
     Raises:
         InvalidConfig: pip could not download it.
     """
-    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
-    path = root / WHEEL
-    if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
-        print(f"easy-VQA: found in {path}; {LICENCE}")
-        return path
-    root.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=root) as folder:
-        requirements = Path(folder, "requirements.txt")
-        requirements.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n", encoding="utf-8")
-        options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check"]
-        command = [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements), "-d", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not Path(folder, WHEEL).is_file():
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-            said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-            raise InvalidConfig(
-                f"pip could not download {REQUIREMENT} ({said}): connect to a package index, or give the path of {WHEEL}, "
-                "downloaded elsewhere, as --data-path"
-            )
-        Path(folder, WHEEL).replace(path)
-    print(f"easy-VQA: saved in {path}; {LICENCE}")
+    try:
+        path = fetch(EASY_VQA, cache)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{error}, or give its path as --data-path") from error
+    print(f"easy-VQA: {path}; {EASY_VQA.notice}")
     return path

@@ -40,7 +40,7 @@ class WandbLogger:
 
     def log_rollouts(self, step: int, rows: Sequence[RolloutSample]) -> None:
         table = table_rows(rows, wandb.Image)
-        columns = list(table[0]) if table else []
+        columns: list[str | int] = list(table[0]) if table else []
         data = [list(row.values()) for row in table]
         self.run.log({"rollouts": wandb.Table(columns=columns, data=data), "step": step})
 

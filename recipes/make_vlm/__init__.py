@@ -9,11 +9,11 @@ from pathlib import Path
 from dataproto.errors import InvalidConfig
 from recipes.configs.make_vlm_config import MakeVLMConfig
 from recipes.console import start_phase
+from recipes.data.wheels import SMOLLM2
 from recipes.make_vlm.alignment import align
 from recipes.make_vlm.assembly import assemble
 from recipes.make_vlm.model_card import write_card
 from recipes.make_vlm.text_model import load_text_model
-from recipes.make_vlm.wheels import SMOLLM2
 
 __all__ = ["MakeVLMConfig", "make_vlm"]
 

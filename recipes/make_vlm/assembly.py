@@ -73,11 +73,12 @@ def model_config(text_config: Any, tokenizer: Any, tower: TowerConfig) -> SmolVL
         "initializer_range": tower.std,
     }
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return SmolVLMConfig(
+    config = SmolVLMConfig(
         text_config=text | ids | {"vocab_size": len(tokenizer), "tie_word_embeddings": True},
         vision_config=vision,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
         scale_factor=tower.scale_factor,
-        pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=True,
     )
+    config.pad_token_id = tokenizer.pad_token_id
+    return config

