@@ -21,7 +21,7 @@ from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.console import start_phase
-from recipes.data.easy_vqa_rows import Answered, EasyVQA, EasyVQARows, open_easy_vqa
+from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, EasyVQARows, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.grpo import grpo_step
@@ -124,15 +124,15 @@ def tiny_reader(path: Path, seed: int, rows: EasyVQA) -> Path:
 
 
 def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> SupervisedTask:
-    """Training questions with their answers; after the last step the loss of held-out ones.
+    """Training questions with their answers, two in a conversation; after the last step the loss of held-out ones.
 
-    Two of three are open, about colours and shapes: they teach the model to see sooner than those with yes or no, of which the
-    data have most.
+    Two of three conversations are open, about a colour and a shape: they teach the model to see sooner than those with yes or no,
+    of which the data have most.
     """
     data = config.data
-    longest = data.max_prompt_length + data.max_response_length
+    longest = 2 * (data.max_prompt_length + data.max_response_length)
     builder = SupervisedBuilder.from_pretrained(model_path, longest, data.min_pixels, data.max_pixels)
-    asked = Mixture([Answered(rows.train.open_questions(each)) for each in (True, False)], weights=[2, 1])
+    asked = Mixture([Conversations(rows.train.open_questions(each)) for each in (True, False)], weights=[2, 1])
     loader = PromptLoader(asked, builder, config.sft.batch_size, config.run.seed)
     held_out = Answered(rows.test.in_random_order()[: data.eval_rows])
 

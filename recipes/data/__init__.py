@@ -10,7 +10,14 @@ from dataproto.extras import lazy_names
 if TYPE_CHECKING:
     from recipes.data.column_keys import ColumnKeys
     from recipes.data.drawn_rows import DrawnSums, DrawnTalks, ProblemRows
-    from recipes.data.easy_vqa_rows import Answered, EasyVQA, EasyVQARows, fetch_easy_vqa, open_easy_vqa
+    from recipes.data.easy_vqa_rows import (
+        Answered,
+        Conversations,
+        EasyVQA,
+        EasyVQARows,
+        fetch_easy_vqa,
+        open_easy_vqa,
+    )
     from recipes.data.labelled_pictures import (
         LabelledData,
         LabelledRows,
@@ -28,6 +35,7 @@ __all__ = [
     "INSTRUCTION",
     "Answered",
     "ColumnKeys",
+    "Conversations",
     "DrawnSums",
     "DrawnTalks",
     "EasyVQA",

@@ -142,6 +142,40 @@ class Answered(Sequence[dict[str, Any]]):
         return {**row, "prompt": [*row["prompt"], answer]}
 
 
+class Conversations(Sequence[dict[str, Any]]):
+    """Questions about one picture with their answers as one conversation: a picture is processed once for several answers.
+
+    Which questions are asked together, and in which order, is drawn at random once.
+    """
+
+    def __init__(self, rows: EasyVQARows, questions: int = 2, seed: int = 0) -> None:
+        """
+        Args:
+            questions: of a conversation; fewer where a picture has no more.
+        """
+        self.answered = Answered(rows)
+        shown = np.array(rows.shown)
+        order = np.random.default_rng(seed).permutation(len(rows))
+        order = order[np.argsort(shown[order], kind="stable")]
+        pictures = np.split(order, np.flatnonzero(np.diff(shown[order])) + 1)
+        self.places = [
+            places[first : first + questions] for places in pictures for first in range(0, len(places), questions)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, place: Any) -> Any:
+        first, *others = (self.answered[each] for each in self.places[place].tolist())
+        marker = "<image>" * len(first["images"])
+        turns = [
+            {**message, "content": message["content"].removeprefix(marker)}
+            for row in others
+            for message in row["prompt"]
+        ]
+        return {**first, "prompt": [*first["prompt"], *turns]}
+
+
 @dataclass(frozen=True)
 class EasyVQA:
     """Rows to train on and to test. No picture is in both."""

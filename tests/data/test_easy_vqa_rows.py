@@ -10,7 +10,7 @@ import pytest
 
 from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
-from recipes.data import Answered, fetch_easy_vqa, open_easy_vqa
+from recipes.data import Answered, Conversations, fetch_easy_vqa, open_easy_vqa
 from recipes.data.easy_vqa_rows import EASY_VQA
 
 
@@ -125,3 +125,18 @@ def test_the_real_package_is_what_the_documents_say(tmp_path):
     assert round(sum(best[asked.question] == asked.answer for asked in easy_vqa.test.questions) / 9673, 3) == 0.670
     pixels = [{image.tobytes() for image in rows.pictures.values()} for rows in (easy_vqa.train, easy_vqa.test)]
     assert not pixels[0] & pixels[1]
+
+
+def test_a_conversation_asks_about_one_picture(easy_vqa):
+    rows, conversations = easy_vqa.train, Conversations(easy_vqa.train, questions=2)
+    asked = []
+    for conversation in conversations:
+        messages = conversation["prompt"]
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        assert [message["content"].count("<image>") for message in messages] == [1] + [0] * (len(messages) - 1)
+        (picture,) = [number for number, image in rows.pictures.items() if image is conversation["images"][0]]
+        words = [message["content"].removeprefix("<image>") for message in messages]
+        asked += zip(words[::2], words[1::2], [picture] * len(words))
+    assert sorted(asked) == sorted((each.question, each.answer, each.picture) for each in rows.questions)
+    of_pictures = collections.Counter(each.picture for each in rows.questions)
+    assert len(conversations) == sum(-(-number // 2) for number in of_pictures.values())
