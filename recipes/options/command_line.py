@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import tyro
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
-from recipes.options.config_file import file_arguments
+from recipes.options.config_file import ONCE, file_arguments
 from recipes.options.help_text import help_text
 from recipes.options.idle_options import refuse_idle_options
 from recipes.options.option_table import TRUTH, options_of, with_plain_flags
@@ -95,7 +95,7 @@ def parse_recipe(
         return parse_config([*rest, "--resume", f"--output-dir={run_dir}"], _recorded(run_dir, real, prog), None, prog)
     if _has_any(rest, "--steps") and _has_any(rest, "--epochs"):
         raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
-    given = [*(file_arguments(Path(file), options, without=("resume", "overwrite")) if file else ()), *rest]
+    given = [*(file_arguments(Path(file), options, without=ONCE) if file else ()), *rest]
     default = presets[preset] if preset else real if names_a_model(given) else presets["tiny"]
     if names_an_algorithm(given):
         default = with_algorithm(default)
@@ -112,7 +112,7 @@ def _recorded(run_dir: str, like: Config, prog: str) -> Config:
         )
     options = options_of(like)
     filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
-    return _parse(file_arguments(file, options, ("resume", "overwrite", *filled_in)), like, prog)
+    return _parse(file_arguments(file, options, (*ONCE, *filled_in)), like, prog)
 
 
 def parse_config(arguments: Sequence[str], default: Config, description: str | None, prog: str) -> Config:

@@ -14,9 +14,9 @@ from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
 from recipes.data.loader import PromptLoader
-from recipes.options import config_as_yaml
+from recipes.options import write_options
 from recipes.report.metrics_file import METRICS_FILE
-from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, OPTIONS_FILE, environment, write_report
+from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
 from workers.model.model_config import OptimizerConfig
 from workers.training.checkpoint import latest_checkpoint, write_json
 
@@ -159,8 +159,7 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         )
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / CONFIG_FILE, asdict(config))
-    text = config_as_yaml(config if asked is None else asked, without=("resume", "overwrite"))
-    (directory / OPTIONS_FILE).write_text(text, encoding="utf-8")
+    write_options(directory, config if asked is None else asked)
     write_json(directory / ENVIRONMENT_FILE, environment())
     return directory
 
