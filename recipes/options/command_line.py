@@ -35,23 +35,25 @@ RECIPE_OPTIONS = {
 
 @dataclass
 class ExitStatus:
-    """The exit status of a command: 0 unless it failed."""
+    """The arguments of a command, and its exit status: 0 unless it failed."""
 
+    arguments: Sequence[str]
     code: int = 0
 
 
 @contextlib.contextmanager
-def exit_status(arguments: Sequence[str] = ()) -> Iterator[ExitStatus]:
+def exit_status(arguments: Sequence[str] | None = None) -> Iterator[ExitStatus]:
     """Sets the exit status of the block: 2 after a user's mistake, which is one line on stderr, and 130 after an interrupt.
 
     Args:
-        arguments: of the command line; with ``--traceback`` among them a mistake is shown with its traceback.
+        arguments: of the command, by default those of this process; with ``--traceback`` among them a mistake is shown with its
+            traceback.
     """
-    status = ExitStatus()
+    status = ExitStatus(sys.argv[1:] if arguments is None else arguments)
     try:
         yield status
     except (DataProtoError, OSError) as error:
-        if TRACEBACK in arguments:
+        if TRACEBACK in status.arguments:
             traceback.print_exc()
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         status.code = 2

@@ -99,31 +99,27 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
 
 
 @contextmanager
-def recorded_run(
-    run: RunConfig,
-    config: Any = None,
-    asked: Any = None,
-    started: float | None = None,
-    compared: Compare | None = None,
-) -> Iterator[Path]:
+def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
     """Opens the run's directory for the time of a block, and writes ``report.html`` at its end, also after an error.
 
     Args:
         config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
-        asked: see `open_run_directory`.
-        started: the `time.monotonic` at which the time of the run began; by default now.
-        compared: see `recipes.console.show_summary`.
 
     Raises:
         InvalidConfig, CheckpointError: see `open_run_directory`.
     """
-    with reported(open_run_directory(run, config, asked), started, compared) as directory:
+    with reported(open_run_directory(run, config)) as directory:
         yield directory
 
 
 @contextmanager
 def reported(directory: Path, started: float | None = None, compared: Compare | None = None) -> Iterator[Path]:
-    """Writes the report of a run at the end of a block, also after an error, and prints what the run has changed."""
+    """Writes the report of a run at the end of a block, also after an error, and prints what the run has changed.
+
+    Args:
+        started: the `time.monotonic` at which the time of the run began; by default now.
+        compared: see `recipes.console.show_summary`.
+    """
     started = time.monotonic() if started is None else started
     try:
         yield directory
