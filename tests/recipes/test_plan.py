@@ -1,5 +1,6 @@
 """The forecast of a run: counts beside the real model and batch, hand-worked memory, the command, and what it chooses."""
 
+import json
 from dataclasses import replace
 from itertools import islice
 
@@ -163,6 +164,15 @@ def test_the_command_prints_a_plan(recipe, capsys):
     assert "update_actor" in printed
     assert ("update_critic" in printed) == (recipe == "ppo")
     assert "run: 10 steps" in printed
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "sft"])
+def test_a_plan_reads_columns_with_other_names(recipe, tmp_path, capsys):
+    row = {"question": "What is 2 + 3?", "label": "5"}
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(10)))
+    keys = f"--data-path {tmp_path / 'mine.jsonl'} --prompt-key question --answer-key label --steps 7"
+    assert main([recipe, "--device", "h200", *keys.split()]) == 0
+    assert "run: 7 steps" in capsys.readouterr().out
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):
