@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
@@ -41,6 +41,16 @@ FREE = (
     "keep_rows",
 )
 FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
+# Files and folders, which a resumed run may find in another folder, under the same name.
+FILES = (
+    "model_path",
+    "teacher",
+    "data.data_path",
+    "data.eval_data_path",
+    "reward",
+    "algorithm.loss",
+    "algorithm.advantage",
+)
 
 
 @dataclass(frozen=True)
@@ -179,11 +189,24 @@ def _check_same(directory: Path, config: Any) -> None:
     for name in before:
         free = name in FREE or name.split(".")[0] in FREE_PLACES
         lengthened = name.endswith("optimizer.total_steps") and now.get(name) is not None  # see `with_schedules`
-        if before[name] != now.get(name) and not free and not lengthened:
+        moved = name in FILES and _file_names(before[name]) == _file_names(now.get(name))
+        if before[name] != now.get(name) and not (free or lengthened or moved):
+            way_out = "the same name in another folder" if name in FILES else "its own settings"
             raise CheckpointError(
                 f"--resume with {name}={now.get(name)!r}, but the run in {directory} has {before[name]!r}: "
-                "resume it with its own settings, or choose another --output-dir"
+                f"resume it with {way_out}, or choose another --output-dir"
             )
+
+
+def _file_names(value: Any) -> Any:
+    """The names of files and folders, without the folders they are in.
+
+    >>> _file_names(["/home/me/dots", "rewards/mine.py:score"]), _file_names(None)
+    (['dots', 'mine.py:score'], None)
+    """
+    if isinstance(value, list):
+        return [_file_names(each) for each in value]
+    return PurePath(value).name if isinstance(value, str) else value
 
 
 def _read(directory: Path) -> dict[str, Any]:
