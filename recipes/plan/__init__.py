@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
 
 from recipes.classify import open_labelled
 from recipes.configs.plan_config import PlanConfig, PlanOptions, parse
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the plan and returns the exit status: 1 if the run does not fit, 2 after a user's mistake."""
     with exit_status(arguments) as status:
         asked = parse(status.arguments)
+        disable_progress_bar()  # of the small model's files
         found = plan(asked)
         print("\n".join(forecast_lines(found)))
         if asked.options.fit:
