@@ -31,6 +31,7 @@ from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.role_memory import held, kv_bytes, updating
 from recipes.forecast.step_time import update_flops
 from recipes.plan import as_options, fit, main
+from recipes.plan.fitting import grown
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers.model.lora import add_adapters
@@ -137,6 +138,15 @@ def test_fit_chooses_what_fits():
     assert "--layout.dp 4" in options
     assert "memory_share" in options
     assert found.seconds <= forecast(seven_b(layout=Layout(dp=4))).seconds
+
+
+def test_fit_leaves_room_for_longer_responses():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (8, 4, 7, 1), samples=2)
+    setting = Setting(config, batch, H200, longest=29)
+    assert grown(setting).batch.responses == (10, 5, 9, 2)
+    assert grown(replace(setting, longest=28)).batch.responses == (10, 5, 8, 2)  # a prompt of 20 tokens, and 8
+    assert fit(setting).setting.compute.token_budget == 30 + 26  # all rows at once, even then
 
 
 @pytest.mark.long
