@@ -49,11 +49,13 @@ class RunForecast:
         self.found: StepForecast | None = None
         self.process_memory: int | None = None  # bytes that are expected of this process at most, on a CPU
         self._observed = 0  # steps of this process
+        self._begun = False
 
     def begin(self) -> None:
         """Prints the forecast, the first time; the loader's position stays."""
-        if self.found is not None:
+        if self._begun:
             return
+        self._begun = True
         position = self.loader.state_dict()
         with _told_only() as failure:
             batch = self.loader.peek()
