@@ -146,8 +146,8 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
 
     Raises:
-        InvalidConfig: the directory holds an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite`` is
-            set, and it holds something other than a run.
+        InvalidConfig: the directory holds an earlier run that has measured something, and neither ``resume`` nor ``overwrite``
+            is set; or ``overwrite`` is set, and it holds something other than a run.
         CheckpointError: ``resume`` is set, but the settings of the run in the directory differ (the first one is named), or are
             unknown.
     """
@@ -159,7 +159,7 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         _remove_run(directory)
     elif run.resume:
         _check_same(directory, config)
-    elif (directory / METRICS_FILE).exists():
+    elif (directory / METRICS_FILE).exists() and (directory / METRICS_FILE).stat().st_size:
         raise InvalidConfig(
             f"{directory} holds an earlier run: --resume it, --overwrite it, or choose another --output-dir"
         )

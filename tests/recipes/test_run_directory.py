@@ -139,6 +139,15 @@ def test_files_may_lie_in_other_folders_under_the_same_names(tmp_path):
     opened(replace(moved, data=replace(several.data, data_path=("b/one", "c/two"))))
 
 
+def test_a_run_that_failed_before_it_measured_anything_is_begun_anew(tmp_path):
+    opened(config(tmp_path, steps=10))
+    (tmp_path / "metrics.jsonl").touch()
+    opened(config(tmp_path, steps=20))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(InvalidConfig, match="holds an earlier run"):
+        opened(config(tmp_path, steps=10))
+
+
 def test_checkpoints_without_the_settings_they_were_made_with_are_not_gone_on_from(tmp_path):
     given = config(tmp_path, steps=10, resume=True)
     opened(given)  # there is nothing to go on from
