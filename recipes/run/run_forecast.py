@@ -21,6 +21,7 @@ from recipes.forecast import (
     compared,
     cpu_from_step,
     duration,
+    figures,
     forecast,
     forecast_lines,
     keep_cpu,
@@ -88,10 +89,10 @@ class RunForecast:
         with _told_only():
             if self.found.setting.device.on_cpu and (steps := [row for row in rows if row.get("step", 0) > 0][1:]):
                 self._keep_speed({f"timing_s/{each.name}": _median(steps, each.name) for each in self.found.phases})
-            lines = [(_name(name), _number(value), _number(fact)) for name, value, fact in compared(self.found, rows)]
+            lines = [(_name(name), figures(value), figures(fact)) for name, value, fact in compared(self.found, rows)]
             if self.process_memory is not None:
                 peak = resident_bytes(peak=True)
-                lines.append(("process memory, GiB", _number(self.process_memory / GIB), _number(peak / GIB)))
+                lines.append(("process memory, GiB", figures(self.process_memory / GIB), figures(peak / GIB)))
             return lines
         return []
 
@@ -116,15 +117,6 @@ def _median(steps: Sequence[Mapping[str, float]], phase: str) -> float:
 def _name(metric: str) -> str:
     names = {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "device memory, GiB"}
     return names.get(metric) or f"seconds of {metric.removeprefix('timing_s/')}"
-
-
-def _number(value: float) -> str:
-    """Four digits, or all of a larger whole number.
-
-    >>> _number(0.35012), _number(10_502)
-    ('0.3501', '10,502')
-    """
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def resident_bytes(peak: bool = False) -> int:
