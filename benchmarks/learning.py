@@ -36,7 +36,8 @@ from recipes.configs import easy_vqa_config  # noqa: E402
 from recipes.data import EasyVQA, ProblemRows, open_easy_vqa  # noqa: E402
 from recipes.report import read_metrics  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
-from recipes.run import recorded_run, run  # noqa: E402
+from recipes.run import run  # noqa: E402
+from recipes.run.run_directory import open_run_directory  # noqa: E402
 from recipes.tiny import tiny_checkpoint  # noqa: E402
 
 PROMPTS, SAMPLES, EVAL_ROWS = 16, 16, 256
@@ -117,8 +118,8 @@ def train_ours(this: Run, work: Path) -> None:
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
     config = replace(config, optimizer=easy_vqa_config.TINY.optimizer)
-    with recorded_run(config.run, config):
-        easy_vqa.train_policy(config, with_cpu_seconds(step), rows, str(start), short_answer_reward)
+    open_run_directory(config.run, config)
+    run(config, with_cpu_seconds(step), lambda _: easy_vqa.policy_task(config, rows, str(start), short_answer_reward))
 
 
 def easy_vqa_start(seed: int, work: Path) -> tuple[Path, EasyVQA]:

@@ -93,23 +93,15 @@ def timed_trainer() -> type:
     return TimedTrainer
 
 
-def grpo_config(workload: Path, settings: dict[str, Any], end_token: int) -> Any:
+def grpo_config(directory: Path, rows: int, samples: int, **options: Any) -> Any:
     """The fastest settings on a CPU: one forward pass and one optimizer step for all rows of a step."""
     from trl import GRPOConfig
 
     return GRPOConfig(
-        output_dir=str(workload / "trl"),
-        per_device_train_batch_size=settings["prompts"] * settings["samples"],
+        output_dir=str(directory),
+        per_device_train_batch_size=rows,
         gradient_accumulation_steps=1,
-        num_generations=settings["samples"],
-        max_completion_length=settings["max_tokens"],
-        # Never an end token, so that all rows reach the limit, as in our half.
-        generation_kwargs={"suppress_tokens": [*settings["banned_ids"], end_token]},
-        max_steps=settings["warmup"] + settings["steps"],
-        learning_rate=settings["learning_rate"],
-        lr_scheduler_type="constant",
-        weight_decay=0.01,
-        max_grad_norm=1.0,
+        num_generations=samples,
         num_iterations=1,
         beta=0.0,
         loss_type="dapo",  # the mean over tokens, as ours
@@ -123,7 +115,7 @@ def grpo_config(workload: Path, settings: dict[str, Any], end_token: int) -> Any
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        seed=0,
+        **options,
     )
 
 
@@ -137,10 +129,24 @@ def make_trainer(workload: Path, settings: dict[str, Any]) -> Any:
 
     checkpoint = workload / "checkpoint"
     processor = load_processor(checkpoint)
+    args = grpo_config(
+        workload / "trl",
+        settings["prompts"] * settings["samples"],
+        settings["samples"],
+        max_completion_length=settings["max_tokens"],
+        # Never an end token, so that all rows reach the limit, as in our half.
+        generation_kwargs={"suppress_tokens": [*settings["banned_ids"], processor.tokenizer.eos_token_id]},
+        max_steps=settings["warmup"] + settings["steps"],
+        learning_rate=settings["learning_rate"],
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        seed=0,
+    )
     return timed_trainer()(
         model=AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32),
         reward_funcs=reward,
-        args=grpo_config(workload, settings, processor.tokenizer.eos_token_id),
+        args=args,
         train_dataset=in_memory_dataset(load_rows(workload)),
         processing_class=processor,
     )

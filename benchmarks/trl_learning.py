@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -76,66 +76,81 @@ def train_and_measure(
     task: TRLTask, directory: Path, seed: int, steps: int, eval_every: int, prompts: int, samples: int
 ) -> None:
     """Trains for ``steps`` of ``prompts`` x ``samples`` and writes accuracy, rewards and CPU seconds to ``directory``."""
-    import torch
-    from transformers import AutoModelForImageTextToText, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
     from trl_grpo_step import load_processor
 
     processor = load_processor(task.checkpoint)
     builder = PromptBuilder.from_pretrained(task.checkpoint, 1024)
     banned = sorted(builder.family.banned_ids(builder.config))
-    order = [place for _, place, _ in islice(draws(task.train, seed, task.shuffle), steps * prompts)]
-
-    def score(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-        rows = [RewardRow(each[0]["content"], truth) for each, truth in zip(completions, answer, strict=True)]
-        return [result["score"] for result in task.reward(rows)]
-
-    torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_pretrained(task.checkpoint, dtype=torch.float32)
-    options = task.optimizer
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=score,
-        train_dataset=as_dataset([task.train[place] for place in order]),
-        processing_class=processor,
-        args=GRPOConfig(
-            output_dir=str(directory / "trainer"),
-            per_device_train_batch_size=prompts * samples,
-            gradient_accumulation_steps=1,
-            num_generations=samples,
-            max_completion_length=task.max_tokens,
-            generation_kwargs={"suppress_tokens": banned},
-            max_steps=steps,
-            learning_rate=options.lr,
-            adam_beta1=options.betas[0],
-            adam_beta2=options.betas[1],
-            lr_scheduler_type=options.schedule,
-            warmup_steps=options.warmup_steps,
-            weight_decay=options.weight_decay,
-            max_grad_norm=options.max_grad_norm,
-            num_iterations=1,
-            beta=0.0,
-            loss_type="dapo",  # the mean over tokens, as ours
-            temperature=1.0,
-            bf16=False,
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-        ),
-    )
-    rows: list[dict[str, float]] = []
+    trainer = make_trainer(task, processor, banned, directory / "trainer", seed, steps, prompts, samples)
 
     def accuracy() -> dict[str, float]:
         trainer.model.eval()
         found = greedy_accuracy(trainer.model, processor, task, banned)
         trainer.model.train()
         return {"val-core/trl/acc/mean@1": found}
+
+    rows: list[dict[str, float]] = []
+    trainer.add_callback(measuring_callback(rows, accuracy, steps, eval_every))
+    trainer.train()
+    directory.mkdir(parents=True, exist_ok=True)
+    draft = directory / ".metrics.jsonl"
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    draft.replace(directory / "metrics.jsonl")
+
+
+def make_trainer(
+    task: TRLTask,
+    processor: Any,
+    banned: Sequence[int],
+    directory: Path,
+    seed: int,
+    steps: int,
+    prompts: int,
+    samples: int,
+) -> Any:
+    """TRL's trainer on the rows that our half draws, in their order, with the optimizer of the task."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+    from trl import GRPOTrainer
+    from trl_grpo_step import grpo_config
+
+    def score(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+        rows = [RewardRow(each[0]["content"], truth) for each, truth in zip(completions, answer, strict=True)]
+        return [result["score"] for result in task.reward(rows)]
+
+    order = [place for _, place, _ in islice(draws(task.train, seed, task.shuffle), steps * prompts)]
+    torch.manual_seed(seed)
+    options = task.optimizer
+    args = grpo_config(
+        directory,
+        prompts * samples,
+        samples,
+        max_completion_length=task.max_tokens,
+        generation_kwargs={"suppress_tokens": banned},
+        max_steps=steps,
+        learning_rate=options.lr,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        lr_scheduler_type=options.schedule,
+        warmup_steps=options.warmup_steps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        seed=seed,
+    )
+    return GRPOTrainer(
+        model=AutoModelForImageTextToText.from_pretrained(task.checkpoint, dtype=torch.float32),
+        reward_funcs=score,
+        train_dataset=as_dataset([task.train[place] for place in order]),
+        processing_class=processor,
+        args=args,
+    )
+
+
+def measuring_callback(
+    rows: list[dict[str, float]], accuracy: Callable[[], dict[str, float]], steps: int, eval_every: int
+) -> Any:
+    """A callback of TRL's trainer that appends a row for each step: its CPU seconds, and the accuracy where it is due."""
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -150,9 +165,4 @@ def train_and_measure(
             rows.append(row)
             self.start = time.process_time()
 
-    trainer.add_callback(Clock())
-    trainer.train()
-    directory.mkdir(parents=True, exist_ok=True)
-    draft = directory / ".metrics.jsonl"
-    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    draft.replace(directory / "metrics.jsonl")
+    return Clock()

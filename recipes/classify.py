@@ -27,9 +27,8 @@ __all__ = ["TINY", "ClassifyConfig", "ClassifyDataConfig", "classification_task"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
-        config = parse(arguments)
+        config = parse(status.arguments)
         announce_small_model(config.model_path, config.data.data_path)
         pictures = open_labelled(config.data, config.run.seed)
         print(f"report: {run_supervised(config, partial(classification_task, config, pictures))}")

@@ -38,9 +38,8 @@ def distil_step(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
-        print(f"report: {run(parse(arguments), distil_step)}")
+        print(f"report: {run(parse(status.arguments), distil_step)}")
     return status.code
 
 

@@ -9,7 +9,6 @@ controls: the same questions with other rows' pictures, and without pictures.
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,15 +25,10 @@ from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.grpo import grpo_step
 from recipes.options import exit_status
-from recipes.report.kept_rollouts import KeptRollouts
-from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.run.evaluation import Evaluate, evaluate_samples
-from recipes.run.loop import Loader, Measure, attempts, measure_rollouts, train
-from recipes.run.one_step_off import generate_ahead
-from recipes.run.phases import Progression
-from recipes.run.policy_gradient import AlgorithmStep, launch_roles
-from recipes.run.run_directory import recorded_run, with_schedules
+from recipes.run.policy_gradient import PolicyTask, answered_at_a_time, prompt_loader, run
+from recipes.run.run_directory import open_run_directory, with_schedules
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.tiny import TinyConfig, make_tiny_model
 from rollout.prompts import PromptBuilder, SupervisedBuilder
@@ -49,33 +43,26 @@ SFT, MODEL = "sft", "model"  # folders of the run's directory
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
-        print(f"report: {run_easy_vqa(parse(arguments))}")
+        print(f"report: {run(parse(status.arguments), grpo_step, easy_vqa_task)}")
     return status.code
 
 
-def run_easy_vqa(config: EasyVQAConfig) -> Path:
-    """Both phases; a resumed run continues in the one that was interrupted.
-
-    Returns:
-        The path of the report, which an interrupted run leaves too.
+def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
+    """GRPO on the questions, from the checkpoint of the supervised phase, which runs first unless it is complete.
 
     Raises:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
-    asked, started = config, time.monotonic()
     if config.model_path is not None:
         checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
     with start_phase("reading data"):
         rows = open_easy_vqa(config.data.data_path)
     reward = load_reward(config.reward) if config.reward else short_answer_reward
     reward = ShuffledScores(reward) if config.shuffled_rewards else reward
-    config = with_schedules(config.run, config, **config.updates)
-    recorded = replace(config, algorithm=spelled_out(config.algorithm))
-    with recorded_run(config.run, recorded, asked, started) as directory:
-        train_policy(config, grpo_step, rows, str(supervised_checkpoint(config, rows)), reward)
-    return directory / REPORT_FILE
+    asked, config = config, with_schedules(config.run, config, **config.updates)
+    open_run_directory(config.run, replace(config, algorithm=spelled_out(config.algorithm)), asked)
+    return policy_task(config, rows, str(supervised_checkpoint(config, rows)), reward)
 
 
 def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
@@ -142,31 +129,12 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
     return SupervisedTask(builder, loader, evaluate, longest)
 
 
-def train_policy(
-    config: PolicyGradientConfig, step: AlgorithmStep, rows: EasyVQA, model_path: str, reward: RewardFunction
-) -> None:
-    """Trains by an algorithm's step function in the run's directory, which `recipes.run.recorded_run` has opened.
-
-    Args:
-        step: see `recipes.run.run`.
-        model_path: the checkpoint that training starts from.
-    """
+def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, reward: RewardFunction) -> PolicyTask:
+    """All training questions, and the evaluation with its controls, in the run's directory, which is open."""
     data = config.data
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
-    loader = PromptLoader(
-        rows.train, builder, data.batch_size, config.run.seed, on_bad_row=data.on_bad_row, num_workers=data.num_workers
-    )
-    kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    for attempt in attempts(config.run, loader, config.max_restarts):
-        progression = Progression(config.algorithm.kl_controller())
-        options = {"config": config.algorithm, "sampling": config.sampling(), "progression": progression}
-        evaluate = controlled_evaluation(config, rows.test, builder)
-        with attempt, launch_roles(config, model_path, builder, reward) as roles:
-            batches: Loader = loader
-            measure: Measure = measure_rollouts
-            if config.one_step_off:
-                batches, measure = generate_ahead(roles, loader, progression, attempt.run.steps)
-            train(attempt.run, roles, batches, partial(step, **options), evaluate, builder, progression, measure, kept)
+    evaluate = controlled_evaluation(config, rows.test, builder)
+    return PolicyTask(config, model_path, builder, prompt_loader(config, builder, rows.train), reward, evaluate)
 
 
 def controlled_evaluation(config: PolicyGradientConfig, test: EasyVQARows, builder: PromptBuilder) -> Evaluate:
@@ -177,7 +145,7 @@ def controlled_evaluation(config: PolicyGradientConfig, test: EasyVQARows, build
     test = test.in_random_order()
     few = test[: config.data.eval_rows]
     controls = [test.with_other_pictures()[: config.data.eval_rows], few.without_pictures()]
-    at_a_time = max(config.data.batch_size * config.algorithm.n // config.data.eval_samples, 1)
+    at_a_time = answered_at_a_time(config)
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
         shown = [test if step == config.run.steps else few, *controls]

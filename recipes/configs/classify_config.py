@@ -14,10 +14,11 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import RunConfig
-from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
+from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig, tiny_schedule
 from recipes.data.labelled_pictures import Templates
 from recipes.options import parse_recipe
-from workers.model.model_config import OptimizerConfig
+
+OUTPUT_DIR = Path("outputs/classify")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +52,11 @@ class ClassifyConfig(SupervisedConfig):
     """Everything the run depends on."""
 
     data: tyro.conf.OmitArgPrefixes[ClassifyDataConfig] = field(default_factory=ClassifyDataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(
-        default_factory=lambda: RunConfig(output_dir=Path("outputs/classify"))
-    )
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
 
-# What a model of under a million parameters learns from drawn classes within minutes on two cores.
 TINY = ClassifyConfig(
-    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=32),
-    optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
-    run=RunConfig(steps=600, eval_every=100, save_every=200, output_dir=Path("outputs/classify")),
+    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=32), **tiny_schedule(OUTPUT_DIR)
 )
 
 

@@ -13,11 +13,12 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import RunConfig
-from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
+from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig, tiny_schedule
 from recipes.data.column_keys import ColumnKeys
 from recipes.options import parse_recipe
 from rollout.prompts.messages import Turns
-from workers.model.model_config import OptimizerConfig
+
+OUTPUT_DIR = Path("outputs/sft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class SFTConfig(SupervisedConfig):
     """Everything the run depends on."""
 
     data: tyro.conf.OmitArgPrefixes[SFTDataConfig] = field(default_factory=SFTDataConfig)
-    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=Path("outputs/sft")))
+    run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,12 +61,7 @@ class SFTConfig(SupervisedConfig):
             raise InvalidConfig("epochs without data_path: drawn conversations do not repeat; give --steps")
 
 
-# What a model of under a million parameters learns from drawn conversations within minutes on two cores.
-TINY = SFTConfig(
-    data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=24),
-    optimizer=OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20),
-    run=RunConfig(steps=600, eval_every=100, save_every=200, output_dir=Path("outputs/sft")),
-)
+TINY = SFTConfig(data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=24), **tiny_schedule(OUTPUT_DIR))
 
 
 def parse(arguments: Sequence[str]) -> SFTConfig:

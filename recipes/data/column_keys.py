@@ -80,6 +80,17 @@ class ColumnKeys:
                 )
 
 
+def with_markers(question: str, images: int, videos: int = 0) -> str:
+    """A question with its media in front of it, unless it has markers that say where they belong.
+
+    >>> with_markers("How many?", 2), with_markers("How many? <image>", 1)
+    ('<image><image>How many?', 'How many? <image>')
+    """
+    for marker, count in (("<video>", videos), ("<image>", images)):
+        question = question if marker in question else marker * count + question
+    return question
+
+
 def _columns(table: Any) -> Iterator[Sequence[str]]:
     """The columns of a table, or of each of its rows; of a stream those of the first row."""
     names = getattr(table, "column_names", None)

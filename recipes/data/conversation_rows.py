@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidRow
-from recipes.data.column_keys import ColumnKeys
+from recipes.data.column_keys import ColumnKeys, with_markers
 from recipes.data.problem_rows import KNOWN, row_media
 from recipes.data.tables import StreamRows, TableRows, open_stream, open_tables, table_files
 from rollout.prompts import invalid_row
@@ -73,11 +73,13 @@ def read_conversation_row(
     [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
     """
     raw = keys.rename(raw, index)
-    images = row_media(raw, "images", "image")
+    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
+    if keys.prompt_key and isinstance(raw["prompt"], str):
+        raw = {**raw, "prompt": with_markers(raw["prompt"], len(images), len(videos))}
     return {
         "prompt": _messages(raw, index, len(images)),
         "images": images,
-        "videos": row_media(raw, "videos", "video"),
+        "videos": videos,
         "data_source": raw.get("data_source") or _source_of_texts(raw) or data_source,
         "index": index,
     }
@@ -96,7 +98,9 @@ def _messages(raw: Mapping[str, Any], index: int, images: int) -> list[Any]:
             f"no 'messages', 'conversations', 'texts', or 'prompt' with an answer, among its columns {sorted(raw)}",
         )
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return asked + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer))
+    if isinstance(answer, str | int | float):
+        return [*asked, {"role": "assistant", "content": str(answer)}]
+    return asked + list(answer)
 
 
 def _message(turn: Any, index: int) -> Mapping[str, Any]:
@@ -115,8 +119,8 @@ def _cauldron_messages(texts: Any, index: int, images: int) -> list[dict[str, An
     for number, turn in enumerate(texts):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(who), str) for who in ("user", "assistant")):
             raise InvalidRow(index, f"texts[{number}] lacks a 'user' or an 'assistant': {turn!r}")
-        markers = "<image>" * images if number == 0 and "<image>" not in turn["user"] else ""
-        messages.append({"role": "user", "content": markers + turn["user"].strip()})
+        question = with_markers(turn["user"].strip(), 0 if number else images)
+        messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": turn["assistant"].strip()})
     return messages
 

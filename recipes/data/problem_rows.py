@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.data.column_keys import ColumnKeys
+from recipes.data.column_keys import ColumnKeys, with_markers
 from recipes.data.tables import Table, TableRows, open_tables, table_files
 from rollout.prompts.images import media_list
 
@@ -105,9 +105,10 @@ def read_row(
         prompt = [{"role": "user", "content": f"{problem} {instruction}".strip()}]
     if prompt is None:
         raise InvalidRow(index, f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}")
+    images, videos = row_media(raw, "images", "image"), row_media(raw, "videos", "video")
     if isinstance(prompt, str):
         problem = prompt if keys.prompt_key else problem
-        text = f"{prompt} {instruction}".strip() if keys.prompt_key else prompt
+        text = f"{with_markers(prompt, len(images), len(videos))} {instruction}".strip() if keys.prompt_key else prompt
         prompt = [{"role": "user", "content": text}]
     answer = next((raw[name] for name in _ANSWERS if raw.get(name) is not None), None)
     if not isinstance(prompt, (Sequence, np.ndarray)) or not all(isinstance(message, Mapping) for message in prompt):
@@ -123,8 +124,8 @@ def read_row(
     }
     return {
         "prompt": prompt,
-        "images": row_media(raw, "images", "image"),
-        "videos": row_media(raw, "videos", "video"),
+        "images": images,
+        "videos": videos,
         "data_source": raw.get("data_source") or data_source,
         "ability": raw.get("ability") or "math",
         "reward_model": raw.get("reward_model") or {"style": "rule", "ground_truth": answer},

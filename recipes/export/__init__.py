@@ -17,12 +17,16 @@ from transformers import AutoConfig
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig
+from recipes.options import write_options
+from recipes.report.page import OPTIONS_FILE
 
 __all__ = ["ModelExportConfig", "export_model"]
 
 
 def export_model(config: ModelExportConfig) -> Path:
     """Writes model, tokenizer and image processor to ``config.output``, uploads them if asked to, and returns the directory.
+
+    ``config.yaml``, which names paths of this machine, is not uploaded.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete.
@@ -46,6 +50,7 @@ def export_model(config: ModelExportConfig) -> Path:
     for file in source.iterdir():  # tokenizer, image processor and chat template
         if "safetensors" not in file.name and not (draft / file.name).exists():
             shutil.copy2(file, draft / file.name)
+    write_options(draft, config)
     draft.rename(config.output)
     if config.push_to_hub:
         upload(config.output, config.push_to_hub)
@@ -63,10 +68,13 @@ def create_on_hub(name: str) -> None:
 def upload(folder: Path, name: str) -> None:
     """Uploads a folder to a model on the hub in one commit. Raises `InvalidConfig`, which says how to try again."""
     try:
-        found = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
+        found = HfApi().upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Upload model", ignore_patterns=OPTIONS_FILE
+        )
     except Exception as error:  # of the hub, and of the HTTP library that its version uses
         raise InvalidConfig(
-            f"{folder} is written, but its upload failed: {_reason(error)}; to try again: hf upload {name} {folder}"
+            f"{folder} is written, but its upload failed: {_reason(error)}; to try again: hf upload {name} {folder} "
+            f"--exclude {OPTIONS_FILE}"
         ) from error
     print(f"pushed: {found}")
 

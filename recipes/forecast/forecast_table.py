@@ -29,12 +29,12 @@ def forecast_lines(found: StepForecast) -> list[str]:
     lines += ["", f"{'phase':14}{'TFLOP':>12}{'seconds':>10}{unit:>10}"]
     for phase in found.phases:
         lines.append(
-            f"{phase.name:14}{phase.flops / 1e12:12,.4g}{_seconds(phase.seconds, timed)}{phase.memory / scale:10.1f}"
+            f"{phase.name:14}{figures(phase.flops / 1e12):>12}{_seconds(phase.seconds, timed)}{phase.memory / scale:10.1f}"
         )
     rate = f", {found.tokens / found.seconds / setting.layout.world_size:,.0f} tokens/s/device" if timed else ""
     time = f" in {duration(found.run_seconds)}" if timed else " (time: a step on this CPU will tell)"
     lines += [
-        f"{'step':14}{found.flops / 1e12:12,.4g}{_seconds(found.seconds, timed)}{found.memory / scale:10.1f} of "
+        f"{'step':14}{figures(found.flops / 1e12):>12}{_seconds(found.seconds, timed)}{found.memory / scale:10.1f} of "
         f"{setting.device.memory / scale:,.1f} with reserve; {found.tokens:,} tokens{rate}",
         f"run: {setting.steps} steps{time}, {found.disk / GIB:.3g} GiB on disk in checkpoints of "
         f"{found.checkpoint / GIB:.3g} GiB, {found.host / GIB:.3g} GiB of host memory a process",
@@ -52,6 +52,15 @@ def count(number: int) -> str:
     ('0.639 M', '8.29 B')
     """
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+
+
+def figures(value: float) -> str:
+    """Four digits, or all of a larger whole number.
+
+    >>> figures(0.35012), figures(16_710.2)
+    ('0.3501', '16,710')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
@@ -86,5 +95,5 @@ def beside_fact(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> lis
     lines = []
     for name, value, fact in compared(found, rows):
         ratio = f"{value / fact:10.2f}" if fact else f"{'':10}"
-        lines.append(f"{name:32}{value:12,.4g}{fact:12,.4g}{ratio}")
+        lines.append(f"{name:32}{figures(value):>12}{figures(fact):>12}{ratio}")
     return [f"{'':32}{'forecast':>12}{'fact':>12}{'ratio':>10}", *lines] if lines else []

@@ -14,6 +14,7 @@ from recipes.make_vlm.alignment import align
 from recipes.make_vlm.assembly import assemble
 from recipes.make_vlm.model_card import write_card
 from recipes.make_vlm.text_model import load_text_model
+from recipes.options import write_options
 
 __all__ = ["MakeVLMConfig", "make_vlm"]
 
@@ -37,6 +38,7 @@ def make_vlm(config: MakeVLMConfig) -> Path:
         with start_phase("assembling the checkpoint"):
             assemble(path, text_model, tokenizer, config.tower, config.seed)
             write_card(path, config.tower, steps=0, pictures=0)
+    write_options(path, config)
     if config.steps:
         report = align(
             path, config.run_dir, config.steps, config.batch_size, config.lr, config.seed, resume=config.resume

@@ -8,7 +8,7 @@ from recipes.options.command_line import (
     parse_recipe,
     print_help,
 )
-from recipes.options.config_file import config_as_yaml, file_arguments
+from recipes.options.config_file import config_as_yaml, file_arguments, write_options
 from recipes.options.help_text import help_text
 from recipes.options.idle_options import refuse_idle_options
 from recipes.options.option_table import Option, options_of, with_plain_flags
@@ -27,4 +27,5 @@ __all__ = [
     "print_help",
     "refuse_idle_options",
     "with_plain_flags",
+    "write_options",
 ]

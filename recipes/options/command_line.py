@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import tyro
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
-from recipes.options.config_file import file_arguments
+from recipes.options.config_file import ONCE, file_arguments
 from recipes.options.help_text import help_text
 from recipes.options.idle_options import refuse_idle_options
 from recipes.options.option_table import TRUTH, options_of, with_plain_flags
@@ -23,6 +23,7 @@ Config = TypeVar("Config")
 
 
 TRACEBACK, PRESET, CONFIG = "--traceback", "--preset", "--config"
+NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
 CONFIG_TEXT = "read options from a YAML file; those given here override it"
 PRESET_TEXT = "defaults for a size of model (default: tiny, or verl's with --model-path)"
@@ -35,23 +36,25 @@ RECIPE_OPTIONS = {
 
 @dataclass
 class ExitStatus:
-    """The exit status of a command: 0 unless it failed."""
+    """The arguments of a command, and its exit status: 0 unless it failed."""
 
+    arguments: Sequence[str]
     code: int = 0
 
 
 @contextlib.contextmanager
-def exit_status(arguments: Sequence[str] = ()) -> Iterator[ExitStatus]:
+def exit_status(arguments: Sequence[str] | None = None) -> Iterator[ExitStatus]:
     """Sets the exit status of the block: 2 after a user's mistake, which is one line on stderr, and 130 after an interrupt.
 
     Args:
-        arguments: of the command line; with ``--traceback`` among them a mistake is shown with its traceback.
+        arguments: of the command, by default those of this process; with ``--traceback`` among them a mistake is shown with its
+            traceback.
     """
-    status = ExitStatus()
+    status = ExitStatus(sys.argv[1:] if arguments is None else arguments)
     try:
         yield status
     except (DataProtoError, OSError) as error:
-        if TRACEBACK in arguments:
+        if TRACEBACK in status.arguments:
             traceback.print_exc()
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         status.code = 2
@@ -92,18 +95,19 @@ def parse_recipe(
             f"--resume {run_dir} continues with the options of that run: leave out --preset and --config"
         )
     if run_dir is not None:
-        return parse_config([*rest, "--resume", f"--output-dir={run_dir}"], _recorded(run_dir, real, prog), None, prog)
+        began = _recorded(run_dir, real, prog, rest)
+        return parse_config([*rest, "--resume", f"--output-dir={run_dir}"], began, None, prog)
     if _has_any(rest, "--steps") and _has_any(rest, "--epochs"):
         raise InvalidConfig("--steps and --epochs both set the length of the run: give one of them")
-    given = [*(file_arguments(Path(file), options, without=("resume", "overwrite")) if file else ()), *rest]
+    given = [*(file_arguments(Path(file), options, without=ONCE) if file else ()), *rest]
     default = presets[preset] if preset else real if names_a_model(given) else presets["tiny"]
     if names_an_algorithm(given):
         default = with_algorithm(default)
     return parse_config(given, default, description, prog)
 
 
-def _recorded(run_dir: str, like: Config, prog: str) -> Config:
-    """The options with which the run in a directory began."""
+def _recorded(run_dir: str, like: Config, prog: str, given: Sequence[str]) -> Config:
+    """The options with which the run in a directory began, but with functions from where the command line has them now."""
     files = [Path(run_dir, name) for name in (OPTIONS_FILE, CONFIG_FILE)]
     file = next((each for each in files if each.is_file()), None)
     if file is None:
@@ -112,7 +116,9 @@ def _recorded(run_dir: str, like: Config, prog: str) -> Config:
         )
     options = options_of(like)
     filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
-    return _parse(file_arguments(file, options, ("resume", "overwrite", *filled_in)), like, prog)
+    functions = ((name, _take(given, name)[1]) for name in NAMES_OF_AN_ALGORITHM)
+    moved = [f"{name}={place}" for name, place in functions if place is not None]
+    return _parse([*file_arguments(file, options, (*ONCE, *filled_in)), *moved], like, prog)
 
 
 def parse_config(arguments: Sequence[str], default: Config, description: str | None, prog: str) -> Config:
@@ -240,7 +246,7 @@ def names_a_model(arguments: Sequence[str]) -> bool:
 
 def names_an_algorithm(arguments: Sequence[str]) -> bool:
     """Whether a command line names a loss or an advantage, whose paper then sets the options that it leaves out."""
-    return _has_any(arguments, "--algorithm.loss", "--algorithm.advantage")
+    return _has_any(arguments, *NAMES_OF_AN_ALGORITHM)
 
 
 def _has_any(arguments: Sequence[str], *options: str) -> bool:

@@ -9,18 +9,34 @@ import yaml
 
 from dataproto.errors import InvalidConfig
 from recipes.options.option_table import Option, options_of
+from recipes.report.page import OPTIONS_FILE
 
-HEADER = "# The options of this run. `--config FILE` reads such a file; options on the command line override it.\n"
+HEADER = "# The options that made this directory. `--config FILE` reads such a file; options on the command line override it.\n"
+ONCE = ("resume", "overwrite")
+"""Options of one call of a command, which its file leaves out."""
 
 
-def config_as_yaml(config: Any, without: Sequence[str] = ()) -> str:
-    """The options of a configuration as YAML that `file_arguments` reads, but for those named in ``without``."""
+def write_options(directory: Path, config: Any) -> Path:
+    """Writes ``config.yaml``, the options of a configuration, into a directory, and returns the file's path."""
+    path = directory / OPTIONS_FILE
+    path.write_text(config_as_yaml(config), encoding="utf-8")
+    return path
+
+
+def config_as_yaml(config: Any) -> str:
+    """The options of a configuration, without `ONCE`, as YAML that `file_arguments` reads.
+
+    What is given by position stands in comments.
+    """
     nested: dict[str, Any] = {}
+    comments = ""
     for option in options_of(config):
-        if option.name not in without:
-            group, _, name = option.name.rpartition(".")
+        group, _, name = option.name.rpartition(".")
+        if option.positional:
+            comments += f"# {option.name.upper()}: {option.default}\n"
+        elif option.name not in ONCE:
             (nested.setdefault(group, {}) if group else nested)[name] = _plain(option.default)
-    return HEADER + yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
+    return HEADER + comments + yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """What a run will take, before anything is loaded: ``dataproto plan``; its options are `recipes.configs.plan_config`."""
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
 
 from recipes.classify import open_labelled
 from recipes.configs.plan_config import PlanConfig, PlanOptions, parse
@@ -40,9 +40,9 @@ __all__ = ["PlanConfig", "PlanOptions", "as_options", "fit", "main", "plan"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the plan and returns the exit status: 1 if the run does not fit, 2 after a user's mistake."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
-        asked = parse(arguments)
+        asked = parse(status.arguments)
+        disable_progress_bar()  # of the small model's files
         found = plan(asked)
         print("\n".join(forecast_lines(found)))
         if asked.options.fit:
@@ -76,16 +76,17 @@ def read_batch(asked: PlanConfig, path: str) -> BatchSizes:
         if asked.recipe == "classify":
             rows: Any = open_labelled(data, seed).train
         elif data.streaming:
-            rows = conversation_stream(data.data_path[0], buffer=data.shuffle_buffer)
+            rows = conversation_stream(data.data_path[0], buffer=data.shuffle_buffer, keys=data.keys)
         else:
-            rows = conversation_rows(data.data_path[0]) if data.data_path else DrawnTalks(seed)
+            rows = conversation_rows(data.data_path[0], keys=data.keys) if data.data_path else DrawnTalks(seed)
         limits = (data.max_length, data.min_pixels, data.max_pixels)
         conversations = SupervisedBuilder.from_pretrained(path, *limits)
         if asked.recipe == "sft":
             conversations = conversations.learning(data.turns)
         return measure_conversations(rows, conversations, data.batch_size, seed)
-    rows = load_rows(data.data_path, "train", instruction=data.instruction) if data.data_path else None
-    if rows is None:
+    if data.data_path:
+        rows = load_rows(data.data_path, "train", instruction=data.instruction, keys=data.keys)
+    else:
         rows = ProblemRows(data.level, seed, "train", data.instruction)
     builder = PromptBuilder.from_pretrained(path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     prompts = measure_prompts(rows, builder, seed)

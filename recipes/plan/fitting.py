@@ -12,11 +12,14 @@ from workers.ranks.layout import Layout
 BUDGETS = (4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 LEAST_SHARE, MOST_SHARE = 0.1, 0.85
+GROWTH = 0.25  # how much longer than expected responses, or learnt texts, may become
+EQUAL = 0.01  # share of a step's time below which a difference of two forecasts tells nothing
 
 
 def fit(setting: Setting, devices: int = 1) -> StepForecast:
-    """The fastest forecast that fits into ``devices``; of equally fast ones, that with the least memory.
+    """The fastest forecast that fits into ``devices``; of those within `EQUAL` of it, that whose roles take the least memory.
 
+    It still fits when responses become longer than expected (`grown`), since those of a step vary, and policies learn to think.
     Data parallelism comes first: tensor and sequence parallelism are tried only where it does not fit.
 
     Raises:
@@ -25,9 +28,10 @@ def fit(setting: Setting, devices: int = 1) -> StepForecast:
     last: StepForecast | None = None
     for layouts in layout_choices(setting, devices):
         tried = [forecast(each) for layout in layouts for each in choices(replace(setting, layout=layout))]
-        fitting = [each for each in tried if each.fits]
+        fitting = [each for each in tried if each.fits and forecast(grown(each.setting)).fits]
         if fitting:
-            return min(fitting, key=lambda each: (round(each.seconds, 3), each.memory))
+            fastest = min(each.seconds for each in fitting)
+            return min((each for each in fitting if each.seconds <= (1 + EQUAL) * fastest), key=busiest_memory)
         last = min(tried, key=lambda each: each.memory, default=last)
     why = f": {last.problems[0]}" if last is not None else ""
     raise InvalidConfig(f"nothing fits into {devices} x {setting.device.name}{why}; give more --devices")
@@ -43,13 +47,27 @@ def layout_choices(setting: Setting, devices: int) -> Iterator[list[Layout]]:
         yield [Layout(dp=devices // degree, **{axis: degree}) for degree in split for axis in ("tp", "sp")]
 
 
+def busiest_memory(found: StepForecast) -> int:
+    """Bytes of the fullest phase that is not generation, in which vLLM takes what the other roles leave."""
+    return max((found.reserved(phase) for phase in found.phases if phase.name != "gen"), default=found.memory)
+
+
+def grown(setting: Setting) -> Setting:
+    """The setting with responses that are longer by `GROWTH` than expected, as far as rows may be long."""
+    batch = setting.batch
+    room = (setting.longest - batch.lengths).clamp(min=0).tolist()
+    longer = (min(math.ceil(GROWTH * length), free) for length, free in zip(batch.responses, room, strict=True))
+    responses = tuple(length + more for length, more in zip(batch.responses, longer, strict=True))
+    return replace(setting, batch=replace(batch, responses=responses))
+
+
 def choices(setting: Setting) -> Iterator[Setting]:
     """The setting with every budget that holds its longest row, every checkpointing mode, and a share for the engine."""
     longest = int(setting.batch.lengths.max())
-    most = max(setting.share.packed_tokens, longest)
+    most = max(grown(setting).share.packed_tokens, longest)
     budgets = [each for each in BUDGETS if longest <= each < most] or [longest]
     if most <= BUDGETS[-1]:
-        budgets.append(most)  # all rows at once
+        budgets.append(most)  # all rows at once, also when responses become longer
     for mode in MODES:
         for budget in budgets:
             compute = replace(setting.compute, token_budget=budget, activation_checkpointing=mode)

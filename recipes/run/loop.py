@@ -129,59 +129,70 @@ def train(
     """
     progression = progression or Stateless()
     best = BestStep(run.keep_best)
-    with start_phase("loading the checkpoint") if run.resume else contextlib.nullcontext():
-        done = restore(run, roles, loader, progression, best) if run.resume else None
+    done = begin_or_restore(run, roles, loader, progression, best)
     keep = done if done is not None or not run.resume else -1
     if expected is not None:
         expected.begin()
     if kept is not None and keep is not None:
         kept.drop_after(keep)
-    with (
-        open_loggers(run.loggers, LoggedRun(run.output_dir, keep)) as loggers,
-        contextlib.ExitStack() as stack,
-        contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints,
-    ):
-        progress, signals = Progress(run.steps, done or 0), LearningSignals()
-        report = partial(report_step, loggers, progress)
+    with open_loggers(run.loggers, LoggedRun(run.output_dir, keep)) as loggers:
+        shown = StepReports(loggers, Progress(run.steps, done or 0), expected)
         if evaluate and done is None and run.eval_first:
             with start_phase("evaluating before the first step"):
                 measured = evaluate(roles, 0)
-            report(0, measured, evaluated=True)
-        stack.enter_context(progress)
-        more = partial(further_batch, loader, progress)
-        for number in range((done or 0) + 1, run.steps + 1):
-            metrics: dict[str, float] = {}
-            with timed(metrics, "step"):
-                with timed(metrics, "data"):
-                    prompts = next_batch(loader)
-                data, found = step(roles, prompts, more=more)
-            metrics |= found | {"data/skipped_rows": len(loader.skipped)}
-            metrics |= measure(data, metrics, roles.devices)
-            is_best, evaluated = False, evaluate is not None and is_due(number, run.eval_every, run.steps)
-            if evaluate and evaluated:
-                held_out = evaluate(roles, number)
-                metrics |= held_out
-                is_best = best.improved(number, held_out)
-            if kept is not None:
-                with timed(metrics, "keep_rollouts"):
-                    kept.keep(number, data)
-            report(number, metrics, evaluated)
-            for line in expected.observe(metrics) if expected is not None else ():
-                progress.note(line)
-            for problem in signals.new_problems(metrics):
-                progress.note(f"warning: {problem}")
-            if is_best or is_due(number, run.save_every, run.steps):
-                checkpoints.save(number, loader, progression)
+            shown.report(0, measured, evaluated=True)
+        more = partial(further_batch, loader, shown.progress)
+        with shown.progress, contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints:
+            for number in range((done or 0) + 1, run.steps + 1):
+                metrics: dict[str, float] = {}
+                with timed(metrics, "step"):
+                    with timed(metrics, "data"):
+                        prompts = next_batch(loader)
+                    data, found = step(roles, prompts, more=more)
+                metrics |= found | {"data/skipped_rows": len(loader.skipped)}
+                metrics |= measure(data, metrics, roles.devices)
+                is_best, evaluated = False, evaluate is not None and is_due(number, run.eval_every, run.steps)
+                if evaluate and evaluated:
+                    held_out = evaluate(roles, number)
+                    metrics |= held_out
+                    is_best = best.improved(number, held_out)
+                if kept is not None:
+                    with timed(metrics, "keep_rollouts"):
+                        kept.keep(number, data)
+                shown.report(number, metrics, evaluated)
+                shown.note_signs(metrics)
+                if is_best or is_due(number, run.save_every, run.steps):
+                    checkpoints.save(number, loader, progression)
 
 
-def report_step(
-    loggers: RunLoggers, progress: Progress, number: int, metrics: Mapping[str, float], evaluated: bool
-) -> None:
-    """Gives a step's metrics to the loggers and the display; after an evaluation, its saved rollouts to the loggers too."""
-    loggers.log(number, metrics)
-    if evaluated:
-        loggers.log_saved_rollouts(number)
-    progress.update(number, metrics)
+def begin_or_restore(run: RunConfig, roles: Roles, loader: Loader, progression: Stateful, best: BestStep) -> int | None:
+    """The step of the newest checkpoint, restored, if the run is to be resumed and has one; else ``None``."""
+    if not run.resume:
+        return None
+    with start_phase("loading the checkpoint"):
+        return restore(run, roles, loader, progression, best)
+
+
+class StepReports:
+    """Where the metrics of each step go: the loggers and the display, with notes on what they are a sign of."""
+
+    def __init__(self, loggers: RunLoggers, progress: Progress, expected: Expectation | None = None) -> None:
+        self.loggers, self.progress, self.expected = loggers, progress, expected
+        self.signals = LearningSignals()
+
+    def report(self, number: int, metrics: Mapping[str, float], evaluated: bool) -> None:
+        """Gives a step's metrics to loggers and display; after an evaluation, its saved rollouts to the loggers too."""
+        self.loggers.log(number, metrics)
+        if evaluated:
+            self.loggers.log_saved_rollouts(number)
+        self.progress.update(number, metrics)
+
+    def note_signs(self, metrics: Mapping[str, float]) -> None:
+        """Shows what the metrics of a step say about the forecast, and problems that appear with them."""
+        for line in self.expected.observe(metrics) if self.expected is not None else ():
+            self.progress.note(line)
+        for problem in self.signals.new_problems(metrics):
+            self.progress.note(f"warning: {problem}")
 
 
 def next_batch(loader: Loader) -> DataProto:

@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from recipes.forecast import Device, Setting, policy_gradient_batch, policy_grad
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
-from recipes.run.evaluation import held_out_evaluation
+from recipes.run.evaluation import Evaluate, held_out_evaluation
 from recipes.run.loop import Loader, Measure, attempts, measure_rollouts, train
 from recipes.run.one_step_off import LookAhead, generate_ahead
 from recipes.run.phases import Progression
-from recipes.run.run_directory import over_epochs, over_the_run, recorded_run, with_schedules
+from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.run.run_forecast import RunForecast
 from recipes.tiny import tiny_checkpoint
 from rollout.prompts import PromptBuilder
@@ -43,7 +43,19 @@ AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
 
 
-def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
+@dataclass(frozen=True)
+class PolicyTask:
+    """A run whose directory is open: its options with what was filled in, the model, the data and the evaluation."""
+
+    config: PolicyGradientConfig
+    model_path: str  # the checkpoint that training starts from
+    builder: PromptBuilder
+    loader: PromptLoader
+    reward: RewardFunction
+    evaluate: Evaluate
+
+
+def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[Any], PolicyTask] | None = None) -> Path:
     """Trains by an algorithm's step function, with data, reward, evaluation, checkpoints, resume and report by the options.
 
     Your own algorithm needs only a step function::
@@ -62,6 +74,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     Args:
         config: e.g. from `recipes.grpo.parse`, or `recipes.ppo.parse` for a step that has a critic.
         step: see `AlgorithmStep`; ``config`` is ``config.algorithm``, ``sampling`` has its ``n`` and temperature.
+        prepare: opens the run's directory and the data; by default `problems`, those that the options name.
 
     Returns:
         The path of the report, which an interrupted run leaves too.
@@ -69,50 +82,49 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep) -> Path:
     Raises:
         InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
     """
-    asked, started = config, time.monotonic()
+    started = time.monotonic()
     disable_progress_bar()  # of transformers; a run shows its own
+    task = (prepare or problems)(config)
+    config, builder, ahead = task.config, task.builder, LookAhead(task.loader)
+    kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
+    expected = RunForecast(ahead, partial(first_setting, config, builder), builder.config, config.on == "local")
+    with reported(config.run.output_dir, started, expected.compared) as directory:
+        if not config.run.resume:
+            expected.begin()
+        for attempt in attempts(config.run, ahead, config.max_restarts):
+            progression = Progression(config.algorithm.kl_controller())
+            bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
+            with attempt, launch_roles(config, task.model_path, builder, task.reward) as roles:
+                batches: Loader = ahead
+                measure: Measure = measure_rollouts
+                if config.one_step_off:
+                    batches, measure = generate_ahead(roles, ahead, progression, attempt.run.steps)
+                train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept, expected)
+    return directory / REPORT_FILE
+
+
+def problems(config: PolicyGradientConfig) -> PolicyTask:
+    """The run that the options name: model, reward, training prompts without end, and the held-out ones.
+
+    Raises:
+        InvalidConfig, CheckpointError: see `run`.
+    """
     announce_small_model(config.model_path, config.data.data_path)
     reward = load_reward(config.reward or "geo3k")
-    model_path = config.model_path
-    if model_path is None:
-        model_path = str(tiny_checkpoint(config.run.seed, phase=start_phase))
+    model_path = config.model_path or str(tiny_checkpoint(config.run.seed, phase=start_phase))
     config.check_models(model_path)  # before anything is written
     data = config.data
     with start_phase("loading the tokenizer and the image processor"):
         builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     with start_phase("reading data"):
-        loader, held_out = load_data(config, builder)
-    config = replace(config, run=over_epochs(config.run, loader))
+        train_rows, test_rows = open_problems(config, builder)
+        loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
+    asked, config = config, replace(config, run=over_epochs(config.run, loader))
     config = with_schedules(config.run, config, **config.updates)
+    held_out = EvaluationLoader(test_rows, builder, answered_at_a_time(config), data.on_bad_row)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
-    kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    recorded = replace(config, algorithm=spelled_out(config.algorithm))
-    ahead = LookAhead(loader)
-    expected = RunForecast(ahead, partial(first_setting, config, builder), builder.config, config.on == "local")
-    with recorded_run(config.run, recorded, asked, started, expected.compared) as directory:
-        if not config.run.resume:
-            expected.begin()
-        for attempt in attempts(config.run, ahead, config.max_restarts):
-            progression = Progression(config.algorithm.kl_controller())
-            options = {"config": config.algorithm, "sampling": config.sampling(), "progression": progression}
-            with attempt, launch_roles(config, model_path, builder, reward) as roles:
-                batches: Loader = ahead
-                measure: Measure = measure_rollouts
-                if config.one_step_off:
-                    batches, measure = generate_ahead(roles, ahead, progression, attempt.run.steps)
-                train(
-                    attempt.run,
-                    roles,
-                    batches,
-                    partial(step, **options),
-                    evaluate,
-                    builder,
-                    progression,
-                    measure,
-                    kept,
-                    expected,
-                )
-    return directory / REPORT_FILE
+    open_run_directory(config.run, replace(config, algorithm=spelled_out(config.algorithm)), asked)
+    return PolicyTask(config, model_path, builder, loader, reward, evaluate)
 
 
 def first_setting(config: PolicyGradientConfig, builder: PromptBuilder, prompts: DataProto, device: Device) -> Setting:
@@ -148,25 +160,34 @@ def launch_roles(
     )
 
 
-def load_data(config: PolicyGradientConfig, builder: PromptBuilder) -> tuple[PromptLoader, EvaluationLoader]:
-    """Training prompts without end, and the held-out ones."""
-    data, seed = config.data, config.run.seed
-    if data.data_path is None:
-        train_rows: Any = ProblemRows(data.level, seed, "train", data.instruction)
-        test_rows: Any = ProblemRows(data.level, 0, "test", data.instruction)[: data.eval_rows]
-    else:
-        train_rows, test_rows = open_data_set(data, builder)
-    loader = PromptLoader(
-        train_rows,
+def prompt_loader(
+    config: PolicyGradientConfig, builder: PromptBuilder, rows: Any, shuffle: bool = True
+) -> PromptLoader:
+    """Batches of prompts without end."""
+    data = config.data
+    return PromptLoader(
+        rows,
         builder,
         data.batch_size,
-        seed,
-        shuffle=data.data_path is not None,
+        config.run.seed,
+        shuffle=shuffle,
         on_bad_row=data.on_bad_row,
         num_workers=data.num_workers,
     )
-    at_a_time = max(data.batch_size * config.algorithm.n // data.eval_samples, 1)
-    return loader, EvaluationLoader(test_rows, builder, at_a_time, data.on_bad_row)
+
+
+def answered_at_a_time(config: PolicyGradientConfig) -> int:
+    """Held-out prompts that are answered together: with all their samples at most as many rows as a step has."""
+    return max(config.data.batch_size * config.algorithm.n // config.data.eval_samples, 1)
+
+
+def open_problems(config: PolicyGradientConfig, builder: PromptBuilder) -> tuple[Any, Any]:
+    """Training and held-out rows."""
+    data = config.data
+    if data.data_path is not None:
+        return open_data_set(data, builder)
+    test = ProblemRows(data.level, 0, "test", data.instruction)
+    return ProblemRows(data.level, config.run.seed, "train", data.instruction), test[: data.eval_rows]
 
 
 def open_data_set(data: DataConfig, builder: PromptBuilder) -> tuple[Any, Any]:

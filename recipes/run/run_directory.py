@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig
@@ -14,9 +14,9 @@ from recipes.configs.shared.run_config import RunConfig
 from recipes.console import show_summary
 from recipes.console.summary import Compare
 from recipes.data.loader import PromptLoader
-from recipes.options import config_as_yaml
+from recipes.options import write_options
 from recipes.report.metrics_file import METRICS_FILE
-from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, OPTIONS_FILE, environment, write_report
+from recipes.report.page import CONFIG_FILE, ENVIRONMENT_FILE, environment, write_report
 from workers.model.model_config import OptimizerConfig
 from workers.training.checkpoint import latest_checkpoint, write_json
 
@@ -41,6 +41,16 @@ FREE = (
     "keep_rows",
 )
 FREE_PLACES = ("on", "layout", "ray", "max_restarts")  # where the steps run
+# Files and folders, which a resumed run may find in another folder, under the same name.
+FILES = (
+    "model_path",
+    "teacher",
+    "data.data_path",
+    "data.eval_data_path",
+    "reward",
+    "algorithm.loss",
+    "algorithm.advantage",
+)
 
 
 @dataclass(frozen=True)
@@ -99,31 +109,27 @@ def with_schedules(run: RunConfig, config: Config, **updates: int) -> Config:
 
 
 @contextmanager
-def recorded_run(
-    run: RunConfig,
-    config: Any = None,
-    asked: Any = None,
-    started: float | None = None,
-    compared: Compare | None = None,
-) -> Iterator[Path]:
+def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
     """Opens the run's directory for the time of a block, and writes ``report.html`` at its end, also after an error.
 
     Args:
         config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
-        asked: see `open_run_directory`.
-        started: the `time.monotonic` at which the time of the run began; by default now.
-        compared: see `recipes.console.show_summary`.
 
     Raises:
         InvalidConfig, CheckpointError: see `open_run_directory`.
     """
-    with reported(open_run_directory(run, config, asked), started, compared) as directory:
+    with reported(open_run_directory(run, config)) as directory:
         yield directory
 
 
 @contextmanager
 def reported(directory: Path, started: float | None = None, compared: Compare | None = None) -> Iterator[Path]:
-    """Writes the report of a run at the end of a block, also after an error, and prints what the run has changed."""
+    """Writes the report of a run at the end of a block, also after an error, and prints what the run has changed.
+
+    Args:
+        started: the `time.monotonic` at which the time of the run began; by default now.
+        compared: see `recipes.console.show_summary`.
+    """
     started = time.monotonic() if started is None else started
     try:
         yield directory
@@ -140,8 +146,8 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
 
     Raises:
-        InvalidConfig: the directory holds an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite`` is
-            set, and it holds something other than a run.
+        InvalidConfig: the directory holds an earlier run that has measured something, and neither ``resume`` nor ``overwrite``
+            is set; or ``overwrite`` is set, and it holds something other than a run.
         CheckpointError: ``resume`` is set, but the settings of the run in the directory differ (the first one is named), or are
             unknown.
     """
@@ -153,14 +159,13 @@ def open_run_directory(run: RunConfig, config: Any = None, asked: Any = None) ->
         _remove_run(directory)
     elif run.resume:
         _check_same(directory, config)
-    elif (directory / METRICS_FILE).exists():
+    elif (directory / METRICS_FILE).exists() and (directory / METRICS_FILE).stat().st_size:
         raise InvalidConfig(
             f"{directory} holds an earlier run: --resume it, --overwrite it, or choose another --output-dir"
         )
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / CONFIG_FILE, asdict(config))
-    text = config_as_yaml(config if asked is None else asked, without=("resume", "overwrite"))
-    (directory / OPTIONS_FILE).write_text(text, encoding="utf-8")
+    write_options(directory, config if asked is None else asked)
     write_json(directory / ENVIRONMENT_FILE, environment())
     return directory
 
@@ -184,11 +189,24 @@ def _check_same(directory: Path, config: Any) -> None:
     for name in before:
         free = name in FREE or name.split(".")[0] in FREE_PLACES
         lengthened = name.endswith("optimizer.total_steps") and now.get(name) is not None  # see `with_schedules`
-        if before[name] != now.get(name) and not free and not lengthened:
+        moved = name in FILES and _file_names(before[name]) == _file_names(now.get(name))
+        if before[name] != now.get(name) and not (free or lengthened or moved):
+            way_out = "the same name in another folder" if name in FILES else "its own settings"
             raise CheckpointError(
                 f"--resume with {name}={now.get(name)!r}, but the run in {directory} has {before[name]!r}: "
-                "resume it with its own settings, or choose another --output-dir"
+                f"resume it with {way_out}, or choose another --output-dir"
             )
+
+
+def _file_names(value: Any) -> Any:
+    """The names of files and folders, without the folders they are in.
+
+    >>> _file_names(["/home/me/dots", "rewards/mine.py:score"]), _file_names(None)
+    (['dots', 'mine.py:score'], None)
+    """
+    if isinstance(value, list):
+        return [_file_names(each) for each in value]
+    return PurePath(value).name if isinstance(value, str) else value
 
 
 def _read(directory: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from recipes.forecast import (
     compared,
     cpu_from_step,
     duration,
+    figures,
     forecast,
     forecast_lines,
     keep_cpu,
@@ -49,11 +50,13 @@ class RunForecast:
         self.found: StepForecast | None = None
         self.process_memory: int | None = None  # bytes that are expected of this process at most, on a CPU
         self._observed = 0  # steps of this process
+        self._begun = False
 
     def begin(self) -> None:
         """Prints the forecast, the first time; the loader's position stays."""
-        if self.found is not None:
+        if self._begun:
             return
+        self._begun = True
         position = self.loader.state_dict()
         with _told_only() as failure:
             batch = self.loader.peek()
@@ -86,10 +89,10 @@ class RunForecast:
         with _told_only():
             if self.found.setting.device.on_cpu and (steps := [row for row in rows if row.get("step", 0) > 0][1:]):
                 self._keep_speed({f"timing_s/{each.name}": _median(steps, each.name) for each in self.found.phases})
-            lines = [(_name(name), f"{value:,.4g}", f"{fact:,.4g}") for name, value, fact in compared(self.found, rows)]
+            lines = [(_name(name), figures(value), figures(fact)) for name, value, fact in compared(self.found, rows)]
             if self.process_memory is not None:
                 peak = resident_bytes(peak=True)
-                lines.append(("process memory, GiB", f"{self.process_memory / GIB:,.4g}", f"{peak / GIB:,.4g}"))
+                lines.append(("process memory, GiB", figures(self.process_memory / GIB), figures(peak / GIB)))
             return lines
         return []
 

@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import json
 import re
-import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -148,9 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
-        serve(parse(arguments))
+        serve(parse(status.arguments))
     return status.code
 
 

@@ -76,8 +76,8 @@ def read_conversation(messages: Any, images: Iterable[Any] = (), videos: Iterabl
         marked = sum(payload is None for payload in found[kind])
         if marked != len(media):
             raise InvalidPrompt(
-                f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s (to write '<{kind}>' literally, use "
-                'a text part: {"type": "text", "text": ...})'
+                f"{marked} {kind} markers in the prompt, but {len(media)} {kind}s: write '<{kind}>' once for each, where it "
+                'belongs (to write it literally, use a text part: {"type": "text", "text": ...})'
             )
         queue = iter(media)
         found[kind] = [next(queue) if payload is None else payload for payload in found[kind]]

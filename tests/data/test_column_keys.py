@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.geo3k_files import drawing, png
 from recipes import classify, grpo, sft
 from recipes.data import ColumnKeys, load_rows, read_row
-from recipes.data.conversation_rows import conversation_rows, conversation_stream
+from recipes.data.conversation_rows import conversation_rows, conversation_stream, read_conversation_row
 from rollout.prompts.images import load_image
 
 KEYS = ColumnKeys(prompt_key="question", answer_key="label", image_key="figure")
@@ -60,13 +60,20 @@ def test_conversations_are_read_from_named_columns(tmp_path):
     text = {"question": "What?", "label": "A cat.", "figure": "a.png"}
     chat = {"chat": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]}
     expected = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat."}]
-    row = conversation_rows(write_jsonl(tmp_path / "a.jsonl", text), keys=KEYS)[0]
-    assert (row["prompt"], row["images"]) == (expected, ["a.png"])
     file = write_jsonl(tmp_path / "b.jsonl", chat)
     assert conversation_rows(file, keys=ColumnKeys(messages_key="chat"))[0]["prompt"] == expected
+    expected[0]["content"] = "<image>What?"  # a question without markers has its picture in front of it
+    row = conversation_rows(write_jsonl(tmp_path / "a.jsonl", text), keys=KEYS)[0]
+    assert (row["prompt"], row["images"]) == (expected, ["a.png"])
     stream = conversation_stream(str(tmp_path / "a.jsonl"), keys=KEYS)
     _, place, raw = next(stream.draws(0, False, 0))
     assert stream.read_row(raw, place)["prompt"] == expected
+    assert read_row(text, 0, instruction="", keys=KEYS)["prompt"] == expected[:1]
+
+
+def test_an_answer_may_be_a_number():
+    row = read_conversation_row({"question": "How many?", "label": 3}, 0, keys=KEYS)
+    assert row["prompt"][-1] == {"role": "assistant", "content": "3"}
 
 
 def test_a_column_that_the_data_lacks_is_named_with_those_it_has(tmp_path):

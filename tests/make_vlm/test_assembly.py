@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausa
 from dataproto.errors import InvalidConfig
 from helpers.tiny_models import forward_positions
 from helpers.tiny_prompts import tiny_tokenizer
-from recipes.configs.make_vlm_config import TowerConfig
+from recipes.configs.make_vlm_config import TowerConfig, parse
 from recipes.make_vlm import MakeVLMConfig, make_vlm
 from recipes.make_vlm.alignment import DrawnCaptions, align
 from recipes.make_vlm.assembly import assemble
@@ -126,6 +126,13 @@ def test_alignment_trains_all_weights_in_place(checkpoint, text_model, tmp_path)
         name for (name, old), new in zip(before.named_parameters(), after.parameters()) if not torch.equal(old, new)
     ]
     assert {name.split(".")[1] for name in changed} == {"vision_model", "connector", "text_model"}
+
+
+def test_the_options_stand_in_the_directory_and_make_it_again(text_model, tmp_path, monkeypatch):
+    parts = text_model, with_image_tokens(tiny_tokenizer())
+    monkeypatch.setattr("recipes.make_vlm.load_text_model", lambda cache: parts)  # as if it had been fetched
+    config = MakeVLMConfig(output_dir=tmp_path / "vlm", steps=0, seed=3, tower=TOWER)
+    assert parse(["--config", str(make_vlm(config) / "config.yaml")]) == config
 
 
 def test_an_existing_directory_is_left_alone(tmp_path):

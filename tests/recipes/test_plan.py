@@ -1,5 +1,6 @@
 """The forecast of a run: counts beside the real model and batch, hand-worked memory, the command, and what it chooses."""
 
+import json
 from dataclasses import replace
 from itertools import islice
 
@@ -30,6 +31,7 @@ from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.role_memory import held, kv_bytes, updating
 from recipes.forecast.step_time import update_flops
 from recipes.plan import as_options, fit, main
+from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers.model.lora import add_adapters
@@ -135,7 +137,19 @@ def test_fit_chooses_what_fits():
     options = as_options(found.setting)
     assert "--layout.dp 4" in options
     assert "memory_share" in options
-    assert found.seconds <= forecast(seven_b(layout=Layout(dp=4))).seconds
+    assert found.seconds <= (1 + EQUAL) * forecast(seven_b(layout=Layout(dp=4))).seconds
+
+
+def test_fit_leaves_room_for_longer_responses():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (8, 4, 7, 1), samples=2)
+    setting = Setting(config, batch, H200, longest=29)
+    assert grown(setting).batch.responses == (10, 5, 9, 2)
+    assert grown(replace(setting, longest=28)).batch.responses == (10, 5, 8, 2)  # a prompt of 20 tokens, and 8
+    assert max(each.compute.token_budget for each in choices(setting)) == 30 + 26  # all rows at once, even then
+    found = [fit(setting), *map(forecast, choices(setting))]
+    as_fast = [each for each in found if each.seconds <= (1 + EQUAL) * min(one.seconds for one in found)]
+    assert found[0].phases[-1].memory == min(each.phases[-1].memory for each in as_fast)
 
 
 @pytest.mark.long
@@ -163,6 +177,15 @@ def test_the_command_prints_a_plan(recipe, capsys):
     assert "update_actor" in printed
     assert ("update_critic" in printed) == (recipe == "ppo")
     assert "run: 10 steps" in printed
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "sft"])
+def test_a_plan_reads_columns_with_other_names(recipe, tmp_path, capsys):
+    row = {"question": "What is 2 + 3?", "label": "5"}
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(10)))
+    keys = f"--data-path {tmp_path / 'mine.jsonl'} --prompt-key question --answer-key label --steps 7"
+    assert main([recipe, "--device", "h200", *keys.split()]) == 0
+    assert "run: 7 steps" in capsys.readouterr().out
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from recipes import classify, geo3k_grpo, geo3k_ppo, sft
+from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
 from recipes.data import Mixture, PromptLoader
 from recipes.report.page import CONFIG_FILE
 from recipes.run.loop import RunConfig
@@ -23,7 +23,7 @@ def config(directory: Path, steps: int, resume: bool = False, **optimizer) -> SF
     return SFTConfig(run=run, optimizer=OptimizerConfig(**{"schedule": "linear", "warmup_steps": 2} | optimizer))
 
 
-def opened(given: SFTConfig) -> SFTConfig:
+def opened(given):
     """The configuration that a run goes by, of two optimizer steps in each of its own."""
     found = with_schedules(given.run, given, optimizer=2)
     open_run_directory(found.run, found)
@@ -124,6 +124,28 @@ def test_what_bears_on_the_steps_is_refused_by_name_and_the_rest_may_change(tmp_
     run = replace(resumed.run, steps=3, save_every=1, save_behind=True, eval_every=2, keep_checkpoints=9)
     data = replace(began.data, num_workers=2)
     open_run_directory(run, replace(resumed, run=run, data=data, on="ray", layout=Layout(dp=2), max_restarts=4))
+
+
+def test_files_may_lie_in_other_folders_under_the_same_names(tmp_path):
+    began = opened(grpo.parse(f"--data-path /home/me/dots --reward mine.py:score --output-dir {tmp_path}".split()))
+    moved = replace(began, run=replace(began.run, resume=True), reward="/srv/mine.py:score")
+    opened(replace(moved, data=replace(began.data, data_path="/srv/dots")))
+    other = replace(moved, data=replace(began.data, data_path="/srv/lines"))
+    with pytest.raises(CheckpointError, match=r"data\.data_path='/srv/lines', .* with the same name in another folder"):
+        opened(other)
+    several = config(tmp_path / "sft", steps=10)
+    several = opened(replace(several, data=replace(several.data, data_path=("a/one", "a/two"))))
+    moved = replace(several, run=replace(several.run, resume=True))
+    opened(replace(moved, data=replace(several.data, data_path=("b/one", "c/two"))))
+
+
+def test_a_run_that_failed_before_it_measured_anything_is_begun_anew(tmp_path):
+    opened(config(tmp_path, steps=10))
+    (tmp_path / "metrics.jsonl").touch()
+    opened(config(tmp_path, steps=20))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(InvalidConfig, match="holds an earlier run"):
+        opened(config(tmp_path, steps=10))
 
 
 def test_checkpoints_without_the_settings_they_were_made_with_are_not_gone_on_from(tmp_path):

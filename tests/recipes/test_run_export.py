@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from helpers.checkpoints import write_checkpoint
+from recipes.configs.export_config import ModelExportConfig, parse
 from recipes.export.__main__ import main
 from workers import ActorConfig, ActorWorker
 
@@ -31,6 +32,11 @@ def test_an_exported_checkpoint_loads_with_its_tokenizer(tmp_path, capsys):
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, worker.module.model.lm_head.weight.bfloat16())
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("x")["input_ids"]
+    options = (tmp_path / "out" / "config.yaml").read_text()
+    assert f"# CHECKPOINT: {tmp_path / 'global_step_3'}\n" in options
+    again = ["--config", str(tmp_path / "out" / "config.yaml")]
+    assert parse(["other", "place", *again]) == ModelExportConfig(Path("other"), Path("place"))
+    assert parse(["other", "place", *again, "--dtype", "float32"]).dtype == "float32"
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
@@ -118,7 +124,7 @@ def test_an_export_is_pushed_to_the_hub(hub, tmp_path):
     }
     assert {name: (tmp_path / "out" / name).read_bytes() for name in pushed} == pushed
     assert {"config.json", "model.safetensors"} <= pushed.keys()
-    assert set(pushed) == {file.name for file in (tmp_path / "out").iterdir()}
+    assert set(pushed) == {file.name for file in (tmp_path / "out").iterdir()} - {"config.yaml"}
 
 
 @pytest.mark.slow

@@ -97,6 +97,7 @@ def test_a_forecast_that_fails_is_one_line(capsys):
     ahead = LookAhead(Numbers(bad={0}))
     broken = RunForecast(ahead, setting, CONFIG)
     broken.begin()
+    broken.begin()
     assert capsys.readouterr().out == "no forecast: InvalidConfig: row 0 has no picture\n"
     assert broken.observe(STEP) == broken.observe(STEP) == broken.compared([{"step": 1, **STEP}]) == []
     with pytest.raises(InvalidConfig, match="row 0"):  # the run meets the row itself
