@@ -15,7 +15,7 @@ from recipes.forecast.batch_sizes import (
 from recipes.forecast.calibration import calibrate_cpu, this_device, this_gpu
 from recipes.forecast.cpu_speed import cpu_from_step, keep_cpu, known_cpu, unknown_cpu
 from recipes.forecast.devices import DEVICES, Device, device_named
-from recipes.forecast.forecast_table import beside_fact, compared, duration, figures, forecast_lines
+from recipes.forecast.forecast_table import beside_fact, compared, duration, forecast_lines
 from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import RoleMemory
 from recipes.forecast.settings import policy_gradient_batch, policy_gradient_setting, supervised_setting
@@ -38,7 +38,6 @@ __all__ = [
     "cpu_from_step",
     "device_named",
     "duration",
-    "figures",
     "forecast",
     "forecast_lines",
     "keep_cpu",

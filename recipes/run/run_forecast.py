@@ -21,7 +21,6 @@ from recipes.forecast import (
     compared,
     cpu_from_step,
     duration,
-    figures,
     forecast,
     forecast_lines,
     keep_cpu,
@@ -30,6 +29,7 @@ from recipes.forecast import (
     unknown_cpu,
 )
 from recipes.forecast.devices import GIB, Device
+from recipes.forecast.forecast_table import figures
 from recipes.run.one_step_off import LookAhead
 
 MakeSetting = Callable[[DataProto, Device], Setting]

@@ -355,7 +355,7 @@ def test_a_users_own_marker_is_written_in_a_typed_part():
     batch = tiny_builder()([{"prompt": [{"role": "user", "content": parts}], "images": [picture()]}])
     assert text in tiny_tokenizer().decode(batch["input_ids"][0])
     assert batch["raw_prompt_ids"][0].count(tiny_prompt_config().image_token_id) == 1
-    with pytest.raises(InvalidRow, match=r'2 image markers .*, but 1 images .*\{"type": "text"'):
+    with pytest.raises(InvalidRow, match=r'2 image markers .*, but 1 images: .*\{"type": "text"'):
         tiny_builder()([{"prompt": f"<image>{text}", "images": [picture()]}])
 
 
