@@ -36,8 +36,8 @@ from workers import Roles
 from workers.training.checkpoint import latest_checkpoint
 from workers.training.loading import checkpoint_family
 
-# With larger initial weights than Hugging Face's the model sees colours after a hundred updates.
-TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2)
+# With larger initial weights than Hugging Face's, and pictures of 64 pixels at 112, the model tells shapes apart sooner.
+TINY_MODEL = TinyConfig(text_std=0.088, vision_std=0.2, min_pixels=112 * 112)
 SFT, MODEL = "sft", "model"  # folders of the run's directory
 
 
