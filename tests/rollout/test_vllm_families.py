@@ -20,7 +20,7 @@ FAMILIES = (
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3",
-    pytest.param("llama", marks=pytest.mark.long),
+    *(pytest.param(text, marks=pytest.mark.long) for text in ("llama", "qwen2", "mistral")),
     "smolvlm",
     pytest.param("idefics3", marks=pytest.mark.long),
 )  # vLLM keeps the groups of the first in a process
