@@ -3,12 +3,10 @@
 The PyPI package ``easy-vqa`` 1.0 (Victor Zhou, MIT licence) has 5,000 pictures of 64 x 64 pixels: 4,000 with 38,575 questions to
 train on, 1,000 with 9,673 questions to test. There are 13 answers. The most common one is right for 0.373 of the test
 questions; without the picture, the answer that a question most often has in training is right for 0.670. Rows are read from its
-wheel; none of its code runs.
+wheel; none of its code runs. ::
 
->>> easy_vqa = open_easy_vqa()  # doctest: +SKIP
->>> row = easy_vqa.test[0]  # doctest: +SKIP
->>> row["prompt"][0]["content"], row["reward_model"]["ground_truth"]  # doctest: +SKIP
-('<image>what is the red shape?', 'triangle')
+    row = open_easy_vqa().test[0]
+    row["prompt"][0]["content"], row["reward_model"]["ground_truth"]  # ('<image>what is the red shape?', 'triangle')
 """
 
 import json

@@ -47,6 +47,7 @@ def test_they_make_the_run_of_one_process(given, one_process, tmp_path):
     assert_same_run(tmp_path, one_process)
 
 
+@pytest.mark.long
 def test_one_step_off_samples_before_the_update(given, one_process, tmp_path):
     """The second batch is sampled with the first weights, as in a run that learns nothing."""
     assert main([*given, "--output-dir", str(tmp_path / "ahead"), *APART, "--one-step-off"]) == 0

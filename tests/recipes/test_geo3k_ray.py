@@ -94,7 +94,8 @@ def test_a_run_goes_on_in_another_layout(files, one_process, tmp_path):
     assert_same_run(directory, one_process)
 
 
-@pytest.mark.parametrize("sign", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_driver_leaves_no_process(files, tmp_path, sign):
     directory = tmp_path / "interrupted"
     command = [sys.executable, "-m", "recipes.geo3k_grpo", *arguments(*files, directory, *SETTINGS, *RAY)]

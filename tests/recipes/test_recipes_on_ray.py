@@ -21,7 +21,7 @@ from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 from workers.training.optimizer import AdamParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TWO = ("--on", "ray", "--layout.dp", "2")
 
@@ -52,7 +52,7 @@ def test_ppo_with_its_critic(model, tmp_path):
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.parametrize("recipe", [sft, pytest.param(classify, marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", [sft, classify])
 def test_supervised_training(recipe, model, tmp_path):
     settings = (
         "--batch-size 7 --eval-rows 5 --max-response-length 5 --optimizer.lr 1e-3 --token-budget 200 --steps 3"
@@ -105,7 +105,6 @@ def program(client: TrainingClient, directory: Path) -> list[float]:
     return [*found, client.forward(data[:1]).loss, *(number for each in sampled for number in each.logprobs)]
 
 
-@pytest.mark.long
 def test_step_by_step(model, tmp_path):
     """In a pipeline, and over ranks of which some have no row in a call."""
     renderer = ChunkRenderer(PromptBuilder.from_pretrained(model, 512))

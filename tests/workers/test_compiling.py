@@ -60,7 +60,7 @@ def check_compiled(model_type, mode):
     assert [name for name, _ in compiled.model.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_and_checkpointed_layers_give_the_same_numbers():
     check_compiled("qwen2_5_vl", "selective")
 

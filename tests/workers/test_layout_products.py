@@ -26,6 +26,8 @@ from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.optimizer import OptimizerConfig
 
+pytestmark = pytest.mark.long
+
 LAYOUTS = {
     "sp 2 x tp 2": Layout(sp=2, tp=2),
     "dp 2 x tp 2": Layout(dp=2, tp=2),

@@ -26,7 +26,7 @@ def drawn(tokens=37, vocabulary=50, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize(
     ("elements", "compiled"),
-    [(50, False), (500, False), (10**6, False), pytest.param(500, True, marks=pytest.mark.slow)],
+    [(50, False), (500, False), (10**6, False), pytest.param(500, True, marks=pytest.mark.long)],
 )  # 1, 10 and all tokens at a time
 def test_chunks_give_the_same_values_and_gradients_as_full_logits(elements, compiled):
     hidden, weight, targets = drawn()
