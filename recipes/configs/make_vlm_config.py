@@ -48,7 +48,7 @@ class MakeVLMConfig:
     output_dir: Path = Path("outputs/smolvlm")  # the checkpoint, an ordinary Hugging Face directory
     steps: int = 1000  # updates, the first half of them of tower and connector alone; 0: the tower stays random
     batch_size: int = 64  # rows of an update
-    lr: float = 3e-4  # learning rate of tower and connector; that of all weights is a third of it
+    lr: float = 3e-4  # learning rate of tower and connector; that of all weights is a tenth of it
     seed: int = 0  # of the random weights, the pictures and the replayed text
     tower: tyro.conf.OmitArgPrefixes[TowerConfig] = field(default_factory=TowerConfig)
     cache: Path | None = None  # directory of the downloads; default: dataproto in the user's cache directory

@@ -30,7 +30,7 @@ QUESTION_SHARE, TEXT_SHARE = 0.4, 0.1
 """Rows of the second phase that are questions of easy-VQA, and replayed text; the others are captions. An answer in text is some
 twenty times as long as one about a picture, so most of the tokens are text.
 """
-WHOLE_RATE = 1 / 3
+WHOLE_RATE = 0.1
 """The learning rate of the second phase as a share of that of the first."""
 
 
