@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Self
@@ -58,7 +59,7 @@ class Replay:
         if file.is_file():
             kept = json.loads(file.read_text(encoding="utf-8"))
             return cls(tuple((question, answer) for question, answer in kept["answers"]), kept["loss"])
-        answers = own_answers(checkpoint, questions_about(things, seed), seed)
+        answers = own_answers(checkpoint, questions_about(things, seed, ASKED), seed)
         replay = cls(answers, text_loss(checkpoint, conversations(answers[::EVERY])))
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".{file.name}.partial")
@@ -67,7 +68,7 @@ class Replay:
         return replay
 
 
-def questions_about(things: Sequence[str], seed: int, count: int = ASKED) -> list[str]:
+def questions_about(things: Sequence[str], seed: int, count: int) -> list[str]:
     """Random questions.
 
     >>> questions_about(["a hat"], seed=0, count=1)
@@ -91,7 +92,8 @@ def own_answers(checkpoint: Path, questions: Sequence[str], seed: int) -> tuple[
         for one in create_engine("hf", str(checkpoint)).generate(requests, sampling)
         if one.finish_reason == "stop" and len(one.token_ids) > 1
     }
-    texts = {place: builder.tokenizer.decode(ids[:-1]).strip() for place, ids in done.items()}
+    decode = partial(builder.tokenizer.decode, skip_special_tokens=True)  # which a conversation may not contain as text
+    texts = {place: decode(ids[:-1]).strip() for place, ids in done.items()}
     return tuple((questions[place], texts[place]) for place in sorted(texts) if texts[place])
 
 

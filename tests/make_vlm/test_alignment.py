@@ -4,18 +4,23 @@ import io
 import json
 import shutil
 import tarfile
+from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
-from dataproto.errors import FileFormatError
+from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
 from helpers.tiny_prompts import tiny_tokenizer
+from recipes import make_vlm
 from recipes.configs.make_vlm_config import MakeVLMConfig, TowerConfig
+from recipes.data import easy_vqa_rows
 from recipes.data.easy_vqa_rows import open_easy_vqa
-from recipes.make_vlm import alignment
+from recipes.data.packages import digest
+from recipes.make_vlm import alignment, replay
+from recipes.make_vlm.__main__ import main
 from recipes.make_vlm.alignment import align, phases
 from recipes.make_vlm.assembly import assemble
 from recipes.make_vlm.captions import DrawnCaptions, IconCaptions
@@ -162,6 +167,32 @@ def test_the_tower_learns_first_and_then_all_weights(checkpoint, icons, tmp_path
     assert all(first[part] != second[part] for part in first)
     settings = [json.loads((tmp_path / "run" / phase.name / "config.json").read_text()) for phase in run]
     assert [each["compute"]["freeze_language"] for each in settings] == [True, False]
+
+
+@pytest.mark.slow
+def test_the_command_teaches_the_model_and_describes_it(checkpoint, tmp_path, monkeypatch, capsys):
+    """With packages of the same layout in the cache, and few questions; nothing is downloaded."""
+    monkeypatch.setattr(alignment, "EVAL_ROWS", 8)
+    monkeypatch.setattr(replay, "ASKED", 40)
+    for module, name, path in (
+        (make_vlm, "ICONS", write_tarball(tmp_path / "icons.tgz")),
+        (easy_vqa_rows, "EASY_VQA", write_easy_vqa(tmp_path / "asked.whl")),
+    ):
+        pinned = replace(getattr(module, name), file=path.name, sha256=digest(path))
+        monkeypatch.setattr(module, name, pinned)
+    path = shutil.copytree(checkpoint, tmp_path / "vlm")
+    (path / "README.md").write_text("assembled")
+    arguments = ["--output-dir", str(path), "--steps", "2", "--batch-size", "4", "--cache", str(tmp_path)]
+    assert main([*arguments, "--resume"]) == 0
+    said, card = capsys.readouterr().out, (path / "README.md").read_text()
+    before = json.loads((tmp_path / "vlm-alignment" / "replay.json").read_text())["loss"]
+    assert f"held-out text: {before:.3f} nats a token before" in said
+    assert f"{before:.3f} nats a token before training" in card
+    assert "for 1 updates of 4 captions" in card
+    assert all((tmp_path / "vlm-alignment" / name / "report.html").is_file() for name in ("tower", "whole"))
+    assert main(arguments) == 2  # without --resume the directory is left alone
+    with pytest.raises(InvalidConfig, match="steps=1 must be 0 or at least 2"):
+        MakeVLMConfig(steps=1)
 
 
 def parts_of(path):
