@@ -12,6 +12,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidRow, MediaMismatch
@@ -226,6 +227,22 @@ def test_the_frames_of_a_video_are_images_of_one_tile(smolvlm, monkeypatch):
     assert np.array_equal(frames, FRAMES)
     assert metadata["duration"] == 150.0
     assert [part["type"] for part in content] == ["video", "text", "image", "text"]
+
+
+@pytest.mark.vllm  # where num2words and the torchvision that the processor of videos needs are installed
+def test_the_whole_processor_makes_the_same_of_a_video():
+    video_processor = SmolVLMVideoProcessor(size={"longest_edge": TILE}, max_image_size={"longest_edge": TILE})
+    parts = tiny_image_processor("smolvlm"), tiny_builder("smolvlm").tokenizer, video_processor
+    made = SmolVLMProcessor(*parts, image_seq_len=4)(
+        text=[written("<video>What moves?", "")],
+        videos=[[FRAMES.transpose(0, 3, 1, 2)]],
+        video_metadata=[[VideoMetadata(**TIMES)]],
+        return_tensors="pt",
+    )
+    batch = tiny_builder("smolvlm")([{"prompt": "<video>What moves?", "videos": [(FRAMES, TIMES)]}])
+    assert torch.equal(batch["input_ids"], made["input_ids"])
+    pixels = batch["multi_modal_inputs"][0]["pixel_values"].squeeze(1)
+    torch.testing.assert_close(pixels, made["pixel_values"][0], atol=2.5 / 127.5, rtol=0)  # of PIL and of torchvision
 
 
 def test_greedy_tokens_about_videos_are_those_of_generate(smolvlm):
