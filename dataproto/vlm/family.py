@@ -88,6 +88,8 @@ class VLMFamily(ForwardCosts):
     """Positions are ``(B, 4, L)``: text, time, height, width. If false, they are ``(B, L)``: ranks of tokens."""
     videos_by_frame: bool = False
     """In token ids a video is a sequence of frames, each with start and end tokens, after a text that states its time."""
+    frames_as_images: bool = False
+    """A video's frames are images among the others, between the texts of `frame_captions`; no input is of videos alone."""
 
     def model_class(self) -> Any:
         """The class `auto_model`, whose ``from_pretrained`` loads a checkpoint and whose ``from_config`` makes a new model."""
@@ -156,6 +158,12 @@ class VLMFamily(ForwardCosts):
     def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
         """`image_texts` of an image of this size in pixels."""
         return self.image_text
+
+    def frame_captions(self, seconds: Sequence[float], duration: float) -> list[str]:
+        """For a video of n frames at these times, n + 1 texts before, between and after its frames. Only called if
+        `frames_as_images`.
+        """
+        raise NotImplementedError
 
     def expand(
         self,

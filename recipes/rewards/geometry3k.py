@@ -17,7 +17,7 @@ _WORD = (
 _SPACE, _POWER = r"(?:\s|~|\\[,;:!\s])", r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?"
 _UNIT = re.compile(
     r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|[°º])\.?\s*$"
-    rf"|{_SPACE}*\\(?:text|textrm|mathrm)\s*\{{[\s~]*{_WORD}\.?\s*\}}{_POWER}\.?\s*$"
+    rf"|{_SPACE}*\\(?:text|textrm|mathrm)\s*\{{[\s~]*(?:{_WORD}|[°º])\.?\s*\}}{_POWER}\.?\s*$"
     rf"|{_SPACE}+{_WORD}{_POWER}\.?\s*$"
 )
 """A unit at the end of an answer: degrees, lengths, areas and volumes, as models and ground truths write them."""

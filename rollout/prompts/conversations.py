@@ -54,19 +54,20 @@ class SupervisedBuilder(PromptBuilder):
         long, before images are decoded.
         """
         conversation = conversation_of(row)
-        pieces = self._pieces(conversation)
-        raw_ids = [token for ids, _ in pieces for token in ids]
         root = row.get("media_root")
+        frames = self.read_frames(conversation, root)
+        pieces = self._pieces(self.shown(conversation, frames))
+        raw_ids = [token for ids, _ in pieces for token in ids]
         self.check_length(self.length(conversation, raw_ids, root))
-        images, videos = self.process_media(conversation, root)
-        ids, types, mask = self._expand(pieces, images, videos)
+        images, videos = self.process_media(conversation, root, frames)
+        ids, types, mask = self._expand(pieces, *self.placed(conversation, images, videos))
         self.check_length(len(ids))
         return TrainingRow(ids, types, raw_ids, conversation, images, videos, self.other_columns(row), mask)
 
     def prompt_length(self, row: Mapping[str, Any]) -> int:
         """Number of tokens of the row's conversation, read from the headers of its images. Raises `InvalidPrompt`."""
         conversation = conversation_of(row)
-        raw_ids = [token for ids, _ in self._pieces(conversation) for token in ids]
+        raw_ids = [token for ids, _ in self._pieces(self.shown(conversation)) for token in ids]
         return self.length(conversation, raw_ids, row.get("media_root"))
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:

@@ -34,6 +34,38 @@ class Conversation:
             else:
                 yield from (part["text"] for part in message["content"] if part["type"] == "text")
 
+    def kinds(self) -> list[str]:
+        """``"image"`` or ``"video"`` for each medium, in the order of the parts."""
+        contents = (message["content"] for message in self.messages if not isinstance(message["content"], str))
+        return [part["type"] for content in contents for part in content if part["type"] != "text"]
+
+    def with_frames(self, captions: Sequence[Sequence[str]]) -> "Conversation":
+        """The conversation with its videos shown as images: ``captions[video]`` are n + 1 texts around and between n frames.
+
+        A frame has no source: its place among the images is `None`.
+
+        >>> chat = read_conversation("<video>What moves?", videos=["a.mp4"]).with_frames([["at 0 s ", " at 1 s ", ": "]])
+        >>> [part.get("text", part["type"]) for part in chat.messages[0]["content"]], chat.images, chat.videos
+        (['at 0 s ', 'image', ' at 1 s ', 'image', ': ', 'What moves?'], [None, None], [])
+        """
+        sources, texts, images = iter(self.images), iter(captions), list[Any]()
+        shown = []
+        for message in self.messages:
+            content = message["content"]
+            parts: list[dict[str, Any]] = []
+            for part in [] if isinstance(content, str) else content:
+                if part["type"] == "video":
+                    first, *others = next(texts)
+                    parts.append({"type": "text", "text": first})
+                    for text in others:
+                        parts += [{"type": "image"}, {"type": "text", "text": text}]
+                        images.append(None)
+                else:
+                    parts.append(part)
+                    images += [next(sources)] if part["type"] == "image" else []
+            shown.append({**message, "content": parts or content})
+        return Conversation(shown, images, [])
+
     def with_media(self, images: Sequence[Any], videos: Sequence[Any]) -> list[dict[str, Any]]:
         """The messages with the media in their parts, as in verl's ``raw_prompt``."""
         queues = {"image": iter(images), "video": iter(videos)}

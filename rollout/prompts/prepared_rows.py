@@ -1,20 +1,19 @@
 """Prepared rows: what `PromptBuilder` makes of a row of a data set, and the columns and names that it shares with others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidRow
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import media_list
 from rollout.prompts.messages import Conversation, read_conversation
-from rollout.prompts.videos import ProcessedVideo
+from rollout.prompts.videos import ProcessedVideo, join_inputs
 
 CONSUMED_COLUMNS = ("prompt", "images", "videos", "media_root")
 """What a row's messages and media are read from. All other values of a row become columns of the batch."""
@@ -55,29 +54,28 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     return read_conversation(row.get("prompt"), media_list(row.get("images")), media_list(row.get("videos")))
 
 
-def _join(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
-    """A row's ``multi_modal_inputs``. The tensors of a single image are not copied."""
-    joined: dict[str, Tensor] = {}
-    for media in (images, videos):
-        for name in media[0].inputs if media else ():
-            parts = [medium.inputs[name] for medium in media]
-            joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined
+def in_prompt_order(
+    conversation: Conversation, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]
+) -> list[ProcessedImage | ProcessedVideo]:
+    """The media of a conversation in the order of its parts; without parts, of chunks, images alone."""
+    queues: dict[str, Iterator[ProcessedImage | ProcessedVideo]] = {"image": iter(images), "video": iter(videos)}
+    return [next(queues[kind]) for kind in conversation.kinds()] or list(images)
 
 
 def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
     """``multi_modal_data`` and ``multi_modal_inputs`` of each row. Rows with equal media share the objects."""
     images: dict[bytes, ProcessedImage] = {}
     videos: dict[bytes, ProcessedVideo] = {}
-    joined: dict[tuple[tuple[bytes, ...], tuple[bytes, ...]], tuple[dict[str, Any], dict[str, Tensor]]] = {}
+    joined: dict[tuple[bytes, ...], tuple[dict[str, Any], dict[str, Tensor]]] = {}
     shared = []
     for prompt in prompts:
         own_images = [images.setdefault(image.key, image) for image in prompt.images]
         own_videos = [videos.setdefault(video.key, video) for video in prompt.videos]
-        keys = (tuple(image.key for image in own_images), tuple(video.key for video in own_videos))
+        media = in_prompt_order(prompt.conversation, own_images, own_videos)
+        keys = tuple(medium.key for medium in media)
         if keys not in joined:
             data = {"image": [i.image for i in own_images], "video": [(v.frames, v.metadata) for v in own_videos]}
-            joined[keys] = ({kind: media for kind, media in data.items() if media}, _join(own_images, own_videos))
+            joined[keys] = ({kind: found for kind, found in data.items() if found}, join_inputs(media))
         shared.append(joined[keys])
     return [dict(data) for data, _ in shared], [dict(inputs) for _, inputs in shared]
 

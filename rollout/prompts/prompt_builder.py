@@ -6,6 +6,7 @@ Letters: B rows, P tokens of the longest prompt.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,12 +27,13 @@ from rollout.prompts.prepared_rows import (
     CONSUMED_COLUMNS,
     Prompt,
     conversation_of,
+    in_prompt_order,
     invalid_row,
     row_columns,
     row_digest,
     share_media,
 )
-from rollout.prompts.videos import ProcessedVideo, process_video
+from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
 IMAGE_CACHE_BYTES = 2 << 30
 """The default size of a `PromptBuilder`'s cache of processed images."""
@@ -132,23 +134,25 @@ class PromptBuilder:
         `InvalidPrompt`.
         """
         conversation = conversation_of(row)
-        return self.length(conversation, self._encode(conversation), row.get("media_root"))
+        return self.length(conversation, self._encode(self.shown(conversation)), row.get("media_root"))
 
     def prepare(self, row: Mapping[str, Any]) -> Prompt:
         """Prepares one row: images are decoded and processed. Raises `InvalidPrompt`; for a prompt that is too long, before
         images are decoded.
         """
         conversation = conversation_of(row)
-        raw_ids = self._encode(conversation)
         root = row.get("media_root")
+        frames = self.read_frames(conversation, root)
+        raw_ids = self._encode(self.shown(conversation, frames))
         self.check_length(self.length(conversation, raw_ids, root))
-        images, videos = self.process_media(conversation, root)
+        images, videos = self.process_media(conversation, root, frames)
+        placed_images, placed_videos = self.placed(conversation, images, videos)
         ids, types = self.family.expand(
             raw_ids,
-            [image.inputs for image in images] + [video.inputs for video in videos],
+            [image.inputs for image in placed_images] + [video.inputs for video in placed_videos],
             self.config,
             encode_text=self.encode_text,
-            seconds=[video.seconds for video in videos],
+            seconds=[video.seconds for video in placed_videos],
         )
         self.check_length(len(ids))
         return Prompt(ids, types, raw_ids, conversation, images, videos, self.other_columns(row))
@@ -175,7 +179,7 @@ class PromptBuilder:
     def check_taken(self, kind: str) -> None:
         """Raises `InvalidPrompt` if the model takes no media of this kind, ``"image"`` or ``"video"``."""
         layout = self.family.media_layout
-        if not layout.names(kind):
+        if not layout.names(kind) and not (kind == "video" and self.family.frames_as_images):
             way_out = "show a video's frames as images" if layout.names("image") else "they read text alone"
             raise InvalidPrompt(f"models of type {self.family.model_type} take no {kind}s; {way_out}")
 
@@ -234,22 +238,51 @@ class PromptBuilder:
             raise InvalidPrompt(f"the prompt has {length} tokens, more than max_prompt_length={self.max_prompt_length}")
 
     def process_media(
-        self, conversation: Conversation, root: Any
+        self, conversation: Conversation, root: Any, frames: tuple[ProcessedVideo, ...] = ()
     ) -> tuple[tuple[ProcessedImage, ...], tuple[ProcessedVideo, ...]]:
-        """The conversation's images and videos, decoded and processed."""
+        """The conversation's images and videos, decoded and processed; ``frames`` are those of `read_frames`."""
         images = tuple(self.process_image(load_image(source, root)) for source in conversation.images)
-        return images, tuple(self._process_video(source, root) for source in conversation.videos)
+        return images, frames or tuple(self._process_video(source, root) for source in conversation.videos)
 
-    def process_image(self, image: Image.Image) -> ProcessedImage:
-        """Processes an RGB image. The result for an equal image is taken from the cache."""
-        inputs_of = self.family.media_layout.image_inputs
-        return process_image(image, self.image_processor, self.image_options, inputs_of, self._processed)
+    def read_frames(self, conversation: Conversation, root: Any) -> tuple[ProcessedVideo, ...]:
+        """The videos, if the prompt shows their frames as images: its text depends on them."""
+        shows = self.family.frames_as_images
+        return tuple(self._process_video(source, root) for source in conversation.videos) if shows else ()
+
+    def shown(self, conversation: Conversation, frames: Sequence[ProcessedVideo] = ()) -> Conversation:
+        """The conversation as the chat template sees it. Videos of `frames_as_images` that are not read have no frames yet."""
+        if not self.family.frames_as_images or not conversation.videos:
+            return conversation
+        read = [(video.seconds, video.metadata.get("duration", video.seconds[-1])) for video in frames]
+        unread: list[tuple[list[float], float]] = [([], 0.0)] * len(conversation.videos)
+        return conversation.with_frames([self.family.frame_captions(*each) for each in read or unread])
+
+    def placed(
+        self, conversation: Conversation, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]
+    ) -> tuple[list[ProcessedImage], list[ProcessedVideo]]:
+        """What the prompt has placeholders of each kind for: frames that are shown as images are among the images."""
+        if not self.family.frames_as_images:
+            return list(images), list(videos)
+        media = in_prompt_order(conversation, images, videos)
+        return [image for each in media for image in (each.images if isinstance(each, ProcessedVideo) else [each])], []
+
+    def process_image(self, image: Image.Image, options: Mapping[str, Any] | None = None) -> ProcessedImage:
+        """Processes an RGB image. The result for an equal image is taken from the cache.
+
+        Args:
+            options: of the image processor, by default those of the builder's limits.
+        """
+        inputs_of, options = self.family.media_layout.image_inputs, options or self.image_options
+        return process_image(image, self.image_processor, options, inputs_of, self._processed)
 
     def other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a row except its messages and media."""
         return {name: value for name, value in row.items() if name not in CONSUMED_COLUMNS}
 
     def _process_video(self, source: Any, root: Any) -> ProcessedVideo:
+        if self.family.frames_as_images:  # as small as the family allows
+            options = self.family.media_layout.processor_options(self.image_processor, None, 1)
+            return process_frames(source, partial(self.process_image, options=options), root)
         return process_video(source, self.image_processor, self.image_options, root)
 
     # Many rows

@@ -5,7 +5,7 @@ frames, H and W pixels.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.placeholders import frame_seconds
+from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
 
 DEFAULT_FPS = 2.0  # of frames without metadata, as in qwen_vl_utils
@@ -35,6 +36,7 @@ class ProcessedVideo:
     metadata: dict[str, Any]
     inputs: dict[str, Tensor]  # pixel_values_videos (patches, dim), video_grid_thw (1, 3), second_per_grid_ts (1,)
     seconds: list[float]  # time of each temporal patch
+    images: tuple[ProcessedImage, ...] = ()  # its frames, if the prompt shows them as images; `inputs` are theirs
 
 
 def process_video(
@@ -53,7 +55,6 @@ def process_video(
     height, width = made["image_grid_thw"][0, 1:].tolist()
     patches = pair_frames(made["pixel_values"].float(), len(frames), step, int(image_processor.patch_size))
     grid = torch.tensor([[len(patches) // (height * width), height, width]])
-    key = blake2b(repr((frames.shape, metadata)).encode() + frames.tobytes(), digest_size=16).digest()
     indices, fps = metadata["frames_indices"], metadata["fps"]
     sampled_fps = fps * len(indices) / max(1, metadata["total_num_frames"])
     inputs = {
@@ -61,7 +62,30 @@ def process_video(
         "video_grid_thw": grid,
         "second_per_grid_ts": torch.tensor([step / sampled_fps]),
     }
-    return ProcessedVideo(key, frames, metadata, inputs, frame_seconds(indices, fps, step))
+    return ProcessedVideo(_key(frames, metadata), frames, metadata, inputs, frame_seconds(indices, fps, step))
+
+
+def process_frames(
+    source: Any, process: Callable[[Image.Image], ProcessedImage], root: str | os.PathLike[str] | None = None
+) -> ProcessedVideo:
+    """Read a video, as `process_video`, whose frames become images by ``process``. Raises `InvalidMedia`."""
+    frames, metadata = read_video(source, root)
+    images = tuple(process(Image.fromarray(frame)) for frame in frames)
+    seconds = [index / metadata["fps"] for index in metadata["frames_indices"]]
+    return ProcessedVideo(_key(frames, metadata), frames, metadata, join_inputs(images), seconds, images)
+
+
+def join_inputs(media: "Sequence[ProcessedImage | ProcessedVideo]") -> dict[str, Tensor]:
+    """The inputs of media, one after another. The tensors of a single medium are not copied."""
+    joined: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for medium in media for name in medium.inputs):
+        parts = [medium.inputs[name] for medium in media if name in medium.inputs]
+        joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined
+
+
+def _key(frames: np.ndarray, metadata: Mapping[str, Any]) -> bytes:
+    return blake2b(repr((frames.shape, metadata)).encode() + frames.tobytes(), digest_size=16).digest()
 
 
 def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Tensor:
@@ -148,4 +172,5 @@ def _decode(
     except Exception as error:
         raise InvalidMedia(f"video {text!r} cannot be decoded: {error}") from error
     array = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    return np.ascontiguousarray(array), dict(metadata)
+    duration = metadata["total_num_frames"] / metadata["fps"]
+    return np.ascontiguousarray(array), {**metadata, "duration": duration}

@@ -4,7 +4,8 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
+from datasets import Dataset
+from PIL import ExifTags, Image
 
 from dataproto.errors import InvalidRow
 from helpers.geo3k_files import png, write_geometry3k
@@ -86,7 +87,7 @@ def test_every_mode_of_a_picture_gives_the_same_prompt(tmp_path):
 SIZES = [(100, 100), (101, 333), (640, 480), (1999, 1001), (2000, 2000), (100, 2000), (2000, 100), (2000, 10)]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl", "smolvlm"])
 def test_every_size_and_shape_has_the_length_that_its_header_says(model_type, tmp_path):
     rows = in_parquet(tmp_path, *(row_of([{"bytes": png(Image.new("L", size, 200)), "path": None}]) for size in SIZES))
     builder = tiny_builder(model_type, max_prompt_length=4096)
@@ -134,6 +135,53 @@ def test_any_number_of_pictures_anywhere_in_the_text(images, problem, placeholde
     assert text == problem.replace("<image>", "")
 
 
+def test_a_picture_is_read_from_its_bytes_or_beside_the_file(tmp_path):
+    """Parquet structs hold bytes, a path, or both; a camera's JPEG may be turned, which its header says."""
+    turned, buffer = Image.new("RGB", (40, 30), "white"), io.BytesIO()
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # a quarter turn
+    turned.save(buffer, "JPEG", exif=exif)
+    (tmp_path / "geometry3k" / "images").mkdir(parents=True)
+    diagram("L").save(tmp_path / "geometry3k" / "images" / "1.png")
+    sources = [
+        {"bytes": None, "path": "images/1.png"},
+        {"bytes": png(diagram("L")), "path": "elsewhere/1.png"},
+        {"bytes": buffer.getvalue(), "path": None},
+    ]
+    columns = {"images": [[source] for source in sources], "problem": ["<image>Find x."] * 3, "answer": ["65"] * 3}
+    Dataset.from_dict(columns).to_parquet(str(tmp_path / "geometry3k" / "train.parquet"))
+    rows, builder = list(load_rows(tmp_path / "geometry3k" / "train.parquet", instruction="")), tiny_builder()
+    batch = builder(rows)
+    first, second, third = (media["image"][0] for media in batch["multi_modal_data"])
+    assert first.tobytes() == second.tobytes() == diagram("RGB").tobytes()
+    assert third.size == (30, 40)
+    assert batch["attention_mask"].sum(1).tolist() == [builder.prompt_length(row) for row in rows]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "smolvlm", "internvl"])
+def test_the_latex_of_a_problem_reaches_the_prompt_as_it_is(model_type, tmp_path):
+    problem = (
+        r"In $\odot X$, $m \angle A < 90 ^ { \circ }$, $\overline { AB } \parallel \overline { CD }$ & $x > 5 \%$:"
+        " {{ x }} {% if %}"
+        "\n\tFind  $\\frac { 1 } { 2 } y$ — in °."
+    )
+    picture = {"bytes": png(diagram("L")), "path": None}
+    builder = tiny_builder(model_type, max_prompt_length=1024)
+    batch = builder(list(in_parquet(tmp_path, row_of([picture], f"<image>{problem}"))))
+    assert problem in builder.tokenizer.decode(batch["input_ids"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["65", 65, 65.0, np.int64(65), " 65 ", "65.0", "65 \n"])
+def test_an_answer_may_be_a_number(answer):
+    row = read_row(row_of([], "Find x.", answer), 0, instruction="")
+    truth = row["reward_model"]["ground_truth"]
+    assert [found["acc"] for found in geo3k_reward([RewardRow(rf"\boxed{{{n}}}", truth) for n in (65, 66)])] == [
+        1.0,
+        0.0,
+    ]
+
+
 @pytest.mark.parametrize(
     ("images", "problem", "says"),
     [
@@ -162,6 +210,30 @@ RIGHT = {
     "roots": [
         *((root, r"4 \sqrt { 3 }") for root in (r"4\sqrt{3}", r"4\sqrt3", r"\sqrt{48}", r"\frac{12}{\sqrt{3}}")),
         (r"4\sqrt{3}\text{ cm}", r"4 \sqrt { 3 }"),
+        *(
+            (root, r"2 \sqrt { 221 }")
+            for root in (r"2 \sqrt { 221 }", r"2\sqrt{221}", r"\sqrt{884}", r"2\cdot\sqrt{221}")
+        ),
+        *(
+            (root, r"\frac { 8 \sqrt { 3 } } { 3 }")
+            for root in (r"\frac{8\sqrt{3}}{3}", r"\dfrac{8}{\sqrt3}", r"8\sqrt{3}/3")
+        ),
+        *((root, r"18 + 6 \sqrt { 3 }") for root in (r"18+6\sqrt{3}", r"6\sqrt{3} + 18", r"6(3+\sqrt{3})")),
+    ],
+    "decimals": [
+        *(
+            (number, "16.4")
+            for number in ("16.4", "16.40", r"16.4^\circ", "$16.4$", "x = 16.4", "82/5", r"\frac{82}{5}")
+        ),
+        *((number, "1256") for number in ("1256", "1,256", r"1{,}256", "1256.0")),
+        (".5", "0.5"),
+        ("0.5", ".5"),
+        ("-3", "-3"),
+    ],
+    "text": [
+        *((text, "65") for text in (r"\text{65}", r"\mathbf{65}", r"\left(65\right)", "{65}", "65.", r"65\text{°}")),
+        (r"\tan ^ { - 1 } 2", r"\tan ^ { - 1 } 2"),
+        ("2:3", "2:3"),
     ],
     "units": [
         *(
@@ -175,19 +247,39 @@ RIGHT = {
         ("12", "12 cm"),
         ("12 cm", "12 cm"),
         (r"12\pi \text{ in}^2", r"12 \pi"),
+        (r"18\sqrt{3}\text{ square units}", r"18 \sqrt { 3 }"),
+        ("16.4 cm", "16.4"),
     ],
     "fractions": [
         *((part, r"\frac { 26 } { 3 }") for part in (r"\frac{26}{3}", r"\dfrac{26}{3}", "26/3")),
         ("0.75", r"\frac { 3 } { 4 }"),
         (r"-\frac{3}{4}", "-0.75"),
         (r"\frac{3}{4}\text{ cm}", "0.75"),
+        *((part, "5.5") for part in (r"5\frac{1}{2}", r"\frac{11}{2}", r"\tfrac{11}{2}")),
+        ("5.5", r"5 \frac { 1 } { 2 }"),
+        ("1/2", r"\frac 1 2"),
     ],
 }
-# The last ones are right by their value, but wrong for mathruler, and so for verl: roots as a sign, fractions not reduced.
+# Some are right for a reader, but wrong for mathruler, and so for verl: a root, a minus or an approximation as a sign, a thin
+# space, fractions that are not reduced, names other than of one letter.
 WRONG = {
     "choices": [("B", "C"), ("CD", "C"), ("", "C")],
     "degrees": [(r"66^\circ", "65"), ("°", "65"), (r"\circ", "65")],
-    "roots": [(r"4\sqrt{2}", r"4 \sqrt { 3 }"), ("43", r"4 \sqrt { 3 }"), ("4√3", r"4 \sqrt { 3 }")],
+    "roots": [
+        *((root, r"4 \sqrt { 3 }") for root in (r"4\sqrt{2}", "43", "6.93", "4√3")),
+        *((root, r"2 \sqrt { 221 }") for root in ("29.73", r"\sqrt{442}", r"2\sqrt{22}1", "2221")),
+    ],
+    "decimals": [
+        *((number, "16.4") for number in ("16", "16.39", "164", "16,4", "1.64", r"\approx 16.4")),
+        ("12.57", r"4 \pi"),
+        ("−3", "-3"),
+        ("3", "-3"),
+        (r"1\,256", "1256"),
+    ],
+    "text": [
+        *((text, "65") for text in (r"\text{sixty-five}", "65 or 66", "(65, 66)", "AB = 65", r"\angle A = 65^\circ")),
+        ("3:2", "2:3"),
+    ],
     "units": [("13 cm", "12"), ("12 m", "12 cm"), ("12x", "12"), ("cm", "12"), (r"\text{cm}", "12")],
     "fractions": [
         (r"\frac{3}{26}", r"\frac { 26 } { 3 }"),

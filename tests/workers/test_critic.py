@@ -23,7 +23,7 @@ from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qwen3")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "qwen3")
 FAST = OptimizerConfig(lr=1e-2)
 
 

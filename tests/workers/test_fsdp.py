@@ -99,7 +99,7 @@ def equals_one_process(model_type: str, split: str, token_budget: int, layout: L
     """However rows are split over ranks and micro-batches, the update is that of one process with all rows."""
     ranks, data = init_ranks(layout, CPU), mixed_rows(model_type)
     aggregation = "seq-mean-token-sum-norm" if split == "uneven" else "token-mean"
-    alone = {name: value for name, value in options.items() if name == "freeze_vision" or name.startswith("lora")}
+    alone = {name: value for name, value in options.items() if name.startswith(("freeze", "lora"))}
     metrics, expected = gradients_of(actor(model_type, token_budget=10_000, **alone), data, aggregation=aggregation)
     mine = data if layout.dp == 1 else data[SPLITS[split][ranks.rank("dp")]]
     worker = actor(model_type, ranks, token_budget=token_budget, **options)
@@ -275,6 +275,7 @@ SCENARIOS = {
     "tied": partial(equals_one_process, "tied", "even", 30),
     "frozen, images on one rank": partial(equals_one_process, "qwen3_vl", "images on one rank", 30, freeze_vision=True),
     "frozen, rows on one rank": partial(equals_one_process, "qwen2_vl", "rows on one rank", 30, freeze_vision=True),
+    "frozen decoder": partial(equals_one_process, "smolvlm", "images on one rank", 30, freeze_language=True),
     **{
         f"{axis}, {model_type}": partial(equals_one_process, model_type, "even", 30, Layout(**{axis: 2}))
         for axis in ("sp", "tp")

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidColumn, MediaMismatch, NonFiniteLogits
+from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
 from dataproto.packing import token_widths, widen
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.layouts import text_rows
 from helpers.tiny_models import (
     END,
     IMAGE,
@@ -159,6 +160,24 @@ def test_a_frozen_tower_keeps_nothing_for_a_backward_pass(checkpoint):
     actor.update(mixed_rows("qwen3_vl"), lambda outputs, rows: (-outputs.log_probs, {}))
     assert outputs
     assert not any(isinstance(output, torch.Tensor) and output.requires_grad for output in outputs)
+
+
+def test_a_frozen_decoder_passes_gradients_to_the_tower_alone(checkpoint):
+    """Those of the whole model, also where a micro-batch has no image."""
+    gradients = []
+    for options in ({}, {"freeze_language": True, "token_budget": 16}):
+        actor = ActorWorker(ActorConfig(checkpoint, **options), CPU)
+        actor.forward_backward(mixed_rows("qwen3_vl"), lambda outputs, rows: (-outputs.log_probs, {}))
+        gradients.append({name: p.grad for name, p in actor.module.named_parameters() if p.grad is not None})
+    whole, tower = gradients
+    assert tower.keys() == {name for name in whole if ".visual." in name}
+    for name, gradient in tower.items():
+        assert (gradient - whole[name]).norm() <= 1e-4 * whole[name].norm() + 1e-7, name
+    actor.forward_backward(text_rows(actor.module.model.config), lambda outputs, rows: (-outputs.log_probs, {}))
+    for options in ({"freeze_vision": True}, {"lora_rank": 2}):
+        with pytest.raises(InvalidConfig, match="freeze_language=True trains the vision tower alone"):
+            ActorConfig(checkpoint, freeze_language=True, **options)
+    assert not ActorConfig(checkpoint, freeze_language=True).frozen().freeze_language
 
 
 def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_row_named(checkpoint, caplog):

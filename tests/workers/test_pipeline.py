@@ -30,7 +30,7 @@ from workers.training.forward_pass import pack, sharing
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3")
+MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "qwen3")
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 
@@ -130,7 +130,7 @@ def refusals():
     """What is said to layouts that cannot be."""
     said = []
     layers = [{"pipeline_layers": given} for given in ((2, 1, 1), (2, 0))]
-    for options in ({"pipeline_schedule": "interleaved"}, *layers):
+    for options in ({"pipeline_schedule": "interleaved"}, *layers, {"freeze_language": True}):
         config = tiny_config("qwen3_vl")
         module = PackedVLM(tiny_model("qwen3_vl", config=config), family_of(config), 1.0)
         try:
@@ -168,6 +168,7 @@ TWO = {
     "uneven, tied": ("deep", PP2, {"pipeline_layers": (1, 3), "activation_checkpointing": "full"}),
     "no image": ("text", PP2, {}),
     "a frozen tower": ("qwen3_vl", PP2, {"freeze_vision": True}),
+    "a frozen decoder": ("smolvlm", Layout(tp=2), {"freeze_language": True}),
     "adapters": ("qwen3_vl", PP2, {"lora_rank": 4}),
 }
 FOUR = {
@@ -335,10 +336,11 @@ def test_each_rank_holds_its_stages_alone(outcomes):
 
 def test_what_cannot_be_staged_is_named(outcomes):
     for said in outcomes["refusals"]:
-        assert len(said) == 3, said
+        assert len(said) == 4, said
         assert "makes 4 stages, but the model has 2 decoder layers" in said[0]
         assert "pipeline_layers=(2, 1, 1): must name at least one layer for each of 2 stages" in said[1]
         assert "pipeline_layers=(2, 0)" in said[2]
+        assert "freeze_language=True trains the first stage alone" in said[3]
 
 
 def test_layers_are_dealt_out_evenly():

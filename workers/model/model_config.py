@@ -16,7 +16,8 @@ AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-s
 class ModelConfig:
     """Options of the forward and backward pass.
 
-    Except for ``freeze_vision`` and the adapters (``lora_*``), they change speed and memory, and results only by rounding.
+    Except for what is frozen (``freeze_*``) and the adapters (``lora_*``), they change speed and memory, and results only by
+    rounding.
     """
 
     token_budget: int = (
@@ -31,6 +32,7 @@ class ModelConfig:
     )
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
+    freeze_language: bool = False  # only the vision tower and its connector are trained
     lora_rank: int = 0  # above 0: train adapters of this rank, not weights, in the decoder's linear layers and experts
     lora_alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
     lora_vision: bool = False  # adapt the vision tower too; without it, adapters leave the tower frozen
@@ -51,6 +53,11 @@ class ModelConfig:
             raise InvalidConfig(
                 f"lora_vision=True adapts the vision tower: it needs lora_rank above 0 (now {self.lora_rank}) and "
                 "freeze_vision=False"
+            )
+        if self.freeze_language and (self.freeze_vision or self.lora_rank):
+            raise InvalidConfig(
+                f"freeze_language=True trains the vision tower alone: it needs freeze_vision=False (now {self.freeze_vision}) "
+                f"and lora_rank=0 (now {self.lora_rank})"
             )
         if self.pipeline_chunks < 2:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')

@@ -48,6 +48,10 @@ def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> list[T
             f"pipeline_schedule={options.pipeline_schedule!r} and pipeline_layers={options.pipeline_layers} are for layouts with "
             f"pp > 1, not for {ranks.layout}"
         )
+    if ranks.size("pp") > 1 and options.freeze_language:
+        raise InvalidConfig(
+            f"freeze_language=True trains the first stage alone, and {ranks.layout} has others: it needs pp=1"
+        )
     transforms = [kind(ranks, options) for kind in TRANSFORMS if kind.is_due(ranks, options)]
     for transform in transforms:
         transform.apply(module)

@@ -148,7 +148,8 @@ class PolicyConfig(ModelConfig):
     def frozen(self) -> "PolicyConfig":
         """The same policy, as it was before any training, for a worker that never updates it."""
         kept = {field.name: getattr(self, field.name) for field in fields(PolicyConfig)}
-        return PolicyConfig(**kept | {"lora_rank": 0, "lora_vision": False, "activation_checkpointing": "none"})
+        whole = {"lora_rank": 0, "lora_vision": False, "freeze_language": False, "activation_checkpointing": "none"}
+        return PolicyConfig(**kept | whole)
 
 
 class PolicyWorker(ModelWorker):

