@@ -159,6 +159,17 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn of an episode whose sample has this seed, counted from 0. The first turn has the sample's own seed.
+
+    Together with `derive_seed`, a random stream is identified by (seed, uid, sample number, turn).
+
+    >>> turn_seed(5, 0), turn_seed(5, 1) == turn_seed(5, 2)
+    (5, False)
+    """
+    return derive_seed(seed, "turn", turn) if turn else seed
+
+
 def uniforms(seeds: np.ndarray, step: int | np.ndarray) -> np.ndarray:
     """Number ``step`` (one int for all rows, or ``(B,)``) of the streams of ``seeds (B,)``: ``(B,)`` float64 in [0, 1).
 
