@@ -5,17 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dataproto.columns import media_parts
 from dataproto.errors import InvalidConfig, InvalidPrompt
-from dataproto.vlm import media_grids
 from rollout.engine import Completion, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
-from rollout.environments.turn_renderer import Ids, RenderedTurn, TurnRenderer
+from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
 from rollout.prompts.prepared_rows import media_objects
 from rollout.sampling import turn_seed
@@ -120,7 +118,7 @@ def play_episodes(
             play.run(host)
         finally:
             play.release()
-            renderer.forget_media()
+            renderer.forget()
     return play.episodes
 
 
@@ -138,7 +136,7 @@ class _Play:
         self.engine, self.renderer, self.episodes = engine, renderer, episodes
         self.sampling, self.limits = sampling, limits
         self.requests: dict[int, int] = {}  # number of a request -> of its episode
-        self.first: dict[Any, Request] = {}  # first requests by content: samples share their tensors
+        self.first: dict[Any, tuple[Prompt, Request]] = {}  # by row and content: samples share their tensors
 
     def run(self, host: EnvironmentHost) -> None:
         for number, episode in enumerate(self.episodes):
@@ -183,39 +181,31 @@ class _Play:
 
     def _begin(self, number: int, observation: Observation) -> None:
         episode = self.episodes[number]
-        prompt = self.renderer.prompt(episode.start.row, observation)
         if observation.done:
             episode.end("invalid", "its environment was over before the first turn")
             return
-        episode.prompt = prompt
-        media = self.renderer.media(prompt.images, prompt.videos)
-        key = prompt.input_ids.tobytes(), id(media)
-        if key not in self.first:
-            self.first[key] = self._first_request(prompt, media)
         start = episode.start
-        episode.request = replace(self.first[key], seed=turn_seed(start.seed, 0), uid=start.uid)
+        key = (id(start.row), observation.role, *self.renderer.content_key(observation))
+        if key not in self.first:
+            prompt = self.renderer.prompt(start.row, observation)
+            self.first[key] = prompt, self._first_request(prompt)
+        episode.prompt, request = self.first[key]
+        episode.request = replace(request, seed=turn_seed(start.seed, 0), uid=start.uid)
         self._submitted(
             number, self.engine.submit(episode.request, self._sampling(episode), keep=self.limits.turns > 1)
         )
 
-    def _first_request(self, prompt: Prompt, media: Mapping[str, Tensor]) -> Request:
+    def _first_request(self, prompt: Prompt) -> Request:
+        media = self.renderer.media(prompt.images, prompt.videos)
         parts = (media,) if media else ()
         return Request(
             prompt.raw_ids,
-            *self._tensors(prompt.input_ids, prompt.token_types, parts),
+            torch.from_numpy(prompt.input_ids),
+            torch.from_numpy(prompt.token_types),
+            self.renderer.positions(prompt.token_types, parts),
             multi_modal_data=media_objects(prompt.images, prompt.videos),
             multi_modal_inputs=parts,
         )
-
-    def _tensors(
-        self, ids: Ids, types: npt.NDArray[np.int8], media: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, token types and positions of a whole row."""
-        builder, token_types = self.renderer.builder, torch.from_numpy(types)
-        positions = builder.family.position_ids(
-            token_types[None], torch.ones(1, len(ids), dtype=torch.int64), **media_grids(media), config=builder.config
-        )
-        return torch.from_numpy(ids), token_types, positions[0]
 
     def _continue(self, number: int, observation: Observation) -> None:
         """After the answer to an action: the next turn, or the end."""
@@ -237,19 +227,19 @@ class _Play:
         episode, earlier = self.episodes[number], self.episodes[number].request
         assert earlier is not None
         assert episode.number is not None
-        sampled = episode.turns[-1].token_ids
-        before = earlier.input_ids.numpy()
-        ids = np.concatenate([before, np.array(sampled, dtype=np.int64), shown.ids])
-        types = np.concatenate([earlier.token_types.numpy(), np.zeros(len(sampled), np.int8), shown.token_types])
-        media = [*earlier.multi_modal_inputs, *([shown.media] if shown.media else [])]
+        sampled = torch.tensor(episode.turns[-1].token_ids)
         data = dict(earlier.multi_modal_data)
         for kind, objects in media_objects(shown.images).items():
             data[kind] = [*data.get(kind, ()), *objects]
         request = Request(
-            [*earlier.prompt_ids, *sampled, *shown.raw_ids],
-            *self._tensors(ids, types, media),
+            [*earlier.prompt_ids, *sampled.tolist(), *shown.raw_ids],
+            torch.cat([earlier.input_ids, sampled, torch.from_numpy(shown.ids)]),
+            torch.cat(
+                [earlier.token_types, torch.zeros_like(sampled, dtype=torch.int8), torch.from_numpy(shown.token_types)]
+            ),
+            self._positions(earlier.position_ids, len(sampled), shown.position_ids),
             multi_modal_data=data,
-            multi_modal_inputs=tuple(media),
+            multi_modal_inputs=(*media_parts(earlier.multi_modal_inputs), *([shown.media] if shown.media else [])),
             seed=turn_seed(episode.start.seed, len(episode.turns)),
             uid=episode.start.uid,
         )
@@ -259,6 +249,15 @@ class _Play:
         self.engine.abort(episode.number)
         episode.request = request
         self._submitted(number, continued)
+
+    def _positions(self, earlier: Tensor, sampled: int, shown: Tensor) -> Tensor:
+        """Positions of a row that goes on with sampled tokens and an observation, whose own positions begin at 0.
+
+        They continue from the largest position of the row so far.
+        """
+        mask = torch.ones(1, earlier.shape[-1], dtype=torch.int64)
+        following = self.renderer.builder.family.extend_positions(earlier[None], mask, sampled + 1)[0]
+        return torch.cat([earlier, following[..., :sampled], following[..., sampled:] + shown], dim=-1)
 
     def _submitted(self, number: int, request: int) -> None:
         self.episodes[number].number = request
@@ -285,16 +284,16 @@ class _Play:
         host.step(number, tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
 
-def check_growth(earlier: Request, sampled: Sequence[int], later: Request) -> None:
+def check_growth(earlier: Request, sampled: Tensor, later: Request) -> None:
     """The law of turns: the later request's ids begin with those of the earlier one and what was sampled.
 
     Raises:
         InvalidPrompt: they do not; names the first token that differs.
     """
-    expected = np.concatenate([earlier.input_ids.numpy(), np.array(sampled, dtype=np.int64)])
-    found = later.input_ids.numpy()[: len(expected)]
-    if len(found) < len(expected) or (found != expected).any():
+    expected = torch.cat([earlier.input_ids, sampled])
+    found = later.input_ids[: len(expected)]
+    if not torch.equal(found, expected):
         both = min(len(found), len(expected))
-        wrong = np.flatnonzero(found[:both] != expected[:both])
+        wrong = (found[:both] != expected[:both]).nonzero()
         place = int(wrong[0]) if len(wrong) else both
         raise InvalidPrompt(f"the turn's tokens differ from those of the turn before from token {place} on")

@@ -5,15 +5,19 @@ the text that the chat template adds behind a sentinel, in the place of the answ
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image
 from torch import Tensor
 
+from dataproto.columns import RowMedia
 from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.vlm import media_grids
 from rollout.environments.environment import Content, Observation
 from rollout.prompts import ProcessedImage, Prompt, PromptBuilder
 from rollout.prompts.images import load_image
@@ -36,9 +40,10 @@ class RenderedTurn:
 
     ids: Ids  # (T,) int64, placeholders expanded
     token_types: npt.NDArray[np.int8]  # (T,)
+    position_ids: Tensor  # (4, T) or (T,), from 0
     raw_ids: list[int]  # one placeholder for each image
-    images: tuple[ProcessedImage, ...]
-    media: Mapping[str, Tensor]  # the model's inputs of the images; empty without any
+    images: tuple[ProcessedImage, ...] = ()
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # the model's inputs of the images
 
 
 class TurnRenderer:
@@ -58,7 +63,10 @@ class TurnRenderer:
         """
         self.builder = builder
         self.end_ids = frozenset(end_ids)
-        self._texts: dict[tuple[Any, ...], str] = {}
+        self._turns: dict[
+            tuple[Any, ...], RenderedTurn
+        ] = {}  # without media: those of equal texts and image sizes are alike
+        self._images: dict[tuple[Any, ...], ProcessedImage] = {}
         self._media: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         self.departures = tuple(self._departures())
 
@@ -93,43 +101,60 @@ class TurnRenderer:
         Raises:
             InvalidPrompt: the observation cannot be shown, e.g. text with a media token or an image that the model does not take.
         """
-        images = tuple(
-            self.builder.process_image(load_image(part))
-            for part in observation.content
-            if isinstance(part, Image.Image)
-        )
-        ids = self._encode(self._text(observation), ended)
-        if self.builder.media_tokens.image is not None and ids.count(self.builder.media_tokens.image) != len(images):
+        images = tuple(self._image(part) for part in observation.content if isinstance(part, Image.Image))
+        shape = [part if isinstance(part, str) else part.size for part in observation.content]
+        key = (ended, observation.role, *shape)
+        if key not in self._turns:
+            self._turns[key] = self._turn(observation, images, ended)
+        return replace(self._turns[key], images=images, media=self.media(images) if images else {})
+
+    def _turn(self, observation: Observation, images: Sequence[ProcessedImage], ended: bool) -> RenderedTurn:
+        """The turn without its media."""
+        builder, config = self.builder, self.builder.config
+        ids = builder.encode_text(self._text(observation))
+        if ended and ids and ids[0] in self.end_ids:
+            ids = ids[1:]
+        placeholder = builder.media_tokens.image
+        if placeholder is not None and ids.count(placeholder) != len(images):
             raise InvalidPrompt(f"the chat template wrote other than one placeholder for each of {len(images)} images")
-        expanded, types = self.builder.family.expand(
-            ids, [image.inputs for image in images], self.builder.config, encode_text=self.builder.encode_text
-        )
-        return RenderedTurn(expanded, types, ids, images, self.media(images))
+        inputs = [image.inputs for image in images]
+        expanded, types = builder.family.expand(ids, inputs, config, encode_text=builder.encode_text)
+        return RenderedTurn(expanded, types, self.positions(types, inputs), ids)
+
+    def positions(self, token_types: npt.NDArray[np.int8], media: Sequence[RowMedia]) -> Tensor:
+        """Positions ``(4, T)`` or ``(T,)`` of tokens with these types and media, from 0."""
+        types, mask = torch.from_numpy(token_types)[None], torch.ones(1, len(token_types), dtype=torch.int64)
+        family, config = self.builder.family, self.builder.config
+        return family.position_ids(types, mask, **media_grids(media), config=config)[0]
+
+    def content_key(self, observation: Observation) -> tuple[Any, ...]:
+        """A value that is equal for equal content; it identifies images until `forget`."""
+        return tuple(part if isinstance(part, str) else id(self._image(part)) for part in observation.content)
+
+    def _image(self, image: Image.Image) -> ProcessedImage:
+        key = (image.mode, image.size, blake2b(image.tobytes(), digest_size=16).digest())
+        if image.mode in ("P", "PA") or key not in self._images:  # palette indices do not define the colours
+            self._images[key] = self.builder.process_image(load_image(image))
+        return self._images[key]
 
     def media(self, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo] = ()) -> Mapping[str, Tensor]:
-        """The model's inputs of a turn's media; the same object for the same media, until `forget_media`."""
+        """The model's inputs of a turn's media; the same object for the same media, until `forget`."""
         key = (*(image.key for image in images), b"", *(video.key for video in videos))
         if key not in self._media:
             self._media[key] = join_media(images, videos)
         return self._media[key]
 
-    def forget_media(self) -> None:
-        """Frees the inputs of media."""
-        self._media.clear()
-
-    def _encode(self, text: str, ended: bool) -> list[int]:
-        """Ids of the text behind an answer; without its end token if the answer has one."""
-        ids = self.builder.encode_text(text)
-        return ids[1:] if ended and ids and ids[0] in self.end_ids else ids
+    def forget(self) -> None:
+        """Frees the turns and media that are kept to render equal ones once."""
+        for kept in (self._turns, self._images, self._media):
+            kept.clear()
 
     def _text(self, observation: Observation) -> str:
-        """The text behind the sentinel; one for observations of the same texts, whatever their images show."""
-        key = (observation.role, *(part if isinstance(part, str) else None for part in observation.content))
-        if key not in self._texts:
-            message = {"role": observation.role, "content": _parts(observation.content)}
-            self.builder.check_content(Conversation([message], [None] * key.count(None), []))
-            self._texts[key] = self._behind([_user("?"), _assistant(SENTINEL)], message)
-        return self._texts[key]
+        """The text behind the sentinel."""
+        message = {"role": observation.role, "content": _parts(observation.content)}
+        images = [part for part in observation.content if not isinstance(part, str)]
+        self.builder.check_content(Conversation([message], images, []))
+        return self._behind([_user("?"), _assistant(SENTINEL)], message)
 
     def _behind(self, messages: list[dict[str, Any]], message: dict[str, Any]) -> str:
         """What the template writes behind the sentinel, which the last of the messages is."""
