@@ -95,6 +95,11 @@ def row_name(number: int, uid: str, sampling: SamplingParams) -> str:
     return f"{row} (uid {uid})" if uid else row
 
 
+def request_name(number: int, request: Request) -> str:
+    """A request of an engine, for messages."""
+    return f"request {number} (uid {request.uid})" if request.uid else f"request {number}"
+
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS = ("stop", "length")
 """The reasons by which a response that is complete can end."""

@@ -10,8 +10,9 @@ from transformers import DynamicCache
 
 from dataproto.vlm import media_spans
 from dataproto.vlm.family import VLMFamily
+from rollout.continuation import Media, media_parts
 from rollout.hf.batch import Batch, stack_prefixes
-from rollout.hf.kept_prefixes import Media, Prefix, join_media, media_parts
+from rollout.hf.kept_prefixes import Prefix, join_media
 from rollout.hf.open_requests import OpenRequest
 
 

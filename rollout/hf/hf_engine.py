@@ -18,10 +18,19 @@ from transformers import AutoConfig, AutoTokenizer
 
 from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits
 from dataproto.vlm import family_of
-from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs, cpu_or_cuda, row_name
+from rollout.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TopLogProbs,
+    cpu_or_cuda,
+    request_name,
+    row_name,
+)
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read
-from rollout.hf.kept_prefixes import KeptPrefixes
+from rollout.hf.kept_prefixes import KeptPrefixes, Prefix
 from rollout.hf.open_requests import OpenRequest
 from rollout.pretrained import end_ids, generation_config
 from rollout.sampling import check_sampled, likeliest, policy_log_probs, project, sample, score_prompt, uniforms
@@ -90,17 +99,25 @@ class HFEngine:
 
     def submit(self, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
         """Adds a request. See `RequestEngine.submit`; the prompt is read by a later poll."""
-        number = next(self._numbers)
-        stop_ids = frozenset((*self.end_ids, *sampling.stop_token_ids))
-        self._waiting[number] = OpenRequest(number, request, sampling, keep, stop_ids)
-        return number
+        return self._add(request, sampling, keep)
 
     def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
         """Adds a request that continues the finished request ``number``. See `RequestEngine.fork`."""
-        prefix = self._kept.continued_by(request, number)
-        new = self.submit(request, sampling, keep)
-        self._waiting[new].prefix = prefix
-        return new
+        return self._add(request, sampling, keep, self._kept.continued_by(request, number))
+
+    def _add(
+        self,
+        request: Request,
+        sampling: SamplingParams,
+        keep: bool = False,
+        prefix: Prefix | None = None,
+        name: str | None = None,
+    ) -> int:
+        number = next(self._numbers)
+        stop_ids = frozenset((*self.end_ids, *sampling.stop_token_ids))
+        name = name or request_name(number, request)
+        self._waiting[number] = OpenRequest(number, name, request, sampling, keep, stop_ids, prefix)
+        return number
 
     def abort(self, number: int) -> Completion | None:
         """Ends a request. See `RequestEngine.abort`."""
@@ -128,24 +145,19 @@ class HFEngine:
         """
         places: dict[int, int] = {}
         try:
-            places |= {self.submit(request, sampling): place for place, request in enumerate(requests)}
+            for place, request in enumerate(requests):
+                number = self._add(request, sampling, name=row_name(place, request.uid, sampling))
+                places[number] = place
             while places:
                 done = self.poll()
                 self._done = [each for each in done if each.request not in places]  # another caller polls them
-                mine = [(places.pop(each.request), each) for each in done if each.request in places]
-                for place, completion in mine:
-                    self._check(completion, row_name(place, requests[place].uid, sampling))
-                    yield replace(completion, request=place)
+                for completion in [each for each in done if each.request in places]:
+                    if completion.error is not None:
+                        raise completion.error
+                    yield replace(completion, request=places.pop(completion.request))
         finally:
             for number in places:
                 self.abort(number)
-
-    def _check(self, completion: Completion, row: str) -> None:
-        """Raises the error of a request that failed, with the name of its row."""
-        if isinstance(completion.error, NonFiniteLogits):
-            check_sampled(completion.token_ids, completion.log_probs, self.banned_ids, row)
-        if completion.error is not None:
-            raise type(completion.error)(f"{row}: {completion.error}") from completion.error
 
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
@@ -187,7 +199,7 @@ class HFEngine:
                     self._start([row])
             else:
                 del self._waiting[rows[0].number]
-                error.args = (str(error).removeprefix("row 0: "),)
+                error.args = (f"{rows[0].name}: {str(error).removeprefix('row 0: ')}",)
                 self._done.append(rows[0].completion("error", error))
             return
         self._score_prompts(read)

@@ -1,17 +1,16 @@
 """Finished requests that others may continue, and their KV caches."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.errors import InvalidConfig
+from rollout.continuation import Media, check_continues
 from rollout.engine import Request
 
-Media = Mapping[str, Tensor]
-"""``multi_modal_inputs`` of a part of a prompt."""
 LayerCache = tuple[Tensor, Tensor]
 """Keys and values ``(heads, T, D)`` of one layer for the T tokens of a row."""
 
@@ -34,22 +33,6 @@ class Prefix:
     def bytes(self) -> int:
         """Memory of the cache."""
         return sum(part.nbytes for layer in self.cache or () for part in layer)
-
-    def check_continued(self, request: Request) -> None:
-        """Raises `InvalidPrompt` unless the request's prompt begins with these tokens and media."""
-        length = len(self.input_ids)
-        if len(request.input_ids) < length or not torch.equal(request.input_ids[:length], self.input_ids):
-            pairs = zip(request.input_ids.tolist(), self.input_ids.tolist(), strict=False)
-            first = next((place for place, (a, b) in enumerate(pairs) if a != b), len(request.input_ids))
-            raise InvalidPrompt(
-                f"its prompt differs from token {first} on from the {length} tokens of the request that it continues"
-            )
-        media = media_parts(request.multi_modal_inputs)
-        if not all(_equal(*pair) for pair in zip(self.media, media)) or len(media) < len(self.media):
-            raise InvalidPrompt(
-                "its media do not begin with those of the request that it continues; multi_modal_inputs of several turns are a "
-                "sequence with one mapping for each turn that shows media"
-            )
 
 
 class KeptPrefixes:
@@ -75,8 +58,9 @@ class KeptPrefixes:
         if number not in self._prefixes:
             raise InvalidConfig(f"request {number} cannot be continued: it is no finished request submitted with keep")
         self._prefixes.move_to_end(number)
-        self._prefixes[number].check_continued(request)
-        return self._prefixes[number]
+        prefix = self._prefixes[number]
+        check_continues(request, prefix.input_ids, prefix.media)
+        return prefix
 
     def remove(self, number: int) -> None:
         """Forgets a prefix, if there is one of this number. A request that waits to continue it still can."""
@@ -94,12 +78,6 @@ class KeptPrefixes:
         prefix.cache = None
 
 
-def media_parts(inputs: Media | Sequence[Media]) -> tuple[Media, ...]:
-    """The mappings of `Request.multi_modal_inputs` that are not empty."""
-    parts = (inputs,) if isinstance(inputs, Mapping) else inputs
-    return tuple(part for part in parts if part)
-
-
 def join_media(parts: Sequence[Media]) -> Media:
     """One mapping for consecutive parts. The tensors of a single part are not copied.
 
@@ -111,9 +89,3 @@ def join_media(parts: Sequence[Media]) -> Media:
         return parts[0]
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
-
-
-def _equal(one: Media, other: Media) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name] is other[name] or torch.equal(one[name], other[name]) for name in one
-    )

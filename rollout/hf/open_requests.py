@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from dataproto.errors import DataProtoError
+from rollout.continuation import media_parts
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
-from rollout.hf.kept_prefixes import LayerCache, Prefix, media_parts
+from rollout.hf.kept_prefixes import LayerCache, Prefix
 
 
 @dataclass(eq=False)
@@ -15,6 +16,7 @@ class OpenRequest:
     """A request that is waiting or running."""
 
     number: int
+    name: str  # for messages
     request: Request
     sampling: SamplingParams
     keep: bool
@@ -26,12 +28,6 @@ class OpenRequest:
     prompt_log_probs: list[float] | None = None
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     top_prompt_log_probs: list[TopLogProbs] | None = None
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        uid = self.request.uid
-        return f"request {self.number} (uid {uid})" if uid else f"request {self.number}"
 
     @property
     def policy(self) -> tuple[float, float, int, float]:
