@@ -95,6 +95,11 @@ def row_name(number: int, uid: str, sampling: SamplingParams) -> str:
     return f"{row} (uid {uid})" if uid else row
 
 
+def request_name(number: int, request: Request) -> str:
+    """A request of an engine, for messages."""
+    return f"request {number} (uid {request.uid})" if request.uid else f"request {number}"
+
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS = ("stop", "length")
 """The reasons by which a response that is complete can end."""
@@ -113,7 +118,7 @@ class Completion:
     finish_reason: FinishReason
     """"stop": the last token is an end token or completes a stop text; "length": cut at max_tokens; "abort": see
     `RequestEngine.abort`; "error": see ``error``."""
-    cached_tokens: int = 0  # tokens of the prompt that were not computed again
+    cached_tokens: int = 0  # tokens of the prompt whose cache was kept from an earlier request
     prompt_log_probs: list[float] | None = None  # one for each token of the prompt; NaN for the first one and for media
     top_log_probs: list[TopLogProbs] | None = None  # one list for each token of the response
     top_prompt_log_probs: list[TopLogProbs] | None = None  # one list for each token of the prompt; empty where NaN
@@ -181,7 +186,7 @@ class RequestEngine(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Number of requests that are waiting or running."""
+        """Number of requests whose completion no poll has returned: there is something to poll for."""
         ...
 
 

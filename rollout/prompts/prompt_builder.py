@@ -60,11 +60,14 @@ class PromptBuilder:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """``config`` is the model's. A model that reads text alone has no image processor (``None``).
 
         Images are resized to between ``min_pixels`` and ``max_pixels`` (default: the limits of the image processor). Processed
         images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
+
+        ``template_arguments`` are passed to the chat template, such as ``{"tools": [...], "enable_thinking": False}``.
         """
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
@@ -74,6 +77,7 @@ class PromptBuilder:
         self.image_processor = image_processor
         self.config = config
         self.max_prompt_length = max_prompt_length
+        self.template_arguments = dict(template_arguments or {})
         self.family = family_of(config)
         self.image_options = self.family.media_layout.processor_options(image_processor, min_pixels, max_pixels)
         self.media_tokens = self.family.media_tokens(config)
@@ -92,10 +96,12 @@ class PromptBuilder:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> Self:
         """A builder with what `load_prompt_parts` reads from a checkpoint directory, and with its errors."""
         tokenizer, processor, config = load_prompt_parts(path)
-        return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels, image_cache_bytes)
+        options = (max_prompt_length, min_pixels, max_pixels, image_cache_bytes, template_arguments)
+        return cls(tokenizer, processor, config, *options)
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Writes all that a checkpoint has beside weights and config: the files of tokenizer, image processor and processor."""
@@ -192,7 +198,10 @@ class PromptBuilder:
             messages = [{**message, "content": as_parts(message["content"])} for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.template_arguments,
             )
         except Exception as error:  # errors of jinja, and those that templates raise
             raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error
