@@ -14,7 +14,6 @@ from dataproto.errors import InvalidConfig
 from rollout.engine import SamplingParams, create_engine
 from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
-from rollout.environments.turn_by_turn import TurnByTurn
 from rollout.pretrained import end_ids, generation_config
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
@@ -125,8 +124,7 @@ class RolloutWorker:
             with self.ranks.fail_together():
                 shared = sharding.preprocess_data(self._numbered(prompts))
                 starts = episode_starts(shared, sampling, self._calls)
-                engine = self.engine if hasattr(self.engine, "submit") else TurnByTurn(self.engine)
-                episodes = play_episodes(engine, self.renderer, starts, make_environment, sampling, limits)
+                episodes = play_episodes(self.engine, self.renderer, starts, make_environment, sampling, limits)
                 most = turns * sampling.max_tokens if tokens is None else tokens
                 repeated = shared.repeat(sampling.n, interleave=True)
                 rollouts = episode_columns(repeated, episodes, self.renderer, most, sharding.version)
