@@ -25,8 +25,8 @@ Shown = Literal["own", "other", "blank"]
 class GridWalk:
     """Up to six moves to a goal. Each turn shows the grid anew; words that are no move leave the agent where it is.
 
-    The reward of a move is how much nearer the goal is, as a share of the way from the start: an episode that arrives has 1 in
-    all. ``info`` has ``acc``, 1 for an episode that arrived.
+    The reward of a move is how much nearer it comes to the goal than ever before, as a share of the way from the start: an episode
+    that arrives has 1 in all. ``info`` has ``acc``, 1 for an episode that arrived.
 
     >>> walk = GridWalk()
     >>> shown = walk.reset({"extra_info": {"agent": (0, 0), "goal": (0, 2)}}, seed=0)
@@ -39,18 +39,19 @@ class GridWalk:
         layout = row["extra_info"]
         self.agent, self.goal = tuple(layout["agent"]), tuple(layout["goal"])
         self.shown: Shown = layout.get("shown", "own")
-        self.way = distance(self.agent, self.goal)
+        self.way = self.nearest = distance(self.agent, self.goal)
         self.random = Random(f"other pictures/{seed}")
-        return Observation([self.picture()])
+        return Observation([self.picture()], info={"acc": 0.0})
 
     def step(self, action: str) -> Observation:
         """Moves by the first word of the action."""
         word = (action.split() or [""])[0].lower()
-        before = distance(self.agent, self.goal)
         if word in MOVES:
             self.agent = moved(self.agent, word)
         left = distance(self.agent, self.goal)
-        return Observation([self.picture()], (before - left) / self.way, left == 0, {"acc": float(left == 0)})
+        reward = max(self.nearest - left, 0) / self.way
+        self.nearest = min(self.nearest, left)
+        return Observation([self.picture()], reward, left == 0, {"acc": float(left == 0)})
 
     def picture(self) -> Image.Image:
         """What this turn shows."""

@@ -146,21 +146,29 @@ class _Play:
             # An environment that answers within a step of the engine has its next turn in the next one.
             for number, outcome in host.poll(step_s if self.requests else None):
                 self._observe(number, outcome)
-                if self.episodes[number].ended:
-                    host.close(number)
+                self._free_ended(number, host)
             if not self.requests:
                 continue
             began = time.monotonic()
             completions = self.engine.poll()
             step_s = time.monotonic() - began
             for completion in completions:
-                if completion.request in self.requests:
-                    self._sampled(self.requests.pop(completion.request), completion, host)
+                if (number := self.requests.pop(completion.request, None)) is not None:
+                    self._sampled(number, completion, host)
+                    self._free_ended(number, host)
+
+    def _free_ended(self, number: int, host: EnvironmentHost) -> None:
+        """Closes the environment of an episode that has ended, and frees what the engine holds of it."""
+        episode = self.episodes[number]
+        if episode.ended:
+            host.close(number)
+            if episode.number is not None:
+                self.engine.abort(episode.number)
 
     def release(self) -> None:
-        """Frees what the engine holds."""
+        """Frees what the engine holds of episodes that an error cut short."""
         for episode in self.episodes:
-            if episode.number is not None:
+            if episode.number is not None and not episode.ended:
                 self.engine.abort(episode.number)
 
     # From an environment
@@ -278,7 +286,6 @@ class _Play:
         if completion.finish_reason != "stop":
             whole = self.limits.room(episode.length) > 0
             episode.end("length" if whole else "tokens")
-            host.close(number)
             return
         tokenizer = self.renderer.builder.tokenizer
         host.step(number, tokenizer.decode(completion.token_ids, skip_special_tokens=True))

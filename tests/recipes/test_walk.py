@@ -13,7 +13,10 @@ from recipes.run.episodes import load_environment
 from recipes.synthetic.grid_walk import MOVES, GridWalk, GuidedWalks, WalkRows, distance, draw_layout, moved
 from recipes.walk import main
 
-SMALL = "--batch-size 2 --algorithm.n 2 --eval-rows 3 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0 --steps 2 --eval-every 2"
+SMALL = (
+    "--batch-size 2 --algorithm.n 2 --eval-rows 3 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0"
+    " --steps 2 --eval-every 2"
+)
 
 
 @pytest.mark.slow
