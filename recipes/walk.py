@@ -27,7 +27,7 @@ from recipes.grpo import grpo_step
 from recipes.options import exit_status
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
-from recipes.run.episodes import load_environment, with_environment
+from recipes.run.environment_roles import load_environment, with_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.loop import attempts, train
 from recipes.run.phases import Progression

@@ -49,7 +49,7 @@ class WarmUpPhaseConfig:
     steps: int = 40  # updates
     batch_size: int = 32  # walks of an update
     guided: float = 0.3  # share of the steps that lead nearer on purpose; 0 teaches the form of an answer alone
-    lr: float = 2e-3
+    lr: float = 2e-3  # learning rate
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or not 0 <= self.guided <= 1:

@@ -25,8 +25,8 @@ Shown = Literal["own", "other", "blank"]
 class GridWalk:
     """Up to six moves to a goal. Each turn shows the grid anew; words that are no move leave the agent where it is.
 
-    The reward of a move is how much nearer it comes to the goal than ever before, as a share of the way from the start: an episode
-    that arrives has 1 in all. ``info`` has ``acc``, 1 for an episode that arrived.
+    The reward of a move is how much nearer it comes to the goal than ever before, as a share of the way from the start: an
+    episode that arrives has 1 in all. ``info`` has ``acc``, 1 for an episode that arrived.
 
     >>> walk = GridWalk()
     >>> shown = walk.reset({"extra_info": {"agent": (0, 0), "goal": (0, 2)}}, seed=0)

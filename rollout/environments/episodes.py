@@ -153,7 +153,8 @@ class _Play:
             completions = self.engine.poll()
             step_s = time.monotonic() - began
             for completion in completions:
-                if (number := self.requests.pop(completion.request, None)) is not None:
+                if completion.request in self.requests:
+                    number = self.requests.pop(completion.request)
                     self._sampled(number, completion, host)
                     self._free_ended(number, host)
 

@@ -9,7 +9,7 @@ from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import rows_of
 from recipes.configs.walk_config import parse
-from recipes.run.episodes import load_environment
+from recipes.run.environment_roles import load_environment
 from recipes.synthetic.grid_walk import MOVES, GridWalk, GuidedWalks, WalkRows, distance, draw_layout, moved
 from recipes.walk import main
 
