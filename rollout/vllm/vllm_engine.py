@@ -246,7 +246,7 @@ class VLLMEngine:
                 self._begin_run(run)
             if not self._open:
                 self._clear_non_finite()
-            stop_ids, call = self._stop_ids(sampling), next(self._calls)
+            stop_ids, call = sampling.stop_ids(self.end_ids), next(self._calls)
             for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
                 stop_id = stop_ids[0] if stop_ids else None
                 row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
@@ -326,13 +326,10 @@ class VLLMEngine:
             self.llm.collective_rpc(clear_kv_cache)
             self._kv_cache_is_finite = True
 
-    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
-        return sorted({*self.end_ids, *sampling.stop_token_ids})
-
     def _params(self, slot: int, sampling: SamplingParams) -> Any:
         if sampling.prompt_log_probs or sampling.top_prompt_log_probs:
             self.sampler.prompt_temperature = sampling.temperature or 1.0
-        return vllm_params(sampling, slot, self._stop_ids(sampling))
+        return vllm_params(sampling, slot, sampling.stop_ids(self.end_ids))
 
     def _suspend(self) -> None:
         """Lets all running requests wait, with their tokens so far."""

@@ -55,7 +55,7 @@ def test_requests_that_join_between_tokens_sample_what_hf_samples(setup):
     requests = requests_of(setup)
     settings = [
         SAMPLED,
-        replace(SAMPLED, temperature=0),
+        replace(SAMPLED, temperature=0, ignore_eos=True),
         replace(SAMPLED, top_p=0.8, top_k=20, max_tokens=5),
         replace(SAMPLED, min_p=0.3, temperature=1.2),
     ]
