@@ -40,6 +40,15 @@ class SamplingParams:
     top_log_probs: int = 0  # number of likeliest tokens to return beside each sampled token
     prompt_log_probs: bool = False  # return the log-probs of the prompt's tokens
     top_prompt_log_probs: int = 0  # number of likeliest tokens to return at each place of the prompt
+    ignore_eos: bool = False  # the model's own end tokens do not end a response
+
+    def stop_ids(self, end_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that end a response, ascending. ``end_ids`` are the model's own.
+
+        >>> SamplingParams(stop_token_ids=(5,)).stop_ids([7, 2]), SamplingParams(ignore_eos=True).stop_ids([7, 2])
+        ((2, 5, 7), ())
+        """
+        return tuple(sorted({*self.stop_token_ids, *(() if self.ignore_eos else end_ids)}))
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:

@@ -114,7 +114,7 @@ class HFEngine:
         name: str | None = None,
     ) -> int:
         number = next(self._numbers)
-        stop_ids = frozenset((*self.end_ids, *sampling.stop_token_ids))
+        stop_ids = frozenset(sampling.stop_ids(self.end_ids))
         name = name or request_name(number, request)
         self._waiting[number] = OpenRequest(number, name, request, sampling, keep, stop_ids, prefix)
         return number

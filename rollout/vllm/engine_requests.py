@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.errors import DataProtoError
+from dataproto.errors import DataProtoError, NonFiniteLogits, RequestFailed
 from rollout.continuation import Media, media_parts
-from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
+from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
+from rollout.sampling import check_sampled
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class EngineRequest:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it wants log-probs of its prompt."""
+        return self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
 
     @property
     def rest(self) -> tuple[Request, SamplingParams]:
@@ -75,6 +81,39 @@ class EngineRequest:
             top_prompt_log_probs=top if sampling.top_prompt_log_probs else None,
             error=error,
         )
+
+
+def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) -> Any:
+    """vLLM's settings of a request, whose tokens are sampled by the policy's own sampler."""
+    from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
+
+    from rollout.vllm.sampler import EXTRA_ARGUMENT
+
+    scored = sampling.prompt_log_probs or sampling.top_prompt_log_probs > 0
+    return Params(
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,  # the end tokens are among the stop tokens
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        prompt_logprobs=sampling.top_prompt_log_probs if scored else None,
+        extra_args={EXTRA_ARGUMENT: slot},
+    )
+
+
+def failure(row: EngineRequest, reason: str | None, banned_ids: Sequence[int]) -> DataProtoError | None:
+    """Why a request that vLLM ended for this reason has no response, if it has none."""
+    if reason not in FINISH_REASONS:
+        return RequestFailed(
+            f"{row.name}: vLLM ended its request with {reason!r} after {len(row.token_ids)} tokens, neither by an end token nor "
+            "by length"
+        )
+    try:
+        check_sampled(row.token_ids, row.log_probs, banned_ids, row.name)
+    except NonFiniteLogits as error:
+        return error
+    return None
 
 
 def prompt_scores(

@@ -65,6 +65,8 @@ class PolicySampler(Sampler):
         self.device: torch.device = runner.device
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.prompt_temperature = 1.0
+        """Of the requests that want log-probs of their prompts."""
         self._clear()
 
     def _clear(self) -> None:
@@ -179,8 +181,8 @@ class PolicySampler(Sampler):
     # Log-probs of prompts, of which vLLM asks the sampler
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probs ``(P, V)`` of the policy at temperature 1."""
-        return policy_log_probs(logits, 1.0, self.banned_ids)
+        """Log-probs ``(P, V)`` of the policy."""
+        return policy_log_probs(logits, self.prompt_temperature, self.banned_ids)
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         """Log-probs of the tokens ``(P,)`` and of the likeliest ones, ``(P, 1 + num_logprobs)``."""

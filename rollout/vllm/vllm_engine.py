@@ -18,7 +18,6 @@ from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, NonFi
 from dataproto.vlm import family_of
 from rollout.continuation import check_continues
 from rollout.engine import (
-    FINISH_REASONS,
     Completion,
     FinishReason,
     Request,
@@ -28,9 +27,8 @@ from rollout.engine import (
     row_name,
 )
 from rollout.pretrained import end_ids, generation_config
-from rollout.sampling import check_sampled
 from rollout.stop_texts import completes_stop_text
-from rollout.vllm.engine_requests import EngineRequest, FinishedRequest
+from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
 from rollout.vllm.startup import processor_options, start_llm
@@ -115,7 +113,6 @@ class VLLMEngine:
         Raises:
             InvalidPrompt: the prompt is too long, has too many images or one that vLLM refuses, or vLLM expands its tokens
                 differently than the training side.
-            InvalidConfig: log-probs of the prompt are wanted at another temperature than 1.
         """
         number = next(self._numbers)
         row = EngineRequest(number, request_name(number, request), request, sampling, keep)
@@ -152,10 +149,7 @@ class VLLMEngine:
         Raises:
             RequestFailed: vLLM has dropped requests.
         """
-        if self._waiting:
-            for row in list(self._waiting.values()):
-                self._add([row], row.rest[1])
-                del self._waiting[row.number]
+        self._add_waiting()
         for output in self.engine.step() if self._open else ():
             if output.finished and output.request_id in self._open:
                 self._finish(self._open.pop(output.request_id), output, output.outputs[0].finish_reason)
@@ -202,6 +196,10 @@ class VLLMEngine:
         finally:
             self._end_run(places)  # after an error, or if the caller stops reading
 
+    def _begin_run(self, run: Mapping[int, int]) -> None:
+        self._end_run(self._run)
+        self._run = run
+
     def _end_run(self, run: Mapping[int, int]) -> None:
         """Ends all requests of a run."""
         names = [name for name, row in self._open.items() if row.number in run]
@@ -211,25 +209,44 @@ class VLLMEngine:
             self.sampler.close(self._open.pop(name).slot)
         self._waiting = {number: row for number, row in self._waiting.items() if number not in run}
 
+    def _add_waiting(self) -> None:
+        """Gives waiting requests to vLLM."""
+        for row in list(self._waiting.values()):
+            if not self._can_score(row):
+                continue
+            del self._waiting[row.number]
+            try:
+                self._add([row], row.rest[1])
+            except DataProtoError as error:
+                self._done.append(row.completion("error", error=error))
+
+    def _can_score(self, row: EngineRequest) -> bool:
+        """Whether the log-probs of its prompt, if it wants some, can be computed: vLLM does not tell the sampler whose prompt
+        they are of, so prompts that run together have one temperature.
+        """
+        others = [other.sampling.temperature for other in self._open.values() if other.scores_prompt]
+        return not row.scores_prompt or all(other == row.sampling.temperature for other in others)
+
     def _add(
         self, rows: Sequence[EngineRequest], sampling: SamplingParams, run: Mapping[int, int] | None = None
     ) -> None:
-        """Gives requests to vLLM, all or none. A ``run`` ends the one before, which the caller neither finished nor closed."""
-        scored = sampling.prompt_log_probs or sampling.top_prompt_log_probs
-        if scored and sampling.temperature not in (0, 1):
-            raise InvalidConfig(
-                f"temperature={sampling.temperature}: vLLM has log-probs of prompts at temperature 1 only"
-            )
+        """Gives requests to vLLM, all or none, or lets them wait. A ``run`` ends the one before, which the caller neither
+        finished nor closed.
+        """
+        if not all(map(self._can_score, rows)):
+            if run is not None:
+                self._begin_run(run)
+            self._waiting |= {row.number: row for row in rows}
+            return
         requests = [row.rest[0] for row in rows]
         with self._image_caches_in_sync():
             prompts = self.prompts.render(requests, sampling, [row.name for row in rows])
             self.wake_kv_cache()
             if run is not None:
-                self._end_run(self._run)
-                self._run = run
+                self._begin_run(run)
             if not self._open:
                 self._clear_non_finite()
-            stop_ids, call = self._stop_ids(sampling), next(self._calls)
+            stop_ids, call = sampling.stop_ids(self.end_ids), next(self._calls)
             for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
                 stop_id = stop_ids[0] if stop_ids else None
                 row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
@@ -264,23 +281,14 @@ class VLLMEngine:
 
     def _finish(self, row: EngineRequest, output: Any, reason: str | None) -> None:
         """Adds the completion of a request that has ended."""
-        token_ids = list(output.outputs[0].token_ids)
-        self._take(row, token_ids)
+        self._take(row, list(output.outputs[0].token_ids))
         row.prompt = output.prompt_logprobs
-        error: DataProtoError | None = None
-        if reason not in FINISH_REASONS:
-            error = RequestFailed(
-                f"{row.name}: vLLM ended its request with {reason!r} after {len(token_ids)} tokens, neither by an end token nor "
-                "by length"
-            )
-        else:
-            try:
-                check_sampled(row.token_ids, row.log_probs, self.banned_ids, row.name)
-            except NonFiniteLogits as found:
-                error, self._kv_cache_is_finite = found, False
         if reason == "length" and row.sampling.stop and self._completes_stop_text(row, ()):
             reason = "stop"
-        if error is None and row.keep:
+        error = failure(row, reason, self.banned_ids)
+        if isinstance(error, NonFiniteLogits):
+            self._kv_cache_is_finite = False
+        elif error is None and row.keep:
             self._kept[row.number] = row.finished()
         ended: FinishReason = "error" if error else "stop" if reason == "stop" else "length"
         self._done.append(row.completion(ended, output.num_cached_tokens or 0, error))
@@ -318,25 +326,10 @@ class VLLMEngine:
             self.llm.collective_rpc(clear_kv_cache)
             self._kv_cache_is_finite = True
 
-    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
-        return sorted({*self.end_ids, *sampling.stop_token_ids})
-
     def _params(self, slot: int, sampling: SamplingParams) -> Any:
-        from vllm import SamplingParams as Params
-        from vllm.sampling_params import RequestOutputKind
-
-        from rollout.vllm.sampler import EXTRA_ARGUMENT
-
-        scored = sampling.prompt_log_probs or sampling.top_prompt_log_probs > 0
-        return Params(
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=self._stop_ids(sampling),
-            ignore_eos=True,  # the end tokens are among the stop tokens
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            prompt_logprobs=sampling.top_prompt_log_probs if scored else None,
-            extra_args={EXTRA_ARGUMENT: slot},
-        )
+        if sampling.prompt_log_probs or sampling.top_prompt_log_probs:
+            self.sampler.prompt_temperature = sampling.temperature or 1.0
+        return vllm_params(sampling, slot, sampling.stop_ids(self.end_ids))
 
     def _suspend(self) -> None:
         """Lets all running requests wait, with their tokens so far."""
@@ -347,7 +340,7 @@ class VLLMEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Streams Hugging Face parameters into the running engine, in place, and clears all caches that depend on weights.
-        Requests that run go on from their tokens so far, which are read again.
+        Running requests go on from their tokens so far.
 
         Raises:
             InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.

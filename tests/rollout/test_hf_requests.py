@@ -272,6 +272,16 @@ def reader(tmp_path_factory):
     return HFEngine(write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model")), device=CPU)
 
 
+def test_end_tokens_can_be_ignored(engine, monkeypatch):
+    request = requests_of(engine)[0]
+    whole = run(engine, request)[1].token_ids
+    monkeypatch.setattr(engine, "end_ids", (whole[1],))
+    assert run(engine, request)[1].finish_reason == "stop"
+    ignoring = replace(SAMPLED, ignore_eos=True)
+    assert run(engine, request, ignoring)[1].token_ids == whole
+    assert run(engine, request, replace(ignoring, stop_token_ids=(whole[2],)))[1].token_ids == whole[:3]
+
+
 def test_a_stop_text_over_several_tokens_ends_a_response(reader):
     (request,) = build_requests(prompt_batch(reader.model.config, [[]], texts=[5]), SAMPLED)
     long = SamplingParams(temperature=1.5, max_tokens=24, seed=1)

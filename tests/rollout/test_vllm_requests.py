@@ -55,7 +55,7 @@ def test_requests_that_join_between_tokens_sample_what_hf_samples(setup):
     requests = requests_of(setup)
     settings = [
         SAMPLED,
-        replace(SAMPLED, temperature=0),
+        replace(SAMPLED, temperature=0, ignore_eos=True),
         replace(SAMPLED, top_p=0.8, top_k=20, max_tokens=5),
         replace(SAMPLED, min_p=0.3, temperature=1.2),
     ]
@@ -153,20 +153,18 @@ def test_stop_texts_end_responses_as_in_hf(setup):
 
 
 def test_log_probs_of_prompts_and_likeliest_tokens_are_those_of_hf(setup):
-    sampling = replace(SAMPLED, temperature=1.0, prompt_log_probs=True, top_prompt_log_probs=3, top_log_probs=2)
-    for request in requests_of(setup):
-        found, expected = (run(engine, request, sampling) for engine in (setup.vllm, setup.hf))
+    common = replace(SAMPLED, prompt_log_probs=True, top_prompt_log_probs=3, top_log_probs=2)
+    requests = requests_of(setup)
+    settings = [replace(common, temperature=temperature) for temperature in (0.8, 0.8, 1.0, 0.0)]
+    numbers = [setup.vllm.submit(*pair) for pair in zip(requests, settings, strict=True)]
+    for found, request, sampling in zip(finish(setup.vllm, *numbers), requests, settings, strict=True):
+        expected = run(setup.hf, request, sampling)
         assert_same(found, expected)
         np.testing.assert_allclose(found.prompt_log_probs, expected.prompt_log_probs, atol=3e-5)
         for name in ("top_log_probs", "top_prompt_log_probs"):
-            pairs = list(zip(getattr(found, name), getattr(expected, name), strict=True))
-            assert [[token for token, _ in one] for one, _ in pairs] == [
-                [token for token, _ in two] for _, two in pairs
-            ]
-            for one, two in pairs:
+            for one, two in zip(getattr(found, name), getattr(expected, name), strict=True):
+                assert [token for token, _ in one] == [token for token, _ in two]
                 np.testing.assert_allclose([value for _, value in one], [value for _, value in two], atol=3e-5)
-    with pytest.raises(InvalidConfig, match=r"temperature=0\.8"):
-        setup.vllm.submit(request, replace(sampling, temperature=0.8))
 
 
 def test_a_request_that_fails_leaves_the_others_alone(setup):
