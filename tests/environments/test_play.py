@@ -35,7 +35,8 @@ class Corridor:
 
     def step(self, action):
         self.left -= 1
-        return Observation([picture(24, 16, self.left), "on"], reward=1.0 + self.left, done=not self.left)
+        info = {"left": np.int64(self.left), "name": "corridor", "object": self}
+        return Observation([picture(24, 16, self.left), "on"], reward=1.0 + self.left, done=not self.left, info=info)
 
 
 SAMPLING = SamplingParams(n=2, max_tokens=4, seed=3, stop_token_ids=tuple(range(0, 250, 2)))
@@ -54,9 +55,10 @@ def test_a_row_holds_an_episode(roles):
             last = (mask & (turn == number)).nonzero()[-1]
             assert float(rewards[last]) == (2.0 if number == 1 else 1.0) or data["end_reason"][row] == "length"
         assert (data["rollout_log_probs"][row][mask] < 0).all()
-        assert (data["weight_version"][row] == torch.where(mask, 1, -1)).all()
+        assert (data["weight_version"][row] == torch.where(mask, 1, 0)).all()
     finished = [row for row in range(4) if data["end_reason"][row] == "done"]
     assert finished
+    assert data["info"][finished[0]] == {"left": 0, "name": "corridor"}
     assert all(data["score"][row] == 3.0 and data["turns"][row] == 2 for row in finished)
     assert all(len(data["multi_modal_data"][row]["image"]) == 2 for row in finished)
     again = rollout.play(prompts, Corridor, SAMPLING, turns=3)
