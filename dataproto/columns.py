@@ -226,6 +226,7 @@ COLUMNS: dict[str, Column] = {
         Column("acc", "object", "B", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
         Column("trajectory", "object", "B", _PLAY, "reports", "name of the episode, shared by its rows"),
         Column("end_reason", "object", "B", _PLAY, "metrics, reports", "why the episode ended, see `EndReason`"),
+        Column("actions", "object", "B", _PLAY, "reports", "list[str], the text of each turn"),
         Column("info", "object", "B", _PLAY, "recipes", "numbers and texts of the environment's last info"),
         Column("end_message", "object", "B", _PLAY, "reports", "what the environment of a failed episode did"),
         Column("response_text", "object", "B", "RewardWorker.score", "reports", "the response without special tokens"),

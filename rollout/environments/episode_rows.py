@@ -53,10 +53,10 @@ def episode_columns(
     """The rollout batch of episodes, each from the row of ``prompts`` at its place.
 
     The columns are those of `rollout.responses.attach_responses`, with observations and their images among the responses
-    (``response_mask`` 0), and ``turn``, ``weight_version``, ``token_level_rewards`` ``(B, R)``, ``turns``, ``score``,
-    ``trajectory``, ``end_reason``, ``response_text`` and ``info`` ``(B,)``, the numbers and texts of the last ``info``. A row
-    whose environment failed has a ``response_mask`` of 0: nothing is learned from it, and it does not enter the baseline of its
-    group.
+    (``response_mask`` 0), and ``turn``, ``weight_version``, ``token_level_rewards`` ``(B, R)``, ``turns``, ``actions``,
+    ``score``, ``trajectory``, ``end_reason``, ``end_message``, ``response_text`` and ``info`` ``(B,)``, the numbers and texts of
+    the last one. A row whose environment failed has a ``response_mask`` of 0: nothing is learned from it, and it does not enter
+    the baseline of its group.
 
     Args:
         max_tokens: the largest number of response tokens that was allowed.
@@ -126,7 +126,7 @@ class _Record:
         self.log_probs[places] = [value for turn in turns for value in turn.log_probs]
         self.rewards[np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
         decode = renderer.builder.tokenizer.decode
-        self.text = "\n".join(decode(turn.token_ids, skip_special_tokens=True) for turn in turns)
+        self.actions = [decode(turn.token_ids, skip_special_tokens=True) for turn in turns]
 
 
 def _objects(episodes: Sequence[Episode], records: Sequence[_Record], media: Sequence[Any]) -> dict[str, list[Any]]:
@@ -135,7 +135,8 @@ def _objects(episodes: Sequence[Episode], records: Sequence[_Record], media: Seq
         "end_reason": [episode.ended for episode in episodes],
         "end_message": [episode.message for episode in episodes],
         "info": [_plain(episode.info) for episode in episodes],
-        "response_text": [record.text for record in records],
+        "actions": [record.actions for record in records],
+        "response_text": ["\n".join(record.actions) for record in records],
         "score": [sum(turn.reward for turn in episode.turns) for episode in episodes],
         "multi_modal_inputs": list(media),
         "multi_modal_data": [record.objects for record in records],
