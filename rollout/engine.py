@@ -1,4 +1,8 @@
-"""The interface of rollout engines: requests in, completions out, each as soon as it is finished."""
+"""The interface of rollout engines: requests in, completions out, each as soon as it is finished.
+
+The primitive is `RequestEngine`: requests are submitted at any time, and each poll computes one token of all that run.
+`RolloutEngine.generate` is a loop over it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.extras import require_extra
 
 if TYPE_CHECKING:
@@ -20,7 +24,8 @@ if TYPE_CHECKING:
 class SamplingParams:
     """How responses are sampled. ``temperature=0`` is greedy.
 
-    Top-p and top-k restrict which tokens are sampled. The returned log-probs are those of the policy without this restriction.
+    Top-p, top-k and min-p restrict which tokens are sampled. The returned log-probs, those of the prompt included, are those of
+    the policy without this restriction.
     """
 
     n: int = 1
@@ -30,6 +35,20 @@ class SamplingParams:
     max_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     seed: int = 0
+    min_p: float = 0.0  # tokens below this share of the likeliest token's probability are not sampled; 0: all may be
+    stop: tuple[str, ...] = ()  # texts that end a response; the token that completes one is its last
+    top_log_probs: int = 0  # number of likeliest tokens to return beside each sampled token
+    prompt_log_probs: bool = False  # return the log-probs of the prompt's tokens
+    top_prompt_log_probs: int = 0  # number of likeliest tokens to return at each place of the prompt
+    ignore_eos: bool = False  # the model's own end tokens do not end a response
+
+    def stop_ids(self, end_ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that end a response, ascending. ``end_ids`` are the model's own.
+
+        >>> SamplingParams(stop_token_ids=(5,)).stop_ids([7, 2]), SamplingParams(ignore_eos=True).stop_ids([7, 2])
+        ((2, 5, 7), ())
+        """
+        return tuple(sorted({*self.stop_token_ids, *(() if self.ignore_eos else end_ids)}))
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
@@ -40,6 +59,12 @@ class SamplingParams:
             raise InvalidConfig(f"top_p={self.top_p}: must be above 0 and at most 1")
         if self.top_k < 0:
             raise InvalidConfig(f"top_k={self.top_k}: must be 0 (all tokens) or more")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidConfig(f"min_p={self.min_p}: must be between 0 (all tokens) and 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise InvalidConfig(f"stop={self.stop!r}: must be a tuple of texts that are not empty")
+        if self.top_log_probs < 0 or self.top_prompt_log_probs < 0:
+            raise InvalidConfig("top_log_probs and top_prompt_log_probs: must be 0 (none) or more")
         if self.temperature == 0 and self.n > 1:
             raise InvalidConfig(
                 f"n={self.n} greedy samples of one prompt would all be the same: set n=1 or temperature>0"
@@ -51,17 +76,22 @@ class Request:
     """One response to generate.
 
     ``prompt_ids`` hold one placeholder per medium, for engines that expand placeholders themselves. The tensors hold the expanded
-    prompt, for engines that do not.
+    prompt, for engines that do not. The prompt of a later turn is the whole row until then: earlier prompt, responses and
+    observations. Samples of one prompt share its tensors, which are then read once.
     """
 
     prompt_ids: Sequence[int]  # placeholders not expanded
     input_ids: Tensor  # (P',) int64, expanded, without padding
     token_types: Tensor  # (P',) int8
     position_ids: Tensor  # (4, P') or (P',)
-    multi_modal_data: Mapping[str, Any] = field(default_factory=dict)
-    multi_modal_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    seed: int = 0  # of this sample's random stream
+    multi_modal_data: Mapping[str, Any] = field(default_factory=dict)  # all media of the prompt, in order
+    multi_modal_inputs: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] = field(default_factory=dict)
+    """All media of the prompt as one mapping, or as one mapping for each turn that shows some, in order."""
+    seed: int = 0  # of this sample's random stream (see `rollout.sampling.turn_seed`)
     uid: str = ""  # of its prompt, for messages
+    drawn: int = (
+        0  # numbers already drawn from the random stream: a response that goes on after ``drawn`` of its tokens
+    )
 
 
 def row_name(number: int, uid: str, sampling: SamplingParams) -> str:
@@ -74,8 +104,17 @@ def row_name(number: int, uid: str, sampling: SamplingParams) -> str:
     return f"{row} (uid {uid})" if uid else row
 
 
-FinishReason = Literal["stop", "length"]
-FINISH_REASONS = get_args(FinishReason)
+def request_name(number: int, request: Request) -> str:
+    """A request of an engine, for messages."""
+    return f"request {number} (uid {request.uid})" if request.uid else f"request {number}"
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_REASONS = ("stop", "length")
+"""The reasons by which a response that is complete can end."""
+
+TopLogProbs = list[tuple[int, float]]
+"""The likeliest tokens at one place with their log-probs, likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +123,90 @@ class Completion:
 
     request: int
     token_ids: list[int]
-    log_probs: list[float]  # under the policy, before top-p and top-k
-    finish_reason: FinishReason  # "stop": the last token is an end token; "length": cut at max_tokens
+    log_probs: list[float]  # under the policy, before top-p, top-k and min-p
+    finish_reason: FinishReason
+    """"stop": the last token is an end token or completes a stop text; "length": cut at max_tokens; "abort": see
+    `RequestEngine.abort`; "error": see ``error``."""
+    cached_tokens: int = 0  # tokens of the prompt whose cache was kept from an earlier request
+    prompt_log_probs: list[float] | None = None  # one for each token of the prompt; NaN for the first one and for media
+    top_log_probs: list[TopLogProbs] | None = None  # one list for each token of the response
+    top_prompt_log_probs: list[TopLogProbs] | None = None  # one list for each token of the prompt; empty where NaN
+    error: DataProtoError | None = None  # why this request failed, such as `NonFiniteLogits`; others are not affected
 
 
-class RolloutEngine(Protocol):
+class RequestEngine(Protocol):
+    """Requests join and leave at any time; those that run are decoded together.
+
+    A request is *waiting* after `submit`, *running* from the poll that reads its prompt, and *finished* when a poll has returned
+    its completion. A finished request that was submitted with ``keep`` can be continued: a later request whose prompt begins with
+    its prompt and response does not compute these again. What is sampled does not depend on the other requests, nor on whether
+    anything was kept.
+
+    All methods return at once except `poll`, which takes one decoding step. Use an engine from one thread.
+
+    A turn of an episode::
+
+        number = engine.submit(request, sampling, keep=True)
+        while not (done := [each for each in engine.poll() if each.request == number]):
+            ...  # step environments, submit others
+        later = engine.fork(number, next_request, sampling, keep=True)
+        engine.abort(number)  # the earlier turn is not continued in another way
+    """
+
+    def submit(self, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        """Adds a request. Returns its number, which is unique in the engine's life. ``sampling.n`` and ``sampling.seed`` are not
+        used: a request is one sample, with a seed of its own.
+
+        Args:
+            keep: whether later requests may continue this one. Its cache is held until `abort`, until the engine's weights
+                change, or until the engine needs the memory; then continuing it computes the prompt again.
+
+        Raises:
+            InvalidPrompt: the engine cannot read the prompt.
+        """
+        ...
+
+    def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        """As `submit`, for a request that continues the finished request ``number``, which can be continued several times.
+
+        Raises:
+            InvalidPrompt: the tokens of the prompt do not begin with the prompt and the response of ``number``, or its media do
+                not begin with those of ``number``.
+            InvalidConfig: ``number`` is not a finished request that was submitted with ``keep``.
+        """
+        ...
+
+    def abort(self, number: int) -> Completion | None:
+        """Ends a request. What it held is freed; a number that is not known is ignored.
+
+        Returns:
+            For a request that was waiting or running, its tokens so far, with the reason "abort". They can be sampled further by
+            a request with these tokens behind its prompt and their number as ``drawn``. Otherwise ``None``.
+        """
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Reads the prompts of waiting requests, as far as there is room, and samples one token of every running request.
+
+        Returns:
+            Requests that finished, in no particular order, each exactly once. Empty if nothing finished or nothing is there.
+        """
+        ...
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests whose completion no poll has returned: there is something to poll for."""
+        ...
+
+
+class RolloutEngine(RequestEngine, Protocol):
     """An engine has its own copy of the weights, which `load_weights` replaces."""
 
     dtype: torch.dtype  # of its weights
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yields one completion per request, in the order in which they finish.
+        """Yields one completion per request, in the order in which they finish. ``Completion.request`` is the place in
+        ``requests``.
 
         Raises:
             NonFiniteLogits: no token can be sampled for a request; names its row. The engine stays usable.

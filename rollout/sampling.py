@@ -5,6 +5,7 @@ vocabulary.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import NonFiniteLogits
-from rollout.engine import SamplingParams
+from rollout.engine import SamplingParams, TopLogProbs
 
 BANNED_LOGIT = -1e30
 """Finite, so that p * log p of a banned token is 0 and not NaN."""
+
+SCORED_PLACES = 256
+"""Places of a prompt scored at a time, which bounds memory to a few copies of their logits."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 
@@ -57,10 +61,13 @@ def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(ids, device=device)
 
 
-def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """Probabilities ``(B, V)`` after top-k and then top-p (nucleus sampling, Holtzman et al. 2020), not renormalised.
+def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> Tensor:
+    """Probabilities ``(B, V)`` after top-k, then top-p (nucleus sampling, Holtzman et al. 2020), then min-p (Nguyen et al. 2024:
+    tokens below ``min_p`` times the largest probability are dropped), not renormalised.
 
     >>> (restrict(torch.tensor([[0.5, 0.3, 0.2]]).log(), top_p=0.6) > 0).tolist()
+    [[True, True, False]]
+    >>> (restrict(torch.tensor([[0.5, 0.3, 0.2]]).log(), min_p=0.5) > 0).tolist()
     [[True, True, False]]
     """
     probs = log_probs.exp()
@@ -72,6 +79,8 @@ def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0) -> Tensor:
         ordered = ordered / ordered.sum(-1, keepdim=True)
         dropped = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p stays
         probs = probs.masked_fill(dropped.gather(-1, order.argsort(-1)), 0.0)
+    if min_p > 0:
+        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
     return probs
 
 
@@ -110,7 +119,8 @@ def _block_size(vocabulary: int) -> int:
 def sample(
     logits: Tensor, sampling: SamplingParams, numbers: Tensor, banned_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p and top-k.
+    """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p, top-k and
+    min-p.
 
     If the logits of a row contain NaN or infinity, its log-prob is not finite (see `check_sampled`) and its token arbitrary.
 
@@ -121,8 +131,50 @@ def sample(
     if sampling.temperature == 0:
         chosen = log_probs.argmax(-1)
     else:
-        chosen = draw_tokens(restrict(log_probs, sampling.top_p, sampling.top_k), numbers)
+        chosen = draw_tokens(restrict(log_probs, sampling.top_p, sampling.top_k, sampling.min_p), numbers)
     return chosen, log_probs.gather(1, chosen[:, None]).squeeze(1)
+
+
+def likeliest(log_probs: Tensor, count: int) -> list[TopLogProbs]:
+    """For each row of ``log_probs (B, V)`` its ``count`` likeliest tokens with their log-probs, likeliest first.
+
+    >>> likeliest(torch.tensor([[-0.5, -2.0, -1.5]]), 2)
+    [[(0, -0.5), (2, -1.5)]]
+    """
+    values, tokens = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
+    return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
+
+
+def score_prompt(
+    hidden: Tensor,
+    weight: Tensor,
+    input_ids: Tensor,
+    token_types: Tensor,
+    sampling: SamplingParams,
+    banned_ids: Sequence[int],
+) -> tuple[list[float], list[TopLogProbs]]:
+    """Log-probs of a prompt's tokens under the policy, and the likeliest tokens at each of their places.
+
+    The first token and those of media have none: NaN and an empty list.
+
+    Args:
+        hidden: ``(P, H)``, the state after each token of ``input_ids (P,)``.
+        weight: ``(V, H)``, see `project`.
+    """
+    values, top = [math.nan], list[TopLogProbs]([[]])
+    for start in range(0, len(input_ids) - 1, SCORED_PLACES):
+        states = hidden[start : min(start + SCORED_PLACES, len(input_ids) - 1)]
+        following = slice(start + 1, start + 1 + len(states))
+        log_probs = policy_log_probs(project(states, weight), sampling.temperature or 1.0, banned_ids)
+        ids = input_ids[following].to(log_probs.device)
+        values += log_probs.gather(1, ids[:, None]).squeeze(1).tolist()
+        if sampling.top_prompt_log_probs:
+            top += likeliest(log_probs, sampling.top_prompt_log_probs)
+    for place in token_types.nonzero().squeeze(-1).tolist():
+        values[place] = math.nan
+        if place < len(top):
+            top[place] = []
+    return values, top
 
 
 def check_sampled(token_ids: Sequence[int], log_probs: Sequence[float], banned_ids: Sequence[int], row: str) -> None:
@@ -157,6 +209,17 @@ def derive_seed(*parts: int | str) -> int:
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a turn of an episode whose sample has this seed, counted from 0. The first turn has the sample's own seed.
+
+    Together with `derive_seed`, a random stream is identified by (seed, uid, sample number, turn).
+
+    >>> turn_seed(5, 0), turn_seed(5, 1) == turn_seed(5, 2)
+    (5, False)
+    """
+    return derive_seed(seed, "turn", turn) if turn else seed
 
 
 def uniforms(seeds: np.ndarray, step: int | np.ndarray) -> np.ndarray:

@@ -134,9 +134,9 @@ def first_setting(config: PolicyGradientConfig, builder: PromptBuilder, prompts:
 
 
 def launch_roles(
-    config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction
+    config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction | None = None
 ) -> Roles:
-    """The roles of a run: actor, engine and reward; a reference and a critic if the options have them."""
+    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them."""
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -144,14 +144,15 @@ def launch_roles(
         **vars(config.compute),
     )
     options: dict[str, Any] = {}
+    prompts = {name: getattr(config.data, name) for name in ("max_prompt_length", "min_pixels", "max_pixels")}
     if config.engine == "vllm":  # it processes images itself
-        options["max_model_len"] = config.data.max_prompt_length + config.data.max_response_length
+        options["max_model_len"] = config.data.max_prompt_length + config.longest_response
         options["image_options"] = builder.image_options
     return launch(
         actor=actor,
         reference=config.reference(actor),
         reward=reward,
-        rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options)),
+        rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options), prompts),
         on=config.on,
         layout=config.layout,
         critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,

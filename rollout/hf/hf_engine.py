@@ -1,50 +1,51 @@
 """The Hugging Face engine: batched sampling with a KV cache, on any device.
 
-The prefill of a prompt and the encoding of its images run once per distinct prompt; its samples get copies of the cache.
+Requests join and leave between two tokens. The prefill of a prompt and the encoding of its images run once per distinct prompt;
+its samples get copies of the cache. A request that continues a finished one reads only what is new.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoTokenizer
 
-from dataproto.errors import InvalidConfig
-from dataproto.vlm import family_of, media_spans
-from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, row_name
+from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits
+from dataproto.vlm import family_of
+from rollout.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TopLogProbs,
+    cpu_or_cuda,
+    request_name,
+    row_name,
+)
+from rollout.hf.batch import Batch
+from rollout.hf.decoder import Decoder, Read
+from rollout.hf.kept_prefixes import KeptPrefixes, Prefix
+from rollout.hf.open_requests import OpenRequest
 from rollout.pretrained import end_ids, generation_config
-from rollout.sampling import check_sampled, project, sample, uniforms
+from rollout.sampling import check_sampled, likeliest, policy_log_probs, project, sample, score_prompt, uniforms
+from rollout.stop_texts import completes_stop_text
 
 MIN_RUNNING_SHARE = 0.75
-"""Finished rows are removed from a wave once less than this share of its rows runs, because removal copies the cache."""
-
-
-@dataclass
-class _Wave:
-    """Sequences that are generated together."""
-
-    requests: np.ndarray  # (W,) request numbers
-    seeds: np.ndarray  # (W,) uint64
-    cache: DynamicCache
-    attention_mask: Tensor  # (W, tokens in the cache)
-    next_position: Tensor  # (4, W, 1) or (W, 1)
-    hidden: Tensor  # (W, H) state that predicts the next token
-
-    def keep(self, index: Tensor) -> None:
-        """Removes all rows but those of ``index``. ``hidden`` is not changed: the next step replaces it."""
-        chosen = index.cpu().numpy()
-        self.requests, self.seeds = self.requests[chosen], self.seeds[chosen]
-        self.cache.batch_select_indices(index)
-        self.attention_mask = self.attention_mask[index]
-        self.next_position = self.next_position[..., index, :]
+"""Once less than this share of a batch runs, finished rows are removed. If more requests wait than there is room for, they start
+once less than this share of ``max_num_seqs`` runs. Both copy the cache.
+"""
+KEPT_BYTES = 4 << 30
+"""The default memory for caches of finished requests."""
 
 
 class HFEngine:
-    """Generates with its own Hugging Face model, separate from the one that trains."""
+    """Generates with its own Hugging Face model, separate from the one that trains. See `RolloutEngine`."""
 
     def __init__(
         self,
@@ -52,12 +53,14 @@ class HFEngine:
         max_num_seqs: int = 256,
         dtype: str = "auto",
         device: torch.device | None = None,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         """Loads the checkpoint at ``model_path``.
 
         Args:
             max_num_seqs: number of sequences that are generated at a time.
             dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
+            kept_bytes: memory for the caches of finished requests that may be continued.
 
         Raises:
             InvalidConfig: ``max_num_seqs`` is below 1, or the checkpoint's ``generation_config.json`` cannot be read.
@@ -77,116 +80,242 @@ class HFEngine:
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self.prefilled_tokens = 0
+        """Number of prompt tokens that were computed in the engine's life."""
         self._has_weights = True  # false after a `load_weights` that failed
+        self._decoder = Decoder(self.family, self.model, self.device)
+        self._path = model_path
+        self._numbers = count()
+        self._waiting: dict[int, OpenRequest] = {}
+        self._batches: list[Batch] = []  # several if rows cannot be added to a batch
+        self._kept = KeptPrefixes(kept_bytes)
+        self._done: list[Completion] = []  # not returned yet
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._path)
+
+    # Requests
+
+    def submit(self, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        """Adds a request. See `RequestEngine.submit`; the prompt is read by a later poll."""
+        return self._add(request, sampling, keep)
+
+    def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        """Adds a request that continues the finished request ``number``. See `RequestEngine.fork`."""
+        return self._add(request, sampling, keep, self._kept.continued_by(request, number))
+
+    def _add(
+        self,
+        request: Request,
+        sampling: SamplingParams,
+        keep: bool = False,
+        prefix: Prefix | None = None,
+        name: str | None = None,
+    ) -> int:
+        number = next(self._numbers)
+        stop_ids = frozenset(sampling.stop_ids(self.end_ids))
+        name = name or request_name(number, request)
+        self._waiting[number] = OpenRequest(number, name, request, sampling, keep, stop_ids, prefix)
+        return number
+
+    def abort(self, number: int) -> Completion | None:
+        """Ends a request. See `RequestEngine.abort`."""
+        self._kept.remove(number)
+        row = self._waiting.pop(number, None)
+        for batch in self._batches:
+            row = batch.finish(number) or row
+        self._remove_finished()
+        return None if row is None else row.completion("abort")
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests whose completion no poll has returned."""
+        return len(self._waiting) + self._running + len(self._done)
+
+    @property
+    def _running(self) -> int:
+        return sum(int(batch.running.sum()) for batch in self._batches)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yields completions in the order in which they finish, in waves of ``max_num_seqs`` requests.
+        """Yields completions in the order in which they finish; ``max_num_seqs`` requests run at a time.
 
         Raises:
             NonFiniteLogits: no token can be sampled for a request; names its row. The engine stays usable.
         """
-        for start in range(0, len(requests), self.max_num_seqs):
-            yield from self._generate_wave(requests[start : start + self.max_num_seqs], sampling, start)
+        places: dict[int, int] = {}
+        try:
+            for place, request in enumerate(requests):
+                number = self._add(request, sampling, name=row_name(place, request.uid, sampling))
+                places[number] = place
+            while places:
+                done = self.poll()
+                self._done = [each for each in done if each.request not in places]  # another caller polls them
+                for completion in [each for each in done if each.request in places]:
+                    if completion.error is not None:
+                        raise completion.error
+                    yield replace(completion, request=places.pop(completion.request))
+        finally:
+            for number in places:
+                self.abort(number)
 
     @torch.inference_mode()
-    def _generate_wave(self, requests: Sequence[Request], sampling: SamplingParams, start: int) -> list[Completion]:
-        """The completions of requests, the first of which has number ``start``."""
-        wave = self._prefill(requests)
-        head = self.family.lm_head(self.model).weight
-        stop = np.array(sorted({*self.end_ids, *sampling.stop_token_ids}), dtype=np.int64)
-        tokens: list[list[int]] = [[] for _ in requests]
-        log_probs: list[list[float]] = [[] for _ in requests]
-        done: list[Completion] = []
-        running = np.ones(len(requests), dtype=bool)  # rows of the wave that have not finished
-        for step in range(sampling.max_tokens):
-            logits = project(wave.hidden, head)
-            numbers = torch.from_numpy(uniforms(wave.seeds, step)).to(self.device)
-            chosen, chosen_log_probs = sample(logits, sampling, numbers, self.banned_ids)
-            ids, values = chosen.cpu().numpy(), chosen_log_probs.cpu().numpy()
-            stopped = np.isin(ids, stop)
-            last = step + 1 == sampling.max_tokens
-            for row in np.flatnonzero(running):
-                number = int(wave.requests[row])
-                tokens[number].append(int(ids[row]))
-                log_probs[number].append(float(values[row]))
-                if not math.isfinite(values[row]) or ids[row] in self.banned_ids:
-                    check_sampled(
-                        tokens[number],
-                        log_probs[number],
-                        self.banned_ids,
-                        row_name(start + number, requests[number].uid, sampling),
-                    )
-                if stopped[row] or last:
-                    reason: FinishReason = "stop" if stopped[row] else "length"
-                    done.append(Completion(start + number, tokens[number], log_probs[number], reason))
-            running &= ~stopped
-            if last or not running.any():
-                break
-            if running.mean() < MIN_RUNNING_SHARE:
-                left = torch.from_numpy(np.flatnonzero(running)).to(self.device)
-                wave.keep(left)
-                chosen, running = chosen[left], running[running]
-            self._advance(wave, chosen)
+    def poll(self) -> list[Completion]:
+        """Reads prompts of waiting requests and samples one token of every running one. See `RequestEngine.poll`."""
+        try:
+            self._admit()
+            for batch in self._batches:
+                self._step(batch)
+        except BaseException:
+            self._suspend()
+            raise
+        self._remove_finished()
+        done, self._done = self._done, []
         return done
 
-    def _prefill(self, requests: Sequence[Request]) -> _Wave:
-        """Runs each distinct prompt once, left-padded, and gives each request a row of the cache."""
-        prompt_of: dict[int, int] = {}
-        rows = [prompt_of.setdefault(id(request.input_ids), len(prompt_of)) for request in requests]
-        first = dict(zip(reversed(rows), reversed(requests), strict=True))
-        prompts = [first[row] for row in range(len(prompt_of))]
-        length = max(len(prompt.input_ids) for prompt in prompts)
-        ids = torch.stack([_pad_left(prompt.input_ids, length) for prompt in prompts])
-        types = torch.stack([_pad_left(prompt.token_types, length) for prompt in prompts])
-        mask = torch.stack([_pad_left(torch.ones_like(prompt.input_ids), length) for prompt in prompts])
-        positions = torch.stack([_pad_left(prompt.position_ids, length) for prompt in prompts])  # (P, 4, L) or (P, L)
-        following = self.family.extend_positions(positions, mask, 1)
-        if positions.ndim == 3:
-            positions, following = positions.transpose(0, 1), following.transpose(0, 1)
+    # Prompts
 
-        media = self.family.distinct_media([prompt.multi_modal_inputs for prompt in prompts], self.model.config)
-        inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
-        spans = media_spans(types, media).to(self.device)
-        embeddings, extras = self.family.embed(self.model, ids.to(self.device), inputs, spans)
-        cache = DynamicCache(config=self.model.config.get_text_config())
-        hidden = self._decode(embeddings, positions.to(self.device), extras, mask.to(self.device), cache)
-        wave = _Wave(
-            requests=np.arange(len(requests)),
-            seeds=np.array([request.seed for request in requests], dtype=np.uint64),
-            cache=cache,
-            attention_mask=mask.to(self.device),
-            next_position=following.to(self.device),
-            hidden=hidden[:, -1],
-        )
-        index = torch.tensor(rows, device=self.device)
-        wave.cache.batch_select_indices(index)
-        wave.attention_mask = wave.attention_mask[index]
-        wave.next_position = wave.next_position[..., index, :]
-        wave.hidden = wave.hidden[index]
-        return wave
+    def _admit(self) -> None:
+        """Starts waiting requests if there is room for all of them, or for a good part of a batch."""
+        room = self.max_num_seqs - self._running
+        if room < min(len(self._waiting), (1 - MIN_RUNNING_SHARE) * self.max_num_seqs) or room < 1:
+            return
+        chosen = list(self._waiting.values())[:room]
+        for row in chosen:
+            if row.prefix is not None and (row.prefix.cache is None or row.scores_prompt):
+                row.prefix = None
+        self._start([row for row in chosen if row.prefix is None])
+        self._start([row for row in chosen if row.prefix is not None])
 
-    def _advance(self, wave: _Wave, tokens: Tensor) -> None:
-        wave.attention_mask = torch.cat([wave.attention_mask, wave.attention_mask.new_ones(len(tokens), 1)], dim=1)
-        embeddings = self.model.get_input_embeddings()(tokens[:, None])
-        hidden = self._decode(embeddings, wave.next_position, {}, wave.attention_mask, wave.cache)
-        wave.hidden = hidden[:, -1]
-        wave.next_position = wave.next_position + 1
+    def _start(self, rows: list[OpenRequest]) -> None:
+        """Reads prompts, all of which continue a prefix or none. If one of them is refused, each is read alone."""
+        if not rows:
+            return
+        try:
+            read = self._decoder.read(rows)
+        except DataProtoError as error:
+            if len(rows) > 1:
+                for row in rows:
+                    self._start([row])
+            else:
+                del self._waiting[rows[0].number]
+                error.args = (f"{rows[0].name}: {str(error).removeprefix('row 0: ')}",)
+                self._done.append(rows[0].completion("error", error))
+            return
+        self._score_prompts(read)
+        self.prefilled_tokens += read.tokens
+        for row in rows:
+            del self._waiting[row.number]
+            if row.prefix is not None:
+                row.cached_tokens, row.prefix = row.prefix.cached_tokens, None
+        if self._batches and self._batches[-1].can_grow:
+            self._batches[-1].join(read.batch)
+        else:
+            self._batches.append(read.batch)
 
-    def _decode(
-        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        return self.family.decode(
-            self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
+    def _score_prompts(self, read: Read) -> None:
+        """Log-probs of the prompts of requests that want them, once for equal prompts and settings."""
+        head = self.family.lm_head(self.model).weight
+        found: dict[tuple[int, float, int], tuple[list[float], list[TopLogProbs]]] = {}
+        for row, prompt in zip(read.batch.rows, read.prompts, strict=True):
+            if not row.scores_prompt:
+                continue
+            request, sampling = row.request, row.sampling
+            key = (prompt, sampling.temperature, sampling.top_prompt_log_probs)
+            if key not in found:
+                hidden = read.hidden[prompt, -len(request.input_ids) :]
+                found[key] = score_prompt(
+                    hidden, head, request.input_ids, request.token_types, sampling, self.banned_ids
+                )
+            row.prompt_log_probs, row.top_prompt_log_probs = found[key]
 
+    # Steps
+
+    def _step(self, batch: Batch) -> None:
+        """Samples one token of every row and, unless all rows finish with it, reads it."""
+        chosen, chosen_log_probs = self._sample(batch)
+        ids, values = chosen.cpu().numpy(), chosen_log_probs.cpu().numpy()
+        for place in np.flatnonzero(batch.running):
+            row = batch.rows[place]
+            row.token_ids.append(int(ids[place]))
+            row.log_probs.append(float(values[place]))
+            if (reason := self._finish_reason(row)) is not None:
+                batch.running[place] = False
+                self._finish(batch, int(place), reason)
+        if not batch.running.any():
+            return
+        if batch.running.mean() < MIN_RUNNING_SHARE:
+            left = batch.running_rows()
+            batch.select(left)
+            chosen = chosen[left]
+        self._decoder.advance(batch, chosen)
+
+    def _sample(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The next tokens ``(W,)`` and their log-probs ``(W,)``; one call of `sample` for rows with the same settings."""
+        logits = project(batch.hidden, self.family.lm_head(self.model).weight)
+        drawn = np.array([row.drawn for row in batch.rows])
+        numbers = torch.from_numpy(uniforms(batch.seeds, drawn)).to(self.device)
+        groups: dict[tuple[float, float, int, float], list[int]] = {}
+        for place, row in enumerate(batch.rows):
+            groups.setdefault(row.policy, []).append(place)
+        for place, row in enumerate(batch.rows):
+            if batch.running[place] and (wanted := row.sampling.top_log_probs):
+                log_probs = policy_log_probs(logits[place, None], row.sampling.temperature or 1.0, self.banned_ids)
+                row.top_log_probs += likeliest(log_probs, wanted)
+        if len(groups) == 1:
+            return sample(logits, batch.rows[0].sampling, numbers, self.banned_ids)
+        tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)
+        for places in groups.values():
+            sampling = batch.rows[places[0]].sampling
+            tokens[places], values[places] = sample(logits[places], sampling, numbers[places], self.banned_ids)
+        return tokens, values
+
+    def _finish_reason(self, row: OpenRequest) -> FinishReason | None:
+        """Why the row ends with its last token, or ``None`` if it goes on."""
+        token = row.token_ids[-1]
+        if not math.isfinite(row.log_probs[-1]) or token in self.banned_ids:
+            return "error"
+        if token in row.stop_ids:
+            return "stop"
+        if row.sampling.stop and completes_stop_text(self._tokenizer, row.response, row.sampling.stop):
+            return "stop"
+        return "length" if len(row.token_ids) >= row.sampling.max_tokens else None
+
+    def _finish(self, batch: Batch, place: int, reason: FinishReason) -> None:
+        row = batch.rows[place]
+        error = None
+        if reason == "error":
+            try:
+                check_sampled(row.token_ids, row.log_probs, self.banned_ids, row.name)
+            except NonFiniteLogits as found:
+                error = found
+        elif row.keep:
+            self._kept.add(row.number, row.prefix_with(batch.cache_of(place) if batch.can_grow else None))
+        self._done.append(row.completion(reason, error))
+
+    def _remove_finished(self) -> None:
+        self._batches = [batch for batch in self._batches if batch.running.any()]
+
+    def _suspend(self) -> None:
+        """Lets all running requests wait, with their tokens so far, and drops all caches."""
+        rows = [row for batch in self._batches for row, runs in zip(batch.rows, batch.running) if runs]
+        self._waiting = {row.number: row for row in rows} | self._waiting
+        self._batches = []
+        self._kept.drop_caches()
+        for row in self._waiting.values():
+            row.prefix = None
+
+    # Weights and memory
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies all parameters in place, one after another. Tied weights are required under one of their names only.
 
-        After an error the engine may hold a mix of old and new weights: load all of them again.
+        Requests that run go on from their tokens so far, which are read again. After an error the engine may hold a mix of old
+        and new weights: load all of them again.
 
         Raises:
             InvalidConfig: a name or shape does not exist in this model, tied weights have two values, or a parameter is missing.
         """
+        self._suspend()
         self._has_weights = False
         left = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, tensor in weights:
@@ -215,7 +344,8 @@ class HFEngine:
         return differing + list(left.values())
 
     def sleep(self) -> None:
-        """Moves the model to the host, on CUDA."""
+        """Drops caches and, on CUDA, moves the model to the host."""
+        self._suspend()
         if self.device.type == "cuda":
             self.model.to("cpu")
             torch.cuda.empty_cache()
@@ -224,7 +354,3 @@ class HFEngine:
         """Moves the model back to its device."""
         self.model.to(self.device)
         return self._has_weights
-
-
-def _pad_left(values: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(values, (length - values.shape[-1], 0))

@@ -62,6 +62,12 @@ def in_prompt_order(
     return [next(queues[kind]) for kind in conversation.kinds()] or list(images)
 
 
+def media_objects(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo] = ()) -> dict[str, Any]:
+    """The ``multi_modal_data`` of a row or of a turn."""
+    data = {"image": [image.image for image in images], "video": [(video.frames, video.metadata) for video in videos]}
+    return {kind: media for kind, media in data.items() if media}
+
+
 def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
     """``multi_modal_data`` and ``multi_modal_inputs`` of each row. Rows with equal media share the objects."""
     images: dict[bytes, ProcessedImage] = {}
@@ -74,8 +80,7 @@ def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[d
         media = in_prompt_order(prompt.conversation, own_images, own_videos)
         keys = tuple(medium.key for medium in media)
         if keys not in joined:
-            data = {"image": [i.image for i in own_images], "video": [(v.frames, v.metadata) for v in own_videos]}
-            joined[keys] = ({kind: found for kind, found in data.items() if found}, join_inputs(media))
+            joined[keys] = media_objects(own_images, own_videos), join_inputs(media)
         shared.append(joined[keys])
     return [dict(data) for data, _ in shared], [dict(inputs) for _, inputs in shared]
 

@@ -6,6 +6,7 @@ Letters: B rows, P tokens of the longest prompt.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -61,11 +62,14 @@ class PromptBuilder:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """``config`` is the model's. A model that reads text alone has no image processor (``None``).
 
         Images are resized to between ``min_pixels`` and ``max_pixels`` (default: the limits of the image processor). Processed
         images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
+
+        ``template_arguments`` are passed to the chat template, such as ``{"tools": [...], "enable_thinking": False}``.
         """
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
@@ -75,6 +79,7 @@ class PromptBuilder:
         self.image_processor = image_processor
         self.config = config
         self.max_prompt_length = max_prompt_length
+        self.template_arguments = dict(template_arguments or {})
         self.family = family_of(config)
         self.image_options = self.family.media_layout.processor_options(image_processor, min_pixels, max_pixels)
         self.media_tokens = self.family.media_tokens(config)
@@ -93,10 +98,12 @@ class PromptBuilder:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         image_cache_bytes: int = IMAGE_CACHE_BYTES,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> Self:
         """A builder with what `load_prompt_parts` reads from a checkpoint directory, and with its errors."""
         tokenizer, processor, config = load_prompt_parts(path)
-        return cls(tokenizer, processor, config, max_prompt_length, min_pixels, max_pixels, image_cache_bytes)
+        options = (max_prompt_length, min_pixels, max_pixels, image_cache_bytes, template_arguments)
+        return cls(tokenizer, processor, config, *options)
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Writes all that a checkpoint has beside weights and config: the files of tokenizer, image processor and processor."""
@@ -119,13 +126,17 @@ class PromptBuilder:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
         """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number)."""
         prompts = []
-        with self._processed.one_batch():
+        with self.one_batch():
             for place, row in enumerate(rows):
                 try:
                     prompts.append(self.prepare(row))
                 except DataProtoError as error:
                     raise invalid_row(row, place, str(error)) from error
         return self.collate(prompts)
+
+    def one_batch(self) -> AbstractContextManager[None]:
+        """A context in which this thread processes each distinct image once, however small the cache is."""
+        return self._processed.one_batch()
 
     # One row
 
@@ -191,7 +202,10 @@ class PromptBuilder:
             messages = [{**message, "content": as_parts(message["content"])} for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.template_arguments,
             )
         except Exception as error:  # errors of jinja, and those that templates raise
             raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from dataproto.errors import InvalidPrompt, MediaMismatch
-from rollout.engine import Request, SamplingParams, row_name
+from rollout.engine import Request, SamplingParams
 from rollout.vllm.versions import error_line
 
 MAX_REPORTED_ROWS = 5
@@ -24,15 +24,15 @@ class PromptRenderer:
     max_images: int | None
     processor_options: Mapping[str, Any]
 
-    def render(self, requests: Sequence[Request], sampling: SamplingParams) -> dict[int, Any]:
-        """vLLM's form of each distinct prompt, by the identity of its ``input_ids``.
+    def render(self, requests: Sequence[Request], sampling: SamplingParams, names: Sequence[str]) -> dict[int, Any]:
+        """vLLM's form of each distinct prompt, by the identity of its ``input_ids``. ``names`` of the requests are for messages.
 
         Raises:
-            InvalidPrompt: prompts cannot be used; names their rows.
+            InvalidPrompt: prompts cannot be used; names them.
         """
         prompts: dict[int, Any] = {}
         errors: list[str] = []
-        for number, request in enumerate(requests):
+        for name, request in zip(names, requests, strict=True):
             if id(request.input_ids) in prompts:
                 continue
             try:
@@ -41,7 +41,7 @@ class PromptRenderer:
                 raise
             except Exception as error:  # vLLM and image processors raise errors of any class
                 prompts[id(request.input_ids)] = None
-                errors.append(f"{row_name(number, request.uid, sampling)}: {error_line(error)}")
+                errors.append(f"{name}: {error_line(error)}")
         if errors:
             more = f" (and {len(errors) - MAX_REPORTED_ROWS} more rows)" if len(errors) > MAX_REPORTED_ROWS else ""
             raise InvalidPrompt("; ".join(errors[:MAX_REPORTED_ROWS]) + more)

@@ -9,32 +9,53 @@ complete.
 Logits are float32, as in the actor. vLLM would round them to the model's dtype, where a logit of 20 becomes a multiple of 1/8.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
-from rollout.engine import Request, SamplingParams
-from rollout.sampling import project, sample, uniforms
+from rollout.engine import SamplingParams, TopLogProbs
+from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
 from rollout.vllm.versions import batch_of, model_of
 
 EXTRA_ARGUMENT = "dataproto_request"
-"""The argument of a vLLM request that holds its number in the run."""
+"""The argument of a vLLM request that holds its slot."""
 FIRST_COLUMNS = 256
 """Initial number of log-probs per response that memory is allocated for."""
+FIRST_SLOTS = 64
+"""Initial number of open requests that memory is allocated for."""
 CHUNK_ROWS = 256
 """Rows sampled at a time, which bounds memory to a few copies of their logits."""
 
 
+@dataclass(eq=False)
+class Slot:
+    """How the tokens of an open request are sampled, and the likeliest ones found so far."""
+
+    sampling: SamplingParams
+    stop_id: int | None
+    top: dict[int, list[TopLogProbs]] = field(default_factory=dict)  # by place, counted from 1
+
+    @property
+    def policy(self) -> tuple[float, float, int, float, int | None]:
+        """What rows must have in common to be sampled by one call."""
+        sampling = self.sampling
+        return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, self.stop_id
+
+
+CLOSED = Slot(SamplingParams(), None)
+"""Of a row whose request has ended, in a step that had been prepared."""
+
+
 class PolicySampler(Sampler):
-    """Samples the next token of every row, for the requests of one run at a time."""
+    """Samples the next token of every row, each by the settings of its request. An open request has a slot."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -44,55 +65,131 @@ class PolicySampler(Sampler):
         self.device: torch.device = runner.device
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.prompt_temperature = 1.0
+        """Of the requests that want log-probs of their prompts."""
+        self._clear()
 
-    def begin(self, requests: Sequence[Request], sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
-        """Begins a run: from now on rows belong to these requests, which end with any of ``stop_ids``."""
-        self.sampling = sampling
-        self.stop_ids = stop_ids
-        self.seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-        # The first column is for tokens that vLLM discards, of prompts that are read in parts.
-        self.found = torch.zeros(len(requests), 1 + min(sampling.max_tokens, FIRST_COLUMNS), device=self.device)
+    def _clear(self) -> None:
+        self.slots: dict[int, Slot] = {}
+        self.seeds = np.zeros(0, dtype=np.uint64)
+        self.drawn = np.zeros(0, dtype=np.int64)
+        # Log-probs (slots, tokens). The first column is for tokens that vLLM discards, of prompts that are read in parts.
+        self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
+        self._free: list[int] = []
         self._names: list[str] = []
-        self._numbers = np.zeros(0, dtype=np.int64)
 
-    def log_probs(self, number: int, count: int) -> list[float]:
-        """Log-probs of the first ``count`` sampled tokens of request ``number``."""
+    # Requests
+
+    def open(self, seed: int, drawn: int, sampling: SamplingParams, stop_id: int | None) -> int:
+        """A slot for a request that draws from the stream of ``seed``, from number ``drawn`` on. ``stop_id`` is any of the
+        tokens that end it.
+        """
+        if not self.slots:
+            self._clear()
+        if not self._free:
+            self._add_slots(max(FIRST_SLOTS, len(self.seeds)))
+        slot = self._free.pop()
+        self.slots[slot] = Slot(sampling, stop_id)
+        self.seeds[slot], self.drawn[slot] = seed, drawn
+        return slot
+
+    def close(self, slot: int) -> None:
+        """Frees a slot. The next step may still write to it, before the first step of the request that gets it."""
+        if self.slots.pop(slot, None) is not None:
+            self._free.append(slot)
+
+    def log_probs(self, slot: int, count: int) -> list[float]:
+        """Log-probs of the first ``count`` sampled tokens of the request in a slot."""
         with nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream):
-            values: list[float] = self.found[number, 1 : 1 + count].tolist()
+            values: list[float] = self.found[slot, 1 : 1 + count].tolist()
         return values
+
+    def top_log_probs(self, slot: int, count: int) -> list[TopLogProbs]:
+        """The likeliest tokens at the places of the first ``count`` sampled tokens."""
+        return [self.slots[slot].top[place][0] for place in range(1, 1 + count)]
+
+    # Steps
 
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
         """Samples tokens ``(B, 1)`` int32 for the ``logits (B, V)`` of the current step."""
         names, steps, discarded = batch_of(self.runner)
         if names != self._names:
-            self._names, requests = names, self.runner.requests
-            self._numbers = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
+            self._set_rows(names)
         places = np.where(discarded, 0, steps + 1)
-        self._extend(int(places.max(initial=0)))
-        numbers = uniforms(self.seeds[self._numbers], np.where(discarded, 0, steps))
-        sent = torch.from_numpy(np.stack([self._numbers, places, numbers.view(np.int64)]))
+        self._add_columns(int(places.max(initial=0)))
+        numbers = uniforms(self.seeds[self._rows], self.drawn[self._rows] + np.where(discarded, 0, steps))
+        sent = torch.from_numpy(np.stack([self._rows, places, numbers.view(np.int64)]))
         if self.side_stream is not None:
             sent = sent.pin_memory().to(self.device, non_blocking=True)  # one copy, without waiting
         chosen, log_probs = [], []
-        for start in range(0, len(names), CHUNK_ROWS):
-            part = slice(start, start + CHUNK_ROWS)
-            tokens, values = sample(logits[part], self.sampling, sent[2, part].view(torch.float64), self.banned_ids)
-            if self.stop_ids:  # a row with non-finite logits ends here; its log-prob reports it
-                tokens = tokens.where(values.isfinite(), self.stop_ids[0])
+        for part, slot in self._parts:
+            tokens, values = sample(logits[part], slot.sampling, sent[2, part].view(torch.float64), self.banned_ids)
+            if slot.stop_id is not None:  # a row with non-finite logits ends here; its log-prob reports it
+                tokens = tokens.where(values.isfinite(), slot.stop_id)
             chosen.append(tokens)
             log_probs.append(values)
-        self.found[sent[0], sent[1]] = torch.cat(log_probs)
-        return SamplerOutput(sampled_token_ids=torch.cat(chosen).int().unsqueeze(-1), logprobs_tensors=None)
+        tokens, values = torch.cat(chosen), torch.cat(log_probs)
+        if self._order is not None:
+            tokens, values = tokens[self._order], values[self._order]
+        self.found[sent[0], sent[1]] = values
+        for row, slot in self._with_top:
+            found = policy_log_probs(logits[row, None], slot.sampling.temperature or 1.0, self.banned_ids)
+            slot.top[int(places[row])] = likeliest(found, slot.sampling.top_log_probs)
+        return SamplerOutput(sampled_token_ids=tokens.int().unsqueeze(-1), logprobs_tensors=None)
 
-    def _extend(self, column: int) -> None:
-        """Extends the memory of log-probs to this column, so that it grows with the longest response, not to ``max_tokens``."""
-        width = self.found.shape[1]
-        if column < width:
+    def _set_rows(self, names: list[str]) -> None:
+        """Finds the slots of rows and groups rows that one call of `sample` can serve, at most `CHUNK_ROWS` in a call."""
+        requests = self.runner.requests
+        self._names = names
+        self._rows = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
+        slots = [self.slots.get(row, CLOSED) for row in self._rows.tolist()]
+        self._with_top = [(row, slot) for row, slot in enumerate(slots) if slot.sampling.top_log_probs]
+        groups: dict[Any, list[int]] = {}
+        for row, slot in enumerate(slots):
+            groups.setdefault(slot.policy, []).append(row)
+        self._parts: list[tuple[slice | Tensor, Slot]] = []
+        self._order: Tensor | None = None
+        if len(groups) == 1:
+            starts = range(0, len(names), CHUNK_ROWS)
+            self._parts = [(slice(start, start + CHUNK_ROWS), slots[0]) for start in starts]
             return
-        wider = max(column + 1, min(2 * column, self.sampling.max_tokens + 1))
-        self.found = torch.nn.functional.pad(self.found, (0, wider - width))
+        for rows in groups.values():
+            for start in range(0, len(rows), CHUNK_ROWS):
+                part = torch.tensor(rows[start : start + CHUNK_ROWS], device=self.device)
+                self._parts.append((part, slots[rows[0]]))
+        together = torch.cat([part for part, _ in self._parts if isinstance(part, Tensor)])
+        self._order = together.argsort()
+
+    def _add_slots(self, count: int) -> None:
+        first = len(self.seeds)
+        self.seeds = np.concatenate([self.seeds, np.zeros(count, dtype=np.uint64)])
+        self.drawn = np.concatenate([self.drawn, np.zeros(count, dtype=np.int64)])
+        self._free += range(first + count - 1, first - 1, -1)
+        self._pad((0, 0, 0, count))
+
+    def _add_columns(self, column: int) -> None:
+        """Adds columns up to this one, so that memory grows with the longest response, not to ``max_tokens``."""
+        width = self.found.shape[1]
+        if column >= width:
+            self._pad((0, max(column + 1, 2 * column) - width))
+
+    def _pad(self, sides: tuple[int, ...]) -> None:
+        self.found = torch.nn.functional.pad(self.found, sides)
         if self.side_stream is not None:  # the copy of earlier values is ordered after the current step
             self.side_stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    # Log-probs of prompts, of which vLLM asks the sampler
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
+        """Log-probs ``(P, V)`` of the policy."""
+        return policy_log_probs(logits, self.prompt_temperature, self.banned_ids)
+
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """Log-probs of the tokens ``(P,)`` and of the likeliest ones, ``(P, 1 + num_logprobs)``."""
+        values, tokens = logprobs.topk(num_logprobs, dim=-1)
+        own = token_ids.unsqueeze(-1)
+        values, tokens = torch.cat([logprobs.gather(-1, own), values], -1), torch.cat([own, tokens], -1)
+        return LogprobsTensors(tokens.int(), values, torch.zeros_like(token_ids, dtype=torch.int32))
 
 
 class Float32Head(UnquantizedEmbeddingMethod):

@@ -82,6 +82,15 @@ def batch_of(runner: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
     return list(batch.req_ids[:rows]), tokens, runner.discard_request_mask.np[:rows]
 
 
+def state_of(engine: Any, name: str) -> Any:
+    """What vLLM knows of a request that it has: ``detokenizer.output_token_ids``, ``logprobs_processor.prompt_logprobs`` and
+    ``num_cached_tokens``. ``None`` if it has dropped it.
+    """
+    processor = engine.output_processor
+    (own,) = getattr(processor, "external_req_ids", {}).get(name) or [name]  # its own names, in later versions
+    return processor.request_states.get(own)
+
+
 def model_of(worker: Any) -> nn.Module:
     """The model of a worker."""
     model: nn.Module = worker.model_runner.get_model()

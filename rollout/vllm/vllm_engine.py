@@ -6,6 +6,8 @@ it gets are compared with those of the training side before anything is generate
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -14,13 +16,23 @@ from torch import Tensor
 
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, NonFiniteLogits, RequestFailed, RunAbandoned
 from dataproto.vlm import family_of
-from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams, cpu_or_cuda, row_name
+from rollout.continuation import check_continues
+from rollout.engine import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    cpu_or_cuda,
+    request_name,
+    row_name,
+)
 from rollout.pretrained import end_ids, generation_config
-from rollout.sampling import check_sampled
+from rollout.stop_texts import completes_stop_text
+from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
 from rollout.vllm.startup import processor_options, start_llm
-from rollout.vllm.versions import clear_kv_cache, error_line
+from rollout.vllm.versions import clear_kv_cache, error_line, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 
 
@@ -82,10 +94,73 @@ class VLLMEngine:
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
         self.prompts = PromptRenderer(self.llm, int(config.max_model_len), max_images, options["mm_processor_kwargs"])
         self._kv_cache_is_finite = True
-        self._open: dict[str, int] = {}  # requests of the current run, and their numbers
-        self._runs = count()
+        self._numbers, self._calls = count(), count()
+        self._open: dict[str, EngineRequest] = {}  # that vLLM runs, by the names that it knows them by
+        self._waiting: dict[int, EngineRequest] = {}  # to be given to vLLM again
+        self._kept: dict[int, FinishedRequest] = {}
+        self._done: list[Completion] = []  # not returned yet
+        self._run: Mapping[int, int] = {}  # numbers and places of the requests of the last `generate`
 
-    # Generation
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self.llm.get_tokenizer()
+
+    # Requests
+
+    def submit(self, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        """Adds a request. See `RequestEngine.submit`.
+
+        Raises:
+            InvalidPrompt: the prompt is too long, has too many images or one that vLLM refuses, or vLLM expands its tokens
+                differently than the training side.
+        """
+        number = next(self._numbers)
+        row = EngineRequest(number, request_name(number, request), request, sampling, keep)
+        self._add([row], sampling)
+        return number
+
+    def fork(self, number: int, request: Request, sampling: SamplingParams, keep: bool = False) -> int:
+        """Adds a request that continues the finished request ``number``. See `RequestEngine.fork`.
+
+        What is kept is in vLLM's cache of prefixes, in whole blocks, for as long as vLLM does not need the memory.
+        """
+        if number not in self._kept:
+            raise InvalidConfig(f"request {number} cannot be continued: it is no finished request submitted with keep")
+        check_continues(request, self._kept[number].input_ids, self._kept[number].media)
+        return self.submit(request, sampling, keep)
+
+    def abort(self, number: int) -> Completion | None:
+        """Ends a request. See `RequestEngine.abort`."""
+        self._kept.pop(number, None)
+        row = self._waiting.pop(number, None)
+        names = [name for name, each in self._open.items() if each.number == number]
+        for name in names:
+            row = self._interrupt(name)
+        return None if row is None else row.completion("abort")
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests whose completion no poll has returned."""
+        return len(self._waiting) + len(self._open) + len(self._done)
+
+    def poll(self) -> list[Completion]:
+        """Runs one step of vLLM. See `RequestEngine.poll`.
+
+        Raises:
+            RequestFailed: vLLM has dropped requests.
+        """
+        self._add_waiting()
+        for output in self.engine.step() if self._open else ():
+            if output.finished and output.request_id in self._open:
+                self._finish(self._open.pop(output.request_id), output, output.outputs[0].finish_reason)
+        for name in [name for name, row in self._open.items() if row.sampling.stop]:
+            self._stop_by_text(name)
+        if self._open and not self.engine.has_unfinished_requests():
+            rows = [self._interrupt(name) for name in list(self._open)]
+            names = ", ".join(row.name for row in rows[:MAX_REPORTED_ROWS])
+            raise RequestFailed(f"vLLM has dropped {len(rows)} requests: {names}")
+        done, self._done = self._done, []
+        return done
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         """Yields completions as they finish.
@@ -97,45 +172,93 @@ class VLLMEngine:
             RequestFailed: vLLM ended a request by itself; names its row and the reason.
             RunAbandoned: another run began before this one was read to its end; an engine has one run at a time.
         """
-        mine: dict[str, int] = {}
-        left = len(requests)
+        rows = [
+            EngineRequest(next(self._numbers), row_name(place, request.uid, sampling), request, sampling, keep=False)
+            for place, request in enumerate(requests)
+        ]
+        places = {row.number: place for place, row in enumerate(rows)}
+        left = len(rows)
         try:
-            self._add_requests(requests, sampling, mine)
-            while mine:
-                for output in self.engine.step():
-                    if output.finished and output.request_id in mine:
-                        left -= 1
-                        number = mine.pop(output.request_id)
-                        yield self._completion(
-                            number, output.outputs[0], row_name(number, requests[number].uid, sampling)
+            self._add(rows, sampling, places)
+            while left:
+                done = self.poll()
+                self._done = [each for each in done if each.request not in places]  # another caller polls them
+                for completion in [each for each in done if each.request in places]:
+                    if completion.error is not None:
+                        raise completion.error
+                    left -= 1
+                    yield replace(completion, request=places[completion.request])
+                    if left and self._run is not places:
+                        raise RunAbandoned(
+                            f"another run began before this one was read to its end: {left} of {len(requests)} "
+                            "completions are lost; read each run before the next, for instance into a list"
                         )
-                        if left and self._open is not mine:
-                            raise RunAbandoned(
-                                f"another run began before this one was read to its end: {left} of {len(requests)} "
-                                "completions are lost; read each run before the next, for instance into a list"
-                            )
-                if mine and not self.engine.has_unfinished_requests():
-                    rows = [row_name(number, requests[number].uid, sampling) for number in mine.values()]
-                    raise RequestFailed(f"vLLM has dropped {len(mine)} requests: {', '.join(rows[:MAX_REPORTED_ROWS])}")
         finally:
-            self._abort(mine)  # after an error, or if the caller stops reading
+            self._end_run(places)  # after an error, or if the caller stops reading
 
-    def _add_requests(self, requests: Sequence[Request], sampling: SamplingParams, mine: dict[str, int]) -> None:
-        """Begins a run: gives all requests to vLLM, and adds their names and numbers to ``mine``."""
+    def _begin_run(self, run: Mapping[int, int]) -> None:
+        self._end_run(self._run)
+        self._run = run
+
+    def _end_run(self, run: Mapping[int, int]) -> None:
+        """Ends all requests of a run."""
+        names = [name for name, row in self._open.items() if row.number in run]
+        if names:
+            self.engine.abort_request(names)
+        for name in names:
+            self.sampler.close(self._open.pop(name).slot)
+        self._waiting = {number: row for number, row in self._waiting.items() if number not in run}
+
+    def _add_waiting(self) -> None:
+        """Gives waiting requests to vLLM."""
+        for row in list(self._waiting.values()):
+            if not self._can_score(row):
+                continue
+            del self._waiting[row.number]
+            try:
+                self._add([row], row.rest[1])
+            except DataProtoError as error:
+                self._done.append(row.completion("error", error=error))
+
+    def _can_score(self, row: EngineRequest) -> bool:
+        """Whether the log-probs of its prompt, if it wants some, can be computed: vLLM does not tell the sampler whose prompt
+        they are of, so prompts that run together have one temperature.
+        """
+        others = [other.sampling.temperature for other in self._open.values() if other.scores_prompt]
+        return not row.scores_prompt or all(other == row.sampling.temperature for other in others)
+
+    def _add(
+        self, rows: Sequence[EngineRequest], sampling: SamplingParams, run: Mapping[int, int] | None = None
+    ) -> None:
+        """Gives requests to vLLM, all or none, or lets them wait. A ``run`` ends the one before, which the caller neither
+        finished nor closed.
+        """
+        if not all(map(self._can_score, rows)):
+            if run is not None:
+                self._begin_run(run)
+            self._waiting |= {row.number: row for row in rows}
+            return
+        requests = [row.rest[0] for row in rows]
         with self._image_caches_in_sync():
-            prompts = self.prompts.render(requests, sampling)
+            prompts = self.prompts.render(requests, sampling, [row.name for row in rows])
             self.wake_kv_cache()
-            self._abort(self._open)  # if the caller neither finished nor closed the last run
-            self._clear_non_finite()
-            self._open, run = mine, next(self._runs)
-            self.sampler.begin(requests, sampling, self._stop_ids(sampling))
-            for number, request in enumerate(requests):
-                name = f"{run}-{number}"
+            if run is not None:
+                self._begin_run(run)
+            if not self._open:
+                self._clear_non_finite()
+            stop_ids, call = sampling.stop_ids(self.end_ids), next(self._calls)
+            for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
+                stop_id = stop_ids[0] if stop_ids else None
+                row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
+                name = f"{call}-{place}"
                 try:
-                    self.engine.add_request(name, prompts[id(request.input_ids)], self._params(number, sampling))
-                except ValueError as error:
-                    raise InvalidPrompt(f"{row_name(number, request.uid, sampling)}: {error_line(error)}") from error
-                mine[name] = number
+                    self.engine.add_request(name, prompts[id(request.input_ids)], self._params(row.slot, sampling))
+                except BaseException as error:
+                    self.sampler.close(row.slot)
+                    if isinstance(error, ValueError):
+                        raise InvalidPrompt(f"{row.name}: {error_line(error)}") from error
+                    raise
+                self._open[name] = row
 
     @contextmanager
     def _image_caches_in_sync(self) -> Iterator[None]:
@@ -148,25 +271,53 @@ class VLLMEngine:
             self.llm.reset_mm_cache()
             raise
 
-    def _abort(self, requests: dict[str, int]) -> None:
-        if requests:
-            self.engine.abort_request(list(requests))
-            requests.clear()
+    def _take(self, row: EngineRequest, token_ids: list[int]) -> None:
+        """Adds tokens that vLLM has sampled to a request, and frees its slot."""
+        row.log_probs = row.log_probs + self.sampler.log_probs(row.slot, len(token_ids))
+        if row.sampling.top_log_probs:
+            row.top_log_probs = row.top_log_probs + self.sampler.top_log_probs(row.slot, len(token_ids))
+        row.token_ids = row.token_ids + token_ids
+        self.sampler.close(row.slot)
 
-    def _completion(self, number: int, output: Any, row: str) -> Completion:
-        if output.finish_reason not in FINISH_REASONS:
-            raise RequestFailed(
-                f"{row}: vLLM ended its request with {output.finish_reason!r} after {len(output.token_ids)} tokens, neither by "
-                "an end token nor by length"
-            )
-        token_ids = list(output.token_ids)
-        log_probs = self.sampler.log_probs(number, len(token_ids))
-        try:
-            check_sampled(token_ids, log_probs, self.banned_ids, row)
-        except NonFiniteLogits:
+    def _finish(self, row: EngineRequest, output: Any, reason: str | None) -> None:
+        """Adds the completion of a request that has ended."""
+        self._take(row, list(output.outputs[0].token_ids))
+        row.prompt = output.prompt_logprobs
+        if reason == "length" and row.sampling.stop and self._completes_stop_text(row, ()):
+            reason = "stop"
+        error = failure(row, reason, self.banned_ids)
+        if isinstance(error, NonFiniteLogits):
             self._kv_cache_is_finite = False
-            raise
-        return Completion(number, token_ids, log_probs, output.finish_reason)
+        elif error is None and row.keep:
+            self._kept[row.number] = row.finished()
+        ended: FinishReason = "error" if error else "stop" if reason == "stop" else "length"
+        self._done.append(row.completion(ended, output.num_cached_tokens or 0, error))
+
+    def _stop_by_text(self, name: str) -> None:
+        """Ends a running request if its last token completes a stop text."""
+        token_ids = self._tokens(name)
+        if token_ids and self._completes_stop_text(self._open[name], token_ids):
+            state = state_of(self.engine, name)
+            row = self._interrupt(name)
+            row.prompt = state.logprobs_processor.prompt_logprobs
+            if row.keep:
+                self._kept[row.number] = row.finished()
+            self._done.append(row.completion("stop", state.num_cached_tokens or 0))
+
+    def _tokens(self, name: str) -> list[int]:
+        """The tokens that a running request has sampled so far."""
+        state = state_of(self.engine, name)
+        return [] if state is None else list(state.detokenizer.output_token_ids)
+
+    def _interrupt(self, name: str) -> EngineRequest:
+        """Takes a running request and its tokens so far from vLLM."""
+        row = self._open.pop(name)
+        self._take(row, self._tokens(name))
+        self.engine.abort_request([name])
+        return row
+
+    def _completes_stop_text(self, row: EngineRequest, token_ids: Sequence[int]) -> bool:
+        return completes_stop_text(self._tokenizer, row.response(token_ids), row.sampling.stop)
 
     def _clear_non_finite(self) -> None:
         """Removes NaN and infinity from the KV cache, where they would spread to other rows."""
@@ -175,32 +326,26 @@ class VLLMEngine:
             self.llm.collective_rpc(clear_kv_cache)
             self._kv_cache_is_finite = True
 
-    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
-        return sorted({*self.end_ids, *sampling.stop_token_ids})
+    def _params(self, slot: int, sampling: SamplingParams) -> Any:
+        if sampling.prompt_log_probs or sampling.top_prompt_log_probs:
+            self.sampler.prompt_temperature = sampling.temperature or 1.0
+        return vllm_params(sampling, slot, sampling.stop_ids(self.end_ids))
 
-    def _params(self, number: int, sampling: SamplingParams) -> Any:
-        from vllm import SamplingParams as Params
-        from vllm.sampling_params import RequestOutputKind
-
-        from rollout.vllm.sampler import EXTRA_ARGUMENT
-
-        return Params(
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=self._stop_ids(sampling),
-            ignore_eos=True,  # the end tokens are among the stop tokens
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={EXTRA_ARGUMENT: number},
-        )
+    def _suspend(self) -> None:
+        """Lets all running requests wait, with their tokens so far."""
+        rows = [self._interrupt(name) for name in list(self._open)]
+        self._waiting |= {row.number: row for row in rows}
 
     # Weights and memory
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Streams Hugging Face parameters into the running engine, in place, and clears all caches that depend on weights.
+        Running requests go on from their tokens so far.
 
         Raises:
             InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
         """
+        self._suspend()
         self.memory.has_weights = False
         try:
             (missing,) = self.llm.collective_rpc(load_parameters, args=(self._checkpoint_weights(weights),))
@@ -231,6 +376,7 @@ class VLLMEngine:
         """Clears caches and, on CUDA, frees the KV cache and the weights. Processed images stay in host memory, up to vLLM's
         ``mm_processor_cache_gb``.
         """
+        self._suspend()
         self._reset_caches()
         self.memory.sleep()
 

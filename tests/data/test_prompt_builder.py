@@ -1,3 +1,4 @@
+import copy
 import io
 import json
 
@@ -382,6 +383,18 @@ class TextOnly:
 
     def __call__(self, *arguments, **options):
         return self.inner(*arguments, **options)
+
+
+def test_arguments_of_the_template_are_passed_on(tmp_path):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = "{{ 'with' if enable_thinking else 'without' }} thinking {{ tools[0].function.name }}"
+    tokenizer.save_pretrained(tmp_path)
+    tiny_image_processor().save_pretrained(tmp_path)
+    tiny_prompt_config("qwen2_5_vl").save_pretrained(tmp_path)
+    for thinking, text in ((False, "without thinking zoom"), (True, "with thinking zoom")):
+        arguments = {"tools": [{"type": "function", "function": {"name": "zoom"}}], "enable_thinking": thinking}
+        builder = PromptBuilder.from_pretrained(tmp_path, 64, template_arguments=arguments)
+        assert tokenizer.decode(builder([{"prompt": "x"}])["input_ids"][0]) == text
 
 
 def test_a_template_that_refuses_is_a_bad_prompt():

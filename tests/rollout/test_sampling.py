@@ -23,6 +23,8 @@ def test_top_k_and_top_p_keep_the_right_tokens():
     assert (restrict(log_probs, top_p=0.71) > 0).tolist() == [[False, True, True, True]]
     assert (restrict(log_probs, top_p=1e-9) > 0).tolist() == [[False, True, False, False]]
     assert (restrict(log_probs, top_k=3, top_p=0.5) > 0).tolist() == [[False, True, False, True]]
+    assert (restrict(log_probs, min_p=0.6) > 0).tolist() == [[False, True, False, True]]  # at least 0.24
+    assert (restrict(log_probs, min_p=1.0) > 0).tolist() == [[False, True, False, False]]
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=9).filter(any), st.floats(0, 1, exclude_max=True))
@@ -51,7 +53,10 @@ def test_a_stream_does_not_depend_on_its_neighbours():
 
 @pytest.mark.parametrize(
     "options",
-    [{"n": 0}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"n": 2, "temperature": 0}],
+    [
+        *({"n": 0}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"n": 2, "temperature": 0}),
+        *({"min_p": 1.1}, {"min_p": -0.1}, {"stop": "text"}, {"stop": ("",)}, {"top_log_probs": -1}),
+    ],
 )
 def test_impossible_sampling_is_refused(options):
     with pytest.raises(InvalidConfig):

@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED
+from helpers.turns import observed_turn
+from rollout.engine import SamplingParams
+from rollout.engine_ranks import drive
 from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.vllm
 
 CPU = torch.device("cpu")
 SIZE = 2
+TURNS = SamplingParams(temperature=0.8, max_tokens=8, seed=1)
 LAYOUTS = {"fsdp": Layout(dp=SIZE), "pipeline": Layout(pp=SIZE)}
 
 
@@ -50,16 +54,35 @@ def work(rank, case, port, path, results):
         rollout = RolloutWorker(config, actor.named_weights, ranks)
         mine = prompts_of(builder)[rows_of(case, rank)]
         first, greedy = rollout.generate(mine, SAMPLED), rollout.generate(mine, GREEDY)
+        requests = build_requests(prompts_of(builder), TURNS)
+        with rollout.sharding:
+            played = drive(rollout.engine, dist.group.WORLD, lambda engine: two_turns(engine, builder, requests))
         with torch.no_grad():
             for parameter in actor.module.parameters():
                 parameter.mul_(1.5)
         assert rollout.differing_weights()
         rollout.mark_stale()
         second = rollout.generate(mine, SAMPLED)
-        found = read(first), read(greedy), read(second), rollout.differing_weights(), scores(actor, second)
+        found = read(first), read(greedy), read(second), rollout.differing_weights(), scores(actor, second), played
         results.put((rank, found))
     except BaseException:  # passed to the test, which would otherwise wait for ever
         results.put((rank, traceback.format_exc()))
+
+
+def two_turns(engine, builder, requests):
+    """Tokens of both turns of each request, which join at different times."""
+    running, found = {}, {}
+    for place, request in enumerate(requests):
+        running[engine.submit(request, TURNS, keep=True)] = place, request
+        engine.poll()
+    while engine.unfinished:
+        for done in engine.poll():
+            place, request = running[done.request]
+            found.setdefault(place, []).append(done.token_ids)
+            if len(found[place]) == 1:
+                later = observed_turn(builder, request, done, ROWS[place - 1])
+                running[engine.fork(done.request, later, TURNS)] = place, later
+    return [found[place] for place in sorted(found)]
 
 
 def read(data):
@@ -116,7 +139,14 @@ def test_both_get_their_own_rows_as_one_process_samples_them(found, case, checkp
 
 
 def test_each_holds_its_part_of_the_new_weights(found):
-    for first, _, second, differing, largest in found:
+    for first, _, second, differing, largest, _ in found:
         assert not (first[1] == second[1]).all()
         assert differing == []
         assert largest < 1e-4
+
+
+def test_turns_that_the_first_rank_plays_are_those_of_one_process(found, checkpoint):
+    builder = PromptBuilder.from_pretrained(checkpoint, 300)
+    engine = HFEngine(checkpoint, device=CPU)
+    alone = two_turns(engine, builder, build_requests(prompts_of(builder), TURNS))
+    assert [each[5] for each in found] == [alone, alone]

@@ -14,7 +14,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import fill_up
 from dataproto.vlm import MediaSpans, family_of
 from helpers.batches import padded_log_probs
-from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows
+from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows, turn_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
@@ -149,10 +149,11 @@ def checkpoints(tmp_path_factory):
         "deep": config_with_layers("qwen3_vl", layers=4, tied=True),
         "text": config_with_layers("qwen2_5_vl"),
         "odd": config_with_layers("qwen3_vl"),
+        "turns": config_with_layers("qwen3_vl"),
     }.items():
         path = tmp_path_factory.mktemp(name)
         tiny_model(config.model_type, config=config).save_pretrained(path)
-        data = text_rows(config) if name == "text" else mixed_rows(config)
+        data = {"text": text_rows, "turns": turn_rows}.get(name, mixed_rows)(config)
         data = data[[0, 1, 3, 4]] if name == "odd" else data  # micro-batches of 31 and 13 tokens
         data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
         found[name] = str(path), data
@@ -167,6 +168,7 @@ TWO = {
     "interleaved, tied": ("deep", PP2, {"pipeline_schedule": "interleaved"}),
     "uneven, tied": ("deep", PP2, {"pipeline_layers": (1, 3), "activation_checkpointing": "full"}),
     "no image": ("text", PP2, {}),
+    "images in later turns": ("turns", PP2, {}),
     "a frozen tower": ("qwen3_vl", PP2, {"freeze_vision": True}),
     "a frozen decoder": ("smolvlm", Layout(tp=2), {"freeze_language": True}),
     "adapters": ("qwen3_vl", PP2, {"lora_rank": 4}),
@@ -182,6 +184,7 @@ MORE_OF_FOUR = {
     "qwen3_vl_moe, sp 2 x pp 2": ("qwen3_vl_moe", Layout(sp=2, pp=2), {}),
     "an odd number of tokens, tp 2 x pp 2": ("odd", Layout(tp=2, pp=2), {}),
     "an odd number of tokens, sp 2 x pp 2": ("odd", Layout(sp=2, pp=2), {}),
+    "images in later turns, sp 2 x pp 2": ("turns", Layout(sp=2, pp=2), {}),
     "dp 2 x pp 2": ("qwen3_vl", Layout(dp=2, pp=2), {}),
     "dp 2 x pp 2, ep 2": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {}),
     "pp 4, tied": ("deep", Layout(pp=4), {}),
@@ -354,7 +357,7 @@ def test_a_tail_changes_nothing(checkpoints):
     config = config_with_layers("qwen3_vl")
     rows = text_rows(config)[[0, 0, 1]]
     module = PackedVLM(tiny_model("qwen3_vl", config=config), family_of(config), 1.0)
-    packed = pack(module, rows, sharing(rows))
+    packed = pack(module, rows, sharing(module, rows))
     assert packed.key_index is not None
     nowhere = MediaSpans(*[torch.zeros(0, dtype=torch.int64)] * 2)
     expected, found = (module(each, {}, nowhere)[0] for each in (packed, fill_up(packed, 40, 8)))

@@ -1,0 +1,111 @@
+"""Rows that are decoded together, and their KV cache. Letters: W rows, T tokens of the longest row, H hidden size."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from rollout.hf.kept_prefixes import LayerCache, Prefix
+from rollout.hf.open_requests import OpenRequest
+
+
+@dataclass(eq=False)
+class Batch:
+    """Rows are aligned at their last token. Tokens of other rows, and padding, are masked."""
+
+    rows: list[OpenRequest]  # W
+    cache: DynamicCache
+    attention_mask: Tensor  # (W, T) int64
+    next_position: Tensor  # (4, W, 1) or (W, 1)
+    hidden: Tensor  # (W, H) states that predict the next tokens
+
+    def __post_init__(self) -> None:
+        self.running = np.ones(len(self.rows), dtype=bool)  # rows that have not finished
+        self.seeds = np.array([row.request.seed for row in self.rows], dtype=np.uint64)
+
+    def select(self, index: Tensor) -> None:
+        """Removes all rows but those of ``index``."""
+        chosen = index.cpu().numpy()
+        self.rows, self.running, self.seeds = (
+            [self.rows[row] for row in chosen],
+            self.running[chosen],
+            self.seeds[chosen],
+        )
+        self.cache.batch_select_indices(index)
+        self.attention_mask, self.hidden = self.attention_mask[index], self.hidden[index]
+        self.next_position = self.next_position[..., index, :]
+
+    def running_rows(self) -> Tensor:
+        """Indices of the rows that have not finished."""
+        return torch.from_numpy(np.flatnonzero(self.running)).to(self.hidden.device)
+
+    def finish(self, number: int) -> OpenRequest | None:
+        """Ends the row of a request, if it runs in this batch."""
+        for place in np.flatnonzero(self.running):
+            if self.rows[place].number == number:
+                self.running[place] = False
+                return self.rows[place]
+        return None
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers of the cache, with ``keys`` and ``values (W, heads, T, D)``."""
+        return self.cache.layers
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether other rows can be added, and rows kept: all layers cache every token."""
+        return all(type(layer) is DynamicLayer for layer in self.layers)
+
+    def join(self, other: "Batch") -> None:
+        """Adds the rows of another batch. Finished rows, and columns that no row attends to, are removed."""
+        if not self.running.all():
+            self.select(self.running_rows())
+        self._trim()
+        length = max(self.attention_mask.shape[1], other.attention_mask.shape[1])
+        for mine, others in zip(self.layers, other.layers, strict=True):
+            for name in ("keys", "values"):
+                parts = (_lengthened(getattr(layer, name), length) for layer in (mine, others))
+                setattr(mine, name, torch.cat(tuple(parts)))
+        masks = (pad(mask, (length - mask.shape[1], 0)) for mask in (self.attention_mask, other.attention_mask))
+        self.attention_mask = torch.cat(tuple(masks))
+        self.next_position = torch.cat([self.next_position, other.next_position], dim=-2)
+        self.hidden = torch.cat([self.hidden, other.hidden])
+        self.rows = [*self.rows, *other.rows]
+        self.running = np.concatenate([self.running, other.running])
+        self.seeds = np.concatenate([self.seeds, other.seeds])
+
+    def _trim(self) -> None:
+        columns = self.attention_mask.any(0).nonzero().squeeze(-1)
+        if len(columns) < self.attention_mask.shape[1]:
+            self.attention_mask = self.attention_mask[:, columns]
+            for layer in self.layers:
+                layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
+
+    def cache_of(self, row: int) -> list[LayerCache]:
+        """A copy of the row's part of the cache, without padding."""
+        columns = self.attention_mask[row].nonzero().squeeze(-1)
+        return [(layer.keys[row][:, columns], layer.values[row][:, columns]) for layer in self.layers]
+
+
+def stack_prefixes(prefixes: list[Prefix], config: Any, device: torch.device) -> tuple[DynamicCache, Tensor]:
+    """A cache with one row for each prefix, and its attention mask ``(W, T)`` int64."""
+    length = max(prefix.cached_tokens for prefix in prefixes)
+    cache = DynamicCache(config=config)
+    caches = [prefix.cache or [] for prefix in prefixes]
+    for number, layers in enumerate(zip(*caches, strict=True)):
+        keys, values = (torch.stack([_lengthened(layer[part], length) for layer in layers]) for part in (0, 1))
+        cache.update(keys, values, number)
+    places = torch.arange(length, device=device)
+    starts = torch.tensor([length - prefix.cached_tokens for prefix in prefixes], device=device)
+    return cache, (places >= starts[:, None]).long()
+
+
+def _lengthened(states: Tensor, length: int) -> Tensor:
+    """States ``(..., T, D)`` with padding before them, up to this number of tokens."""
+    return pad(states, (0, 0, length - states.shape[-2], 0))

@@ -1,0 +1,135 @@
+"""A Hugging Face model with a KV cache: reading prompts, then one token of every row at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from dataproto.vlm import media_spans
+from dataproto.vlm.family import VLMFamily
+from rollout.continuation import Media, media_parts
+from rollout.hf.batch import Batch, stack_prefixes
+from rollout.hf.kept_prefixes import Prefix, join_media
+from rollout.hf.open_requests import OpenRequest
+
+
+class Unread(NamedTuple):
+    """The part of a prompt that is not in a cache."""
+
+    input_ids: Tensor  # (L,)
+    token_types: Tensor  # (L,)
+    position_ids: Tensor  # (4, L) or (L,)
+    media: Media
+    prefix: Prefix | None  # whose cache comes before
+
+
+@dataclass(frozen=True)
+class Read:
+    """A batch of requests whose prompts have been read, and the states of their prompts."""
+
+    batch: Batch
+    prompts: list[int]  # for each request the number of its prompt
+    hidden: Tensor  # (prompts, L, H), right-aligned
+    tokens: int  # tokens that were read
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Runs the model of a family on batches."""
+
+    family: VLMFamily
+    model: Any
+    device: torch.device
+
+    def read(self, requests: Sequence[OpenRequest]) -> Read:
+        """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
+
+        Either all requests continue a prefix that is cached, or none.
+        """
+        parts: list[Unread] = []
+        prompt_of: dict[tuple[int, ...], int] = {}
+        prompts = []
+        for request in requests:
+            key = (id(request.request.input_ids), id(request.prefix), id(request) if request.token_ids else 0)
+            if key not in prompt_of:
+                prompt_of[key] = len(parts)
+                parts.append(self._unread(request))
+            prompts.append(prompt_of[key])
+        prefixes = [part.prefix for part in parts if part.prefix is not None]
+        config = self.model.config.get_text_config()
+        if prefixes:
+            cache, earlier = stack_prefixes(prefixes, config, self.device)
+        else:
+            cache, earlier = DynamicCache(config=config), torch.zeros(len(parts), 0, dtype=torch.int64)
+        hidden, mask, following = self._run(parts, cache, earlier.to(self.device))
+        batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
+        return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
+
+    def _unread(self, row: OpenRequest) -> Unread:
+        request, prefix = row.request, row.prefix
+        ids, types, positions = request.input_ids, request.token_types.to(torch.int8), request.position_ids
+        if row.token_ids:
+            tokens = torch.tensor(row.token_ids)
+            more = self.family.extend_positions(positions[None], torch.ones_like(ids)[None], len(tokens))[0]
+            ids, types = torch.cat([ids, tokens]), torch.cat([types, types.new_zeros(len(tokens))])
+            positions = torch.cat([positions, more], dim=-1)
+        start, parts = 0, media_parts(request.multi_modal_inputs)
+        if prefix is not None:
+            start, parts = prefix.cached_tokens, parts[len(prefix.media) :]
+        return Unread(ids[start:], types[start:], positions[..., start:], join_media(parts), prefix)
+
+    def _run(self, parts: Sequence[Unread], cache: DynamicCache, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states ``(prompts, L, H)``, the attention mask ``(prompts, T)`` with the ``earlier`` one, and the positions that
+        follow.
+        """
+        length = max(len(part.input_ids) for part in parts)
+        ids = torch.stack([_pad_left(part.input_ids, length) for part in parts])
+        types = torch.stack([_pad_left(part.token_types, length) for part in parts])
+        mask = torch.stack([_pad_left(torch.ones_like(part.input_ids), length) for part in parts])
+        positions = torch.stack([_pad_left(part.position_ids, length) for part in parts])  # (P, 4, L) or (P, L)
+        following = self.family.extend_positions(positions, mask, 1)
+        if positions.ndim == 3:
+            positions, following = positions.transpose(0, 1), following.transpose(0, 1)
+
+        media = self.family.distinct_media([part.media for part in parts], self.model.config)
+        inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
+        spans = media_spans(types, media).to(self.device)
+        embeddings, extras = self.family.embed(self.model, ids.to(self.device), inputs, spans)
+        whole = torch.cat([earlier, mask.to(self.device)], dim=1)
+        hidden = self._decode(embeddings, positions.to(self.device), extras, whole, cache)
+        return hidden, whole, following.to(self.device)
+
+    def _batch(
+        self,
+        requests: Sequence[OpenRequest],
+        prompts: Sequence[int],
+        cache: DynamicCache,
+        mask: Tensor,
+        following: Tensor,
+        hidden: Tensor,
+    ) -> Batch:
+        index = torch.tensor(prompts, device=self.device)
+        cache.batch_select_indices(index)
+        return Batch(list(requests), cache, mask[index], following[..., index, :], hidden[index])
+
+    def advance(self, batch: Batch, tokens: Tensor) -> None:
+        """Reads one token ``(W,)`` of every row."""
+        mask = batch.attention_mask
+        batch.attention_mask = torch.cat([mask, mask.new_ones(len(tokens), 1)], dim=1)
+        embeddings = self.model.get_input_embeddings()(tokens[:, None])
+        batch.hidden = self._decode(embeddings, batch.next_position, {}, batch.attention_mask, batch.cache)[:, -1]
+        batch.next_position = batch.next_position + 1
+
+    def _decode(
+        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        return self.family.decode(
+            self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+
+
+def _pad_left(values: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(values, (length - values.shape[-1], 0))

@@ -1,0 +1,91 @@
+"""Finished requests that others may continue, and their KV caches."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidConfig
+from rollout.continuation import Media, check_continues
+from rollout.engine import Request
+
+LayerCache = tuple[Tensor, Tensor]
+"""Keys and values ``(heads, T, D)`` of one layer for the T tokens of a row."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """The prompt and the response of a finished request."""
+
+    input_ids: Tensor  # (P' + R',) int64
+    media: tuple[Media, ...]  # one for each turn that shows some
+    cache: list[LayerCache] | None
+    """One for each layer, of all tokens but the last, which was sampled and not read. ``None`` once it is dropped."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of tokens in the cache."""
+        return len(self.input_ids) - 1
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the cache."""
+        return sum(part.nbytes for layer in self.cache or () for part in layer)
+
+
+class KeptPrefixes:
+    """Prefixes by the numbers of their requests, with caches of at most ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._prefixes: OrderedDict[int, Prefix] = OrderedDict()  # last used last
+        self.bytes = 0
+        """Memory of all caches."""
+
+    def add(self, number: int, prefix: Prefix) -> None:
+        """Adds a prefix. If there is too little memory, the cache that was used longest ago is dropped, or else this one."""
+        self._prefixes[number] = prefix
+        self.bytes += prefix.bytes
+        for each in self._prefixes.values():
+            if self.bytes <= self.max_bytes:
+                break
+            self._drop(each)
+
+    def continued_by(self, request: Request, number: int) -> Prefix:
+        """The prefix ``number``, which the request continues. Raises the errors of `RequestEngine.fork`."""
+        if number not in self._prefixes:
+            raise InvalidConfig(f"request {number} cannot be continued: it is no finished request submitted with keep")
+        self._prefixes.move_to_end(number)
+        prefix = self._prefixes[number]
+        check_continues(request, prefix.input_ids, prefix.media)
+        return prefix
+
+    def remove(self, number: int) -> None:
+        """Forgets a prefix, if there is one of this number. A request that waits to continue it still can."""
+        prefix = self._prefixes.pop(number, None)
+        if prefix is not None:
+            self.bytes -= prefix.bytes
+
+    def drop_caches(self) -> None:
+        """Drops all caches, because the weights change. The prefixes can still be continued."""
+        for prefix in self._prefixes.values():
+            self._drop(prefix)
+
+    def _drop(self, prefix: Prefix) -> None:
+        self.bytes -= prefix.bytes
+        prefix.cache = None
+
+
+def join_media(parts: Sequence[Media]) -> Media:
+    """One mapping for consecutive parts. The tensors of a single part are not copied.
+
+    >>> join_media([{"image_grid_thw": torch.tensor([[1, 2, 4]])}, {"image_grid_thw": torch.tensor([[1, 2, 2]])}])
+    {'image_grid_thw': tensor([[1, 2, 4],
+            [1, 2, 2]])}
+    """
+    if len(parts) == 1:
+        return parts[0]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}

@@ -1,0 +1,72 @@
+"""What the engine knows of a request from its submission to its end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dataproto.errors import DataProtoError
+from rollout.continuation import media_parts
+from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
+from rollout.hf.kept_prefixes import LayerCache, Prefix
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that is waiting or running."""
+
+    number: int
+    name: str  # for messages
+    request: Request
+    sampling: SamplingParams
+    keep: bool
+    stop_ids: frozenset[int]
+    prefix: Prefix | None = None  # that it continues, until its prompt has been read
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt_log_probs: list[float] | None = None
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    top_prompt_log_probs: list[TopLogProbs] | None = None
+
+    @property
+    def policy(self) -> tuple[float, float, int, float]:
+        """The settings that rows must have in common to be sampled by one call."""
+        sampling = self.sampling
+        return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
+
+    @property
+    def drawn(self) -> int:
+        """Numbers drawn from its random stream."""
+        return self.request.drawn + len(self.token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probs of its prompt are still to be computed."""
+        wanted = self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
+        return wanted and self.prompt_log_probs is None
+
+    @property
+    def response(self) -> Sequence[int]:
+        """Its tokens so far, those of an earlier request that it goes on with included."""
+        drawn = self.request.drawn
+        return [*self.request.input_ids[len(self.request.input_ids) - drawn :].tolist(), *self.token_ids]
+
+    def prefix_with(self, cache: list[LayerCache] | None) -> Prefix:
+        """Its prompt and response, for requests that continue it."""
+        ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids)])
+        return Prefix(ids, media_parts(self.request.multi_modal_inputs), cache)
+
+    def completion(self, reason: FinishReason, error: DataProtoError | None = None) -> Completion:
+        """Its tokens so far."""
+        return Completion(
+            self.number,
+            self.token_ids,
+            self.log_probs,
+            reason,
+            cached_tokens=self.cached_tokens,
+            prompt_log_probs=self.prompt_log_probs if self.sampling.prompt_log_probs else None,
+            top_log_probs=self.top_log_probs if self.sampling.top_log_probs else None,
+            top_prompt_log_probs=self.top_prompt_log_probs,
+            error=error,
+        )

@@ -1,0 +1,135 @@
+"""What the engine knows of a request that vLLM runs, and vLLM's output as a completion."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import DataProtoError, NonFiniteLogits, RequestFailed
+from rollout.continuation import Media, media_parts
+from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
+from rollout.sampling import check_sampled
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """The prompt and the response of a request that may be continued. Its KV cache is in vLLM's cache of prefixes."""
+
+    input_ids: Tensor  # (P' + R',) int64
+    media: tuple[Media, ...]
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """A request that is waiting or running."""
+
+    number: int
+    name: str  # for messages
+    request: Request
+    sampling: SamplingParams
+    keep: bool
+    slot: int = -1  # in the sampler
+    token_ids: list[int] = field(default_factory=list)  # sampled before vLLM got the request for the last time
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it wants log-probs of its prompt."""
+        return self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0
+
+    @property
+    def rest(self) -> tuple[Request, SamplingParams]:
+        """The request for the tokens that are still to be sampled."""
+        if not self.token_ids:
+            return self.request, self.sampling
+        request, ids, count = self.request, torch.tensor(self.token_ids), len(self.token_ids)
+        prompt_ids = list(request.prompt_ids) or request.input_ids.tolist()
+        whole = torch.cat([request.input_ids, ids])
+        return replace(
+            request, prompt_ids=[*prompt_ids, *self.token_ids], input_ids=whole, drawn=request.drawn + count
+        ), replace(self.sampling, max_tokens=self.sampling.max_tokens - count)
+
+    def response(self, token_ids: Sequence[int]) -> list[int]:
+        """All its tokens, with those of an earlier request that it goes on with, if ``token_ids`` are the last ones."""
+        ids = self.request.input_ids
+        return [*ids[len(ids) - self.request.drawn :].tolist(), *self.token_ids, *token_ids]
+
+    def finished(self) -> FinishedRequest:
+        """Its prompt and response, for requests that continue it."""
+        ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids, dtype=torch.int64)])
+        return FinishedRequest(ids, media_parts(self.request.multi_modal_inputs))
+
+    def completion(
+        self, reason: FinishReason, cached_tokens: int = 0, error: DataProtoError | None = None
+    ) -> Completion:
+        """Its tokens so far."""
+        sampling = self.sampling
+        scores, top = prompt_scores(self.prompt, self.request, sampling.top_prompt_log_probs)
+        return Completion(
+            self.number,
+            self.token_ids,
+            self.log_probs,
+            reason,
+            cached_tokens=cached_tokens,
+            prompt_log_probs=scores if sampling.prompt_log_probs else None,
+            top_log_probs=self.top_log_probs if sampling.top_log_probs else None,
+            top_prompt_log_probs=top if sampling.top_prompt_log_probs else None,
+            error=error,
+        )
+
+
+def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) -> Any:
+    """vLLM's settings of a request, whose tokens are sampled by the policy's own sampler."""
+    from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
+
+    from rollout.vllm.sampler import EXTRA_ARGUMENT
+
+    scored = sampling.prompt_log_probs or sampling.top_prompt_log_probs > 0
+    return Params(
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,  # the end tokens are among the stop tokens
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        prompt_logprobs=sampling.top_prompt_log_probs if scored else None,
+        extra_args={EXTRA_ARGUMENT: slot},
+    )
+
+
+def failure(row: EngineRequest, reason: str | None, banned_ids: Sequence[int]) -> DataProtoError | None:
+    """Why a request that vLLM ended for this reason has no response, if it has none."""
+    if reason not in FINISH_REASONS:
+        return RequestFailed(
+            f"{row.name}: vLLM ended its request with {reason!r} after {len(row.token_ids)} tokens, neither by an end token nor "
+            "by length"
+        )
+    try:
+        check_sampled(row.token_ids, row.log_probs, banned_ids, row.name)
+    except NonFiniteLogits as error:
+        return error
+    return None
+
+
+def prompt_scores(
+    found: Sequence[Mapping[int, Any] | None] | None, request: Request, count: int
+) -> tuple[list[float] | None, list[TopLogProbs] | None]:
+    """Log-probs of a prompt's tokens and the ``count`` likeliest ones at each place, from those that vLLM found."""
+    if found is None:
+        return None, None
+    values: list[float] = []
+    top: list[TopLogProbs] = []
+    for token, medium, place in zip(request.input_ids.tolist(), request.token_types.tolist(), found, strict=False):
+        if place is None or medium:
+            values.append(math.nan)
+            top.append([])
+            continue
+        values.append(float(place[token].logprob))
+        likeliest = sorted(((each.logprob, -other) for other, each in place.items()), reverse=True)
+        top.append([(-other, value) for value, other in likeliest[:count]])
+    return values, top
