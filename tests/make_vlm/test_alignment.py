@@ -118,6 +118,7 @@ def test_captions_of_icons_are_true(icons):
     assert rows[3]["images"][0].tobytes() == IconCaptions(icons, seed=1)[3]["images"][0].tobytes()
 
 
+@pytest.mark.slow
 def test_own_answers_are_those_that_ended(checkpoint, tmp_path, icons):
     questions = questions_about([icon.phrase for icon in icons], seed=0, count=24)
     answers = own_answers(checkpoint, questions, seed=0)
