@@ -89,7 +89,7 @@ TINY = WalkConfig(
     data=DataConfig(batch_size=16, eval_rows=64, max_prompt_length=64, max_response_length=3, instruction=""),
     # The reward of a move counts for that move, and half as much with each token that was sampled before it.
     algorithm=GRPOConfig(n=8, advantage="reinforce_plus_plus", gamma=0.5, kl_coef=0.0, entropy_coef=0.02),
-    optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), warmup_steps=5),
+    optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
     run=RunConfig(steps=150, eval_every=25, save_every=75, output_dir=OUTPUT_DIR),
 )
 REAL = WalkConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))
