@@ -16,6 +16,9 @@ from rollout.environments.environment import EnvironmentFailed, MakeEnvironment,
 CLOSING_S = 2.0
 """Seconds that the environments get to close at the end."""
 
+RECENT = 0.1
+"""Weight of the latest call in the typical time of calls."""
+
 Outcome = Observation | EnvironmentFailed
 
 
@@ -38,6 +41,7 @@ class EnvironmentHost:
 
     def __init__(self, make_environment: MakeEnvironment, seconds: float) -> None:
         """``seconds``: the time that the environment of one episode may take, all its calls together."""
+        self.typical_s = 0.0  # that recent calls took
         self.make_environment = make_environment
         self.seconds = seconds
         self._answers: queue.SimpleQueue[tuple[int, int, Outcome]] = queue.SimpleQueue()
@@ -135,7 +139,9 @@ class EnvironmentHost:
         """Notes the end of a call; false for one that was given up."""
         if episode not in self._working or self._running[episode].call != call:
             return False
-        self._running[episode].seconds -= time.monotonic() - self._working.pop(episode)
+        taken = time.monotonic() - self._working.pop(episode)
+        self._running[episode].seconds -= taken
+        self.typical_s += RECENT * (taken - self.typical_s)
         return True
 
     def _call(self, episode: int, *message: Any) -> None:

@@ -143,8 +143,9 @@ class _Play:
             host.reset(number, episode.start.row, episode.start.environment_seed)
         step_s = 0.0  # of the engine's last step
         while host.working or self.requests:
-            # An environment that answers within a step of the engine has its next turn in the next one.
-            for number, outcome in host.poll(step_s if self.requests else None):
+            # Environments that answer within a step of the engine have their next turns together; slower ones are not waited for.
+            patience = step_s if host.typical_s < step_s else 0.0
+            for number, outcome in host.poll(patience if self.requests else None):
                 self._observe(number, outcome)
                 self._free_ended(number, host)
             if not self.requests:
