@@ -111,6 +111,7 @@ def test_the_table_lists_exactly_the_options():
     assert listed - of_ppo == {field.name for field in fields(AlgorithmConfig)}
 
 
+@pytest.mark.slow
 def test_every_advantage_and_loss_has_an_algorithm_that_selects_it():
     configs = []
     for row in ALGORITHMS:

@@ -34,7 +34,7 @@ NAMES = {
         *("ColumnKeys", "DrawnSums", "DrawnTalks", "EvaluationLoader", "Geo3KDataset", "INSTRUCTION", "LabelledData"),
         "LabelledRows",
         *("Mixture", "ProblemRows", "PromptLoader", "StreamRows", "TableRows", "Templates", "drawn_data"),
-        *("Answered", "EasyVQA", "EasyVQARows", "fetch_easy_vqa", "open_easy_vqa"),
+        *("Answered", "Conversations", "EasyVQA", "EasyVQARows", "fetch_easy_vqa", "open_easy_vqa"),
         *("drop_overlong", "folder_data", "load_rows", "open_stream", "open_tables", "read_row", "table_data"),
     ],
     "recipes.rewards": [

@@ -17,6 +17,7 @@ from dataproto.planning import (
     split_by_tokens,
     split_into,
 )
+from helpers.examples import at_most
 
 
 def rows_of(parts):
@@ -73,7 +74,7 @@ def cheapest_maximum(lengths, count, budget, costs):
     return best
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=8),
     st.integers(1, 10),
@@ -118,7 +119,7 @@ def makespan(costs, parts):
     return max((sum(costs[row] for row in part) for part in parts), default=0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 3))
 def test_parts_are_within_grahams_bound_of_brute_force(costs, count):
     parts = balance(costs, count)

@@ -18,6 +18,7 @@ from dataproto import DataProto
 from dataproto._ops.equality import same_value
 from dataproto.errors import FileFormatError
 from dataproto.ragged import RaggedTensor
+from helpers.examples import at_most
 
 
 def round_trip(data: DataProto, path: Path, **options: bool) -> DataProto:
@@ -188,8 +189,9 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=at_most(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.text(), PLAIN, max_size=3))
+@pytest.mark.slow
 def test_any_plain_facts_come_back(tmp_path: Path, facts: dict) -> None:
     assert same_value(round_trip(DataProto(meta_info=facts), tmp_path / "file").meta_info, facts)
 
@@ -261,6 +263,7 @@ def test_pictures_are_compressed_and_blank_ones_can_be_read(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+@pytest.mark.slow
 def test_blank_images_are_never_taken_for_bombs(mode: str, tmp_path: Path) -> None:
     data = DataProto.from_dict(non_tensors={"image": [Image.new(mode, (side, side)) for side in (100, 1000, 3000)]})
     assert_same(round_trip(data, tmp_path / "file"), data)

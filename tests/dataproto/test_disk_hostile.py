@@ -25,6 +25,7 @@ from dataproto.errors import FileFormatError
 from dataproto.ragged import RaggedTensor
 from dataproto.serialization import container as sections
 from dataproto.serialization.container import Section
+from helpers.examples import at_most
 
 Header = dict[str, Any]
 
@@ -236,6 +237,7 @@ def forge(path: Path, lie: Any) -> None:
     put_together(path, text, used)
 
 
+@pytest.mark.slow
 def test_the_sections_of_the_forgeries_can_be_read(tmp_path: Path) -> None:
     """The forgeries below are refused for their lies, not for how they are made."""
     ragged = node("ragged", values=node("tensor", data="spare"), starts="starts", lengths="lengths")
@@ -389,7 +391,7 @@ def loaded(path: Path, **options: bool) -> DataProto | None:
         return None
 
 
-QUICK = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=at_most(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @QUICK
@@ -454,7 +456,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
     return [each for key in keys for each in [(tree, key), *places(tree[key])]]
 
 
-@settings(QUICK, max_examples=300)
+@settings(QUICK, max_examples=at_most(300))
 @given(
     st.lists(
         st.tuples(st.integers(0, 2**16), JUNK | st.integers(0, 2**16).map(lambda place: ("copy", place))),
@@ -462,6 +464,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
         max_size=3,
     )
 )
+@pytest.mark.slow
 def test_forged_headers_are_refused_or_read(tmp_path: Path, rich_file: bytes, edits: list[tuple[int, Any]]) -> None:
     """Headers in which nodes were exchanged for junk and for each other, with right checksums: one error, or a batch."""
     (tmp_path / "file").write_bytes(rich_file)

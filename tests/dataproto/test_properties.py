@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from dataproto._ops.equality import same_value
+from helpers.examples import at_most
 
 Row = tuple[int, str, tuple[int, ...]]
 
@@ -28,7 +29,7 @@ def rows_of(data: DataProto) -> list[Row]:
 
 ROW = st.tuples(st.integers(-100, 100), st.text(max_size=3), st.lists(st.integers(0, 3), max_size=3).map(tuple))
 ROWS = st.lists(ROW, max_size=9)
-SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=at_most(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @SETTINGS

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto import DataProto, RaggedTensor
+from helpers.examples import at_most
 
-SETTINGS = settings(max_examples=80)
+SETTINGS = settings(max_examples=at_most(80))
 Rows = list[torch.Tensor]
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=7)

@@ -11,6 +11,7 @@ from PIL import Image
 
 from dataproto import DataProto, RaggedTensor, shared_blobs
 from dataproto._ops.equality import same_value
+from helpers.examples import at_most
 
 SHELF: list[bytes] = []
 
@@ -67,7 +68,7 @@ def channels(value: Any) -> list[Any]:
     return received + [pickle.loads(pickle.dumps(value, protocol=protocol)) for protocol in (4, 5)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 @given(st.lists(TREES, min_size=1, max_size=4), st.data())
 def test_trees(rows: list[Any], draw: st.DataObject) -> None:
     order = draw.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))

@@ -15,6 +15,7 @@ EPISODES = 200
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.slow
 def test_rows_only_grow_over_fuzzed_episodes(model_type):
     renderer = renderer_of(model_type)
     engine = RandomEngine(renderer, unended=0.05)

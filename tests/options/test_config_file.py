@@ -60,6 +60,7 @@ def test_a_wrong_file_is_named_with_its_key(text, message, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", [grpo, ppo, sft, classify, geo3k_grpo])
+@pytest.mark.slow
 def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     began = recipe.parse(
         ["--steps", "40", "--output-dir", str(tmp_path / "run"), "--engine-options", "max_num_seqs", "8"]
@@ -76,6 +77,7 @@ def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     assert "resume" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_resumes_from_its_config_json(tmp_path):
     began = grpo.parse(["--output-dir", str(tmp_path), "--model-path", "mine", "--optimizer.schedule", "linear"])
     recorded = with_schedules(began.run, replace(began, algorithm=spelled_out(began.algorithm)), optimizer=1)
@@ -100,6 +102,7 @@ def test_resuming_names_what_it_lacks(tmp_path):
     assert not grpo.parse(["--resume", "false"]).run.resume
 
 
+@pytest.mark.slow
 def test_presets_are_defaults_by_name():
     assert grpo.parse(["--preset", "tiny"]) == grpo.parse([]) == grpo.TINY
     assert sft.parse(["--preset=tiny", "--model-path", "mine"]) == replace(sft.TINY, model_path="mine")

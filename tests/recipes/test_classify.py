@@ -140,6 +140,7 @@ def test_confusion_is_counted_kept_and_drawn(tmp_path):
     assert drawing.count("<title>") == sum(count > 0 for row in confusion.counts for count in row)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_folder_measures_accuracy_before_and_after(caltech, tmp_path):
     model = write_checkpoint("qwen3_vl", tmp_path / "model")
     settings = "--steps 2 --batch-size 4 --eval-rows 4 --max-response-length 4 --optimizer.lr 1e-3 --eval-every 1"

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from helpers.checkpoints import write_checkpoint
 from recipes.grpo import main
 
@@ -23,6 +25,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_few_frames_lie_between_the_command_line_and_the_loss(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     given = (

@@ -95,6 +95,7 @@ def test_options_of_algorithm_and_model_are_there(options, checkpoint, geometry3
     assert row["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_the_exported_checkpoint_is_one_to_start_from(finished_run, geometry3k, reward, tmp_path):
     exported = finished_run / "global_step_5" / "actor" / "huggingface"
     assert main(arguments(str(exported), geometry3k, reward, tmp_path / "next", "--steps", "1")) == 0
@@ -190,6 +191,7 @@ def test_overwriting_spares_what_is_no_run(finished_run, checkpoint, geometry3k,
     assert [row["step"] for row in rows_of(again)] == [0, 1]
 
 
+@pytest.mark.slow
 def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpoint, reward, tmp_path, capsys):
     rows = [{"problem": "Find x.", "answer": str(row)} for row in range(12)]
     rows[3]["problem"] = "long " * 400

@@ -170,6 +170,7 @@ def test_generation_on_h200_takes_what_benchmarks_results_reports(measured):
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "sft", "classify"])
+@pytest.mark.slow
 def test_the_command_prints_a_plan(recipe, capsys):
     assert main([recipe, "--device", "h200", "--batch-size", "4", "--steps", "10"]) == 0
     printed = capsys.readouterr().out

@@ -112,6 +112,7 @@ def finished_run(folder):
     return folder / "whole"
 
 
+@pytest.mark.slow
 def test_a_run_reports_the_critic_under_verls_names_and_saves_it(finished_run):
     rows = rows_of(finished_run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

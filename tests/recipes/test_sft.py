@@ -112,6 +112,7 @@ def test_epochs_the_best_checkpoint_and_the_first_evaluation_are_options(data_pa
     assert (config["run"]["epochs"], config["run"]["steps"], config["optimizer"]["total_steps"]) == (2, 7, 7)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run_to_the_bit(finished_run, checkpoints, data_path, tmp_path):
     directory = tmp_path / "parts"
     own = arguments(checkpoints["qwen2_5_vl"], data_path, directory)
@@ -123,6 +124,7 @@ def test_a_resumed_run_is_the_whole_run_to_the_bit(finished_run, checkpoints, da
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_for_fewer_steps_is_the_whole_run_until_there(
     finished_run, checkpoints, data_path, tmp_path
 ):

@@ -218,6 +218,7 @@ def best_of_prompt(roles, prompts, config, sampling, progression, more):
     return data, metrics | {"mine/samples": len(data)}
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_a_user_runs_with_the_options_of_grpo(tmp_path):
     given = (
         "--steps 2 --batch-size 2 --algorithm.n 3 --eval-rows 2 --eval-samples 3 --max-prompt-length 500 --max-response-length 4"

@@ -50,6 +50,7 @@ def given(tmp_path_factory):
         ("--reward", "unfinished.py:score", "unfinished.py, line 2)"),
     ],
 )
+@pytest.mark.slow
 def test_an_error_of_ones_own_function_is_one_line_with_its_place(option, function, message, given, tmp_path, capfd):
     options, folder = given
     assert main([*options, "--output-dir", str(tmp_path / "run"), option, f"{folder}/{function}"]) == 2

@@ -61,6 +61,7 @@ print(hashlib.sha256(repr(made).encode()).hexdigest())
 
 
 @LEVEL
+@pytest.mark.slow
 def test_train_and_test_are_disjoint(level: int) -> None:
     splits = {
         split: {content(make_problem(index, level, 0, split)) for index in range(24)} for split in ("train", "test")

@@ -58,6 +58,7 @@ def test_the_same_numbers_and_names(model_type):
         assert [name for name, _ in module.model.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
+@pytest.mark.slow
 def test_full_keeps_less_and_selective_computes_no_product_again():
     model = tiny_model("qwen2_5_vl")
     data, kept, work = select_rows(model), {}, {}

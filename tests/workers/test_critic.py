@@ -155,6 +155,7 @@ def test_it_learns_the_returns(checkpoints):
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_to_the_bit(checkpoints, tmp_path):
     first = CriticWorker(CriticConfig(str(checkpoints / "qwen2_5_vl"), optimizer=FAST), CPU)
     first.update(rows(), vf_loss)

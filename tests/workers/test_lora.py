@@ -76,6 +76,7 @@ def test_named_weights_are_those_of_the_base_model_with_adapters_merged(adapted,
         torch.testing.assert_close(padded_log_probs(model, data), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_export_is_an_ordinary_checkpoint_and_training_resumes(adapted, model_type, tmp_path):
     import transformers
 

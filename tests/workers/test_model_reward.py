@@ -47,6 +47,7 @@ def learnt(config: CriticConfig, folder: Path) -> list[float]:
     return [float(values[0, 4]), float(values[1, 0])]
 
 
+@pytest.mark.slow
 def test_a_saved_critic_scores_responses(path, tmp_path):
     config = CriticConfig(path)
     expected = learnt(config, tmp_path)
@@ -59,6 +60,7 @@ def test_a_saved_critic_scores_responses(path, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"lora_rank": 2}, {"freeze_vision": True}])
+@pytest.mark.slow
 def test_a_critic_of_which_a_part_was_trained_scores_as_it_did(path, tmp_path, options):
     config = CriticConfig(path, **options)
     expected = learnt(config, tmp_path)

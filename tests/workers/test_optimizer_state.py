@@ -171,6 +171,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.parametrize(
     "model", ["whole", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "whole")]
 )
+@pytest.mark.slow
 def test_in_one_process(model, law):
     for one, other in law(partial(make, Layout(), **MODELS[model]), model):
         assert_equal(one, other)

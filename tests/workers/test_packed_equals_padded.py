@@ -173,6 +173,7 @@ def test_a_missing_column_is_named(checkpoint):
         ReferenceWorker(PolicyConfig(checkpoint), CPU).log_probs(data)
 
 
+@pytest.mark.slow
 def test_saving_and_loading_continues_to_the_bit(checkpoint, tmp_path):
     data = training_batch(tiny_model("qwen2_5_vl"))
     actor, other = (ActorWorker(ActorConfig(checkpoint), CPU) for _ in range(2))

@@ -263,6 +263,7 @@ def check(outcome, expected, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.slow
 def test_one_process_is_hugging_face(alone, checkpoints, model):
     _, data = checkpoints[model]
     reference = padded_log_probs(tiny_model(model, config=config_with_layers(model)), data, TEMPERATURE)
