@@ -44,7 +44,7 @@ circle { fill: transparent; } circle.mark { fill: var(--c); } circle:hover { fil
 .strip { display: flex; gap: 6px; flex-wrap: wrap; }
 .strip figure { margin: 0; text-align: center; }
 .strip figcaption { font-size: 12px; white-space: pre-wrap; max-width: 24ch; overflow-wrap: anywhere; }
-.strip img { width: 84px; height: auto; background: #fff; display: block; margin: 0 auto; }
+.strip img { width: 72px; height: auto; background: #fff; display: block; margin: 0 auto; border: 1px solid #8884; }
 .pictures { display: flex; gap: 8px; flex-wrap: wrap; flex: 0 0 auto; max-width: 45%; align-content: flex-start; }
 .pictures img { width: 148px; max-width: 100%; height: auto; align-self: flex-start; background: #fff;
   border: 1px solid var(--line); border-radius: 8px; }
