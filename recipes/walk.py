@@ -31,8 +31,8 @@ from recipes.run.environment_roles import load_environment, with_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.loop import attempts, train
 from recipes.run.phases import Progression
-from recipes.run.policy_gradient import launch_roles, open_data_set
-from recipes.run.run_directory import recorded_run, with_schedules
+from recipes.run.policy_gradient import answered_at_a_time, launch_roles, open_data_set, prompt_loader
+from recipes.run.run_directory import open_run_directory, reported, with_schedules
 from recipes.synthetic.grid_walk import MOVES, TASK, GridWalk, RandomWalks, Shown, WalkRows
 from recipes.tiny import TinyConfig, make_tiny_model
 from recipes.tiny.warm_up import negative_log_probs
@@ -51,9 +51,8 @@ CONTROLS: tuple[Shown, ...] = ("other", "blank")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     with exit_status(arguments) as status:
-        print(f"report: {run_walk(parse(arguments))}")
+        print(f"report: {run_walk(parse(status.arguments))}")
     return status.code
 
 
@@ -75,7 +74,7 @@ def run_walk(config: WalkConfig) -> Path:
     environment: MakeEnvironment = GridWalk if named is None else load_environment(named)
     config = with_schedules(config.run, config, **config.updates)
     recorded = replace(config, algorithm=spelled_out(config.algorithm))
-    with recorded_run(config.run, recorded, asked, started) as directory:
+    with reported(open_run_directory(config.run, recorded, asked), started) as directory:
         model_path = config.model_path or str(tiny_walker(directory / MODEL, config.run.seed, config.warm_up))
         train_in(environment, config, model_path)
     return directory / REPORT_FILE
@@ -86,9 +85,7 @@ def train_in(environment: MakeEnvironment, config: WalkConfig, model_path: str) 
     data, limits = config.data, config.episodes.limits()
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     rows, held_out = load_rows(config, builder)
-    loader = PromptLoader(
-        rows, builder, data.batch_size, config.run.seed, shuffle=data.data_path is not None, on_bad_row=data.on_bad_row
-    )
+    loader = prompt_loader(config, builder, rows, shuffle=data.data_path is not None)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     evaluate = controlled_evaluation(config, held_out, builder)
     for attempt in attempts(config.run, loader, config.max_restarts):
@@ -111,7 +108,7 @@ def load_rows(config: WalkConfig, builder: PromptBuilder) -> tuple[Any, list[Any
 
 def controlled_evaluation(config: WalkConfig, held_out: Sequence[Any], builder: PromptBuilder) -> Evaluate:
     """Greedy episodes as ``val-core/walk/*``, and those of controls as ``val-aux/*``."""
-    at_a_time = max(config.data.batch_size * config.algorithm.n // config.data.eval_samples, 1)
+    at_a_time = answered_at_a_time(config)
     controls = tuple(f"val-core/{WalkRows(shown=shown).source}/" for shown in CONTROLS)
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:
