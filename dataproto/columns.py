@@ -5,13 +5,25 @@ Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidColumn, MissingColumn
+
+RowMedia: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""The ``multi_modal_inputs`` of a row: one mapping, or several, one for each turn that shows media, in order."""
+
+
+def media_parts(row: RowMedia) -> Sequence[Mapping[str, Any]]:
+    """The mappings of a row's media.
+
+    >>> media_parts({"pixel_values": 1}), media_parts(({"pixel_values": 1}, {"pixel_values": 2}))
+    (({'pixel_values': 1},), ({'pixel_values': 1}, {'pixel_values': 2}))
+    """
+    return (row,) if isinstance(row, Mapping) else row
 
 
 class HasColumns(Protocol):
@@ -67,7 +79,9 @@ class Column:
         return f"{self.inert}-{row}" if isinstance(self.inert, str) else type(self.inert)(self.inert)
 
 
-_DATA, _ENGINE, _ACTOR, _CHUNKS = "PromptBuilder", "RolloutWorker.generate", "ActorWorker", "ChunkRenderer.rows"
+MEDIA_INPUTS = "multi_modal_inputs"
+_DATA, _ENGINE, _PLAY = "PromptBuilder", "RolloutWorker.generate", "RolloutWorker.play"
+_ACTOR, _CHUNKS = "ActorWorker", "ChunkRenderer.rows"
 
 COLUMNS: dict[str, Column] = {
     column.name: column
@@ -117,6 +131,23 @@ COLUMNS: dict[str, Column] = {
         Column(
             "truncated", "bool", "B", _ENGINE, "TrainingClient, reports", "cut at max_tokens: no end token came by then"
         ),
+        Column(
+            "turn",
+            "int64",
+            "B R",
+            _PLAY,
+            "advantages over turns, reports",
+            "number of the turn, from 1, that sampled a token or that its observation answers; 0 on padding",
+        ),
+        Column(
+            "weight_version",
+            "int64",
+            "B R",
+            _PLAY,
+            "reports",
+            "how often the engine had got weights when it sampled a token; -1 on others",
+        ),
+        Column("turns", "int64", "B", _PLAY, "reports", "number of turns of the episode"),
         Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
         Column("loss_weights", "float32", "B R", _CHUNKS, "cross entropy", "weight of each token in the loss"),
         Column("targets", "int64", "B R", _CHUNKS, "actor", "tokens to be scored, if some are not the next ones"),
@@ -176,7 +207,15 @@ COLUMNS: dict[str, Column] = {
         Column(
             "multi_modal_data", "object", "B", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}', {}
         ),
-        Column("multi_modal_inputs", "object", "B", _DATA, "actor, reference, critic", "pixel values and grids", {}),
+        Column(
+            MEDIA_INPUTS,
+            "object",
+            "B",
+            _DATA,
+            "actor, reference, critic",
+            "pixel values and grids; of an episode a tuple of them, one for each turn that shows media",
+            {},
+        ),
         Column("raw_prompt", "object", "B", "the data set", "reports, agent loops", "chat messages"),
         Column("data_source", "object", "B", "the data set", "rewards, reports", "where the row comes from"),
         Column("reward_model", "object", "B", "the data set", "rewards", '{"style", "ground_truth"}'),
@@ -185,6 +224,9 @@ COLUMNS: dict[str, Column] = {
         Column("entropys", "float32", "B R", f"{_ACTOR}.log_probs", "reports", "entropy of the policy, if asked for"),
         Column("score", "object", "B", "RewardWorker.score", "reports", "the reward function's score"),
         Column("acc", "object", "B", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
+        Column("trajectory", "object", "B", _PLAY, "reports", "name of the episode, shared by its rows"),
+        Column("end_reason", "object", "B", _PLAY, "metrics, reports", "why the episode ended, see `EndReason`"),
+        Column("end_message", "object", "B", _PLAY, "reports", "what the environment of a failed episode did"),
         Column("response_text", "object", "B", "RewardWorker.score", "reports", "the response without special tokens"),
     )
 }
@@ -306,8 +348,12 @@ def _check_values(law: Column, column: Any) -> None:
         _check_rows(law.name, odd.any(1), expected, lambda row: str(column[row][odd[row]][0].item()))
     if isinstance(law.inert, dict):
         for row, value in enumerate(column):
-            if not isinstance(value, Mapping):
-                raise InvalidColumn(f"column {law.name!r}, row {row}: expected a dict, found a {type(value).__name__}")
+            several = law.name == MEDIA_INPUTS and isinstance(value, tuple | list)
+            for part in value if several else (value,):
+                if not isinstance(part, Mapping):
+                    raise InvalidColumn(
+                        f"column {law.name!r}, row {row}: expected a dict, found a {type(part).__name__}"
+                    )
 
 
 def _check_padding(known: Mapping[str, Any], sizes: Sizes) -> None:
@@ -360,13 +406,12 @@ def _check_media(known: Mapping[str, Any]) -> None:
     for number, (kind, pixels) in enumerate((("image", "pixel_values"), ("video", "pixel_values_videos")), start=1):
         if objects is not None:
             for row, (media, given) in enumerate(zip(inputs, objects)):
-                grid = media.get(f"{kind}_grid_thw")
+                grids = [part[f"{kind}_grid_thw"] for part in media_parts(media) if f"{kind}_grid_thw" in part]
                 objects_given = given.get(kind)
-                if grid is not None and objects_given is not None and len(grid) != len(objects_given):
+                found = sum(map(len, grids))
+                if grids and objects_given is not None and found != len(objects_given):
                     expected = f"{len(objects_given)} {kind}s as in 'multi_modal_data'"
-                    raise InvalidColumn(
-                        f"column 'multi_modal_inputs', row {row}: expected {expected}, found {len(grid)}"
-                    )
+                    raise InvalidColumn(f"column 'multi_modal_inputs', row {row}: expected {expected}, found {found}")
         if types is not None:
             _check_patches(inputs, (types == number).sum(1).tolist(), kind, pixels)
 
@@ -376,13 +421,15 @@ def _check_patches(inputs: np.ndarray, tokens: Sequence[int], kind: str, pixels:
     share: int | None = None
     for row, (media, count) in enumerate(zip(inputs, tokens)):
         where = f"column 'multi_modal_inputs', row {row}: expected"
-        if (there := media.get(pixels) is not None) != (count > 0):
-            raise InvalidColumn(f"{where} {kind}s for {count} tokens, found {'some' if there else 'none'}")
-        if count == 0 or (grid := media.get(f"{kind}_grid_thw")) is None:
+        parts = [part for part in media_parts(media) if part.get(pixels) is not None]
+        if bool(parts) != (count > 0):
+            raise InvalidColumn(f"{where} {kind}s for {count} tokens, found {'some' if parts else 'none'}")
+        grids = [torch.as_tensor(part[f"{kind}_grid_thw"]) for part in parts if f"{kind}_grid_thw" in part]
+        if count == 0 or not grids:
             continue
-        patches = int(torch.as_tensor(grid).prod(-1).sum())
-        if patches != len(media[pixels]):
-            raise InvalidColumn(f"{where} {patches} patches as in {kind}_grid_thw, found {len(media[pixels])}")
+        patches, there = sum(int(grid.prod(-1).sum()) for grid in grids), sum(len(part[pixels]) for part in parts)
+        if patches != there:
+            raise InvalidColumn(f"{where} {patches} patches as in {kind}_grid_thw, found {there}")
         share = share or max(patches // count, 1)
         if patches != share * count:
             raise InvalidColumn(

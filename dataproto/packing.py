@@ -5,7 +5,7 @@ A packed sequence ``(1, T)`` holds the attended tokens of all rows one after the
 Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R; T packed tokens.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dataproto.columns import COLUMNS, HasColumns
+from dataproto.columns import COLUMNS, HasColumns, RowMedia, media_parts
 from dataproto.errors import InvalidColumn
 
 MAX_TOKENS = "max_tokens"
@@ -191,13 +191,16 @@ def prompt_sharing(
     attention_mask: Tensor,
     position_ids: Tensor,
     token_types: Tensor,
-    media: Sequence[Mapping[str, object]],
+    media: Sequence[RowMedia | None],
     response_width: int,
 ) -> Tensor:
     """Which rows have the prompt of the row before: its tokens, positions and media objects; ``(B,)`` bool.
 
-    The prompt is all but the last ``response_width`` columns. A row with media in its response shares nothing. Prompts of one
-    column, as supervised rows have, are not shared: such rows would have to stay together for one token.
+    The prompt is all but the last ``response_width`` columns. Prompts of one column, as supervised rows have, are not shared:
+    such rows would have to stay together for one token.
+
+    Args:
+        media: of the prompts; ``None`` for a row whose media are not split at the end of its prompt, which shares nothing.
 
     >>> ids = torch.tensor([[5, 6, 1], [5, 6, 2], [5, 7, 2]])
     >>> ones = torch.ones_like(ids)
@@ -212,10 +215,13 @@ def prompt_sharing(
     for column in (input_ids, attention_mask, position_ids, token_types):
         part = column[..., :prompt].flatten(1)
         same &= (part[1:] == part[:-1]).all(1)
-    text_only = (token_types[:, prompt:] == 0).all(1)
-    objects = [{name: id(value) for name, value in row.items()} for row in media]
-    same_media = torch.tensor([a == b for a, b in pairwise(objects)], dtype=torch.bool)
-    shared[1:] = same & same_media & text_only[1:] & text_only[:-1]
+    objects = [
+        None
+        if row is None
+        else [{name: id(value) for name, value in part.items()} for part in media_parts(row) if part]
+        for row in media
+    ]
+    shared[1:] = same & torch.tensor([a is not None and a == b for a, b in pairwise(objects)], dtype=torch.bool)
     return shared
 
 

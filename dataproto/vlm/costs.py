@@ -7,12 +7,14 @@ passes (four with recomputation).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dataproto.columns import RowMedia, media_parts
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ def join_grids(*grids: Tensor | None) -> Tensor:
 
 
 def media_costs(
-    media: Sequence[Mapping[str, Any]],
-    grids_of: Callable[[Mapping[str, Any]], Tensor],
+    media: Sequence[RowMedia],
+    grids_of: Callable[[RowMedia], Tensor],
     cost_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The cost ``(B,)`` of the media of each row. Rows that hold the same objects are computed once.
@@ -155,7 +157,7 @@ def media_costs(
     distinct: list[Tensor] = []
     owners = []
     for row in media:
-        key = tuple((name, id(value)) for name, value in row.items())
+        key = tuple((name, id(value)) for part in media_parts(row) for name, value in part.items())
         if key not in numbers:
             numbers[key] = len(distinct)
             distinct.append(grids_of(row))
@@ -167,9 +169,9 @@ def media_costs(
     return sums[torch.tensor(owners, dtype=torch.int64)]
 
 
-def repeats_previous_row(media: Sequence[Mapping[str, Any]]) -> Tensor:
+def repeats_previous_row(media: Sequence[RowMedia]) -> Tensor:
     """Whether each row ``(B,)`` bool holds the very media objects of the row before it."""
-    keys = [{name: id(value) for name, value in row.items()} for row in media]
+    keys = [[{name: id(value) for name, value in part.items()} for part in media_parts(row)] for row in media]
     return torch.tensor([row > 0 and key == keys[row - 1] for row, key in enumerate(keys)], dtype=torch.bool)
 
 
@@ -189,7 +191,7 @@ class ForwardCosts(ABC):
         return dense_layer_weights(text)
 
     @abstractmethod
-    def grids(self, media: Mapping[str, Any], config: Any) -> Tensor:
+    def grids(self, media: RowMedia, config: Any) -> Tensor:
         """Grids ``(N, 3)`` int64 of the patches that the tower reads, first of images, then of videos."""
 
     def flops(
@@ -214,7 +216,7 @@ class ForwardCosts(ABC):
         self,
         config: Any,
         lengths: Tensor | Sequence[int],
-        media: Sequence[Mapping[str, Any]] | None = None,
+        media: Sequence[RowMedia] | None = None,
         logit_tokens: Tensor | Sequence[int] | None = None,
     ) -> Tensor:
         """Operations ``(B,)`` int64 of a forward pass for each row. Their sum is ``flops(...).total``.
@@ -235,7 +237,7 @@ class ForwardCosts(ABC):
         self,
         config: Any,
         lengths: Tensor,
-        media: Sequence[Mapping[str, Any]] | None = None,
+        media: Sequence[RowMedia] | None = None,
         shared: Tensor | None = None,
         logit_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:

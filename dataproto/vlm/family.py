@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import MediaMismatch
 from dataproto.transfer import move
 from dataproto.vlm.costs import ForwardCosts
-from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media, place
+from dataproto.vlm.media import DistinctMedia, MediaSpans, distinct_media, place, split_media
 from dataproto.vlm.media_layout import PATCH_GRIDS, MediaLayout
 from dataproto.vlm.mrope import IMAGE, VIDEO, Pieces, extend_positions, mrope_positions, text_positions
 from dataproto.vlm.placeholders import Ids, MediaTokens, enclose, expand_ids, frame_texts, split_videos
@@ -240,18 +241,27 @@ class VLMFamily(ForwardCosts):
 
     # Media
 
-    def distinct_media(self, rows: Sequence[Mapping[str, Any]], config: Any) -> DistinctMedia:
+    def distinct_media(self, rows: Sequence[RowMedia], config: Any) -> DistinctMedia:
         """The joined ``multi_modal_inputs`` of rows. Tensors that several rows share are included once."""
         return distinct_media(rows, self.media_layout, config)
 
-    def feature_counts(self, row: Mapping[str, Any], config: Any) -> tuple[int, int]:
+    def feature_counts(self, row: RowMedia, config: Any) -> tuple[int, int]:
         """Number of features of a row's images and of its videos, from its ``multi_modal_inputs``."""
-        images, videos = (int(self.media_layout.feature_counts(kind, row, config).sum()) for kind in ("image", "video"))
+        layout, parts = self.media_layout, media_parts(row)
+        images, videos = (
+            sum(int(layout.feature_counts(kind, part, config).sum()) for part in parts) for kind in ("image", "video")
+        )
         return images, videos
 
-    def grids(self, media: Mapping[str, Any], config: Any) -> Tensor:
+    def split_media(self, row: RowMedia, token_types: Tensor, config: Any) -> tuple[RowMedia, RowMedia] | None:
+        """The media of a row's first tokens, of these types ``(n,)``, and its other media; ``None`` if a mapping has both."""
+        counts = int((token_types == IMAGE).sum()), int((token_types == VIDEO).sum())
+        return split_media(row, counts, lambda part: self.feature_counts(part, config))
+
+    def grids(self, media: RowMedia, config: Any) -> Tensor:
         """Grids ``(N, 3)`` int64 of the patches that the tower reads, first of images, then of videos."""
-        return torch.cat([self.media_layout.grids(kind, media, config).cpu() for kind in ("image", "video")])
+        parts = media_parts(media) or ({},)
+        return torch.cat([self.media_layout.grids(kind, p, config).cpu() for kind in ("image", "video") for p in parts])
 
     def dummy_media(self, config: Any) -> dict[str, Tensor]:
         """Inputs of the smallest image that the tower takes, all zero.

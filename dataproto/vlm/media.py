@@ -1,21 +1,26 @@
 """Media of rows: features are computed once and used by every row that shares them.
 
 A row's media are its ``multi_modal_inputs``, such as ``{"pixel_values": (patches, dim), "image_grid_thw": (images, 3)}`` and the
-same for videos (`MediaLayout` of the family defines the names); ``{}`` for a row of text. Rows that are sampled from one prompt
-hold the same tensor objects: rows share media if the objects are identical.
+same for videos (`MediaLayout` of the family defines the names); ``{}`` for a row of text. The media of a row with several turns
+are a sequence of such mappings, one for each turn that shows media, in order (`media_parts`). Rows that are sampled from one
+prompt hold the same tensor objects: rows share media if the objects are identical.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import MediaMismatch
 from dataproto.transfer import move
 from dataproto.vlm.media_layout import MediaLayout
 from dataproto.vlm.mrope import IMAGE, VIDEO
+
+FeatureCounts = Callable[[Mapping[str, Any]], tuple[int, int]]
+"""From a mapping of media to its numbers of image and video features."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,18 @@ class DistinctMedia:
     """Media of a batch without repetition.
 
     ``inputs`` are the distinct tensors, joined, under the names of the Hugging Face forward's arguments (empty without media).
-    ``images`` and ``videos`` ``(B, 2)`` int64 hold, for each row, the index of its first feature in ``[image features, video
-    features]`` and the number of its features.
+    ``images`` and ``videos`` ``(K, 2)`` int64 hold, for each part of each row's media (`media_parts`), the index of its first
+    feature in ``[image features, video features]`` and the number of its features. ``parts (B,)`` int64 are the numbers of parts
+    of the rows; by default every row has one.
     """
 
     inputs: dict[str, Tensor]
     images: Tensor
     videos: Tensor
+    parts: Tensor | None = None
 
 
-def distinct_media(rows: Sequence[Mapping[str, Any]], layout: MediaLayout, config: Any) -> DistinctMedia:
+def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -> DistinctMedia:
     """Join the media of ``rows``, each distinct tensor object once, images first. ``config`` is the model's.
 
     Raises `MediaMismatch` with the row's number.
@@ -77,13 +84,15 @@ def distinct_media(rows: Sequence[Mapping[str, Any]], layout: MediaLayout, confi
     """
     inputs: dict[str, Tensor] = {}
     tables: list[Tensor] = []
+    parts = [media_parts(row) for row in rows]
+    numbered = [(number, part) for number, row in enumerate(parts) for part in row]
     start = 0
     for kind in ("image", "video"):
         names = layout.names(kind)
         distinct: dict[tuple[int, ...], Mapping[str, Any]] = {}
         places: dict[tuple[int, ...], list[int]] = {}
         table = []
-        for number, row in enumerate(rows):
+        for number, row in numbered:
             if all(row.get(name) is None for name in names):
                 table.append([0, 0])
                 continue
@@ -103,7 +112,8 @@ def distinct_media(rows: Sequence[Mapping[str, Any]], layout: MediaLayout, confi
         if distinct:
             inputs |= {name: torch.cat([row[name] for row in distinct.values()]) for name in names}
         tables.append(torch.tensor(table, dtype=torch.int64).view(-1, 2))
-    return DistinctMedia(inputs, *tables)
+    images, videos = tables
+    return DistinctMedia(inputs, images, videos, torch.tensor([len(row) for row in parts], dtype=torch.int64))
 
 
 def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | None = None) -> MediaSpans:
@@ -122,31 +132,55 @@ def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | 
         cu_seqlens = torch.arange(len(token_types) + 1) * token_types.shape[-1]
     types = token_types.reshape(-1)
     bounds = cu_seqlens.long().to(types.device)
-    if len(bounds) != len(media.images) + 1 or int(bounds[-1]) != len(types):
+    parts = torch.ones(len(media.images), dtype=torch.int64) if media.parts is None else media.parts
+    if len(bounds) != len(parts) + 1 or int(bounds[-1]) != len(types):
         raise MediaMismatch(
-            f"{len(media.images)} rows of media, but {len(bounds) - 1} rows of tokens, "
+            f"{len(parts)} rows of media, but {len(bounds) - 1} rows of tokens, "
             f"which end at {int(bounds[-1])} of {len(types)}"
         )
+    rows = torch.arange(len(parts)).repeat_interleave(parts).to(types.device)  # of each part
     features = torch.full_like(types, -1, dtype=torch.int64)
     for kind, table, name in ((IMAGE, media.images, "image"), (VIDEO, media.videos, "video")):
         table = table.to(types.device)
         chosen = types == kind
         before = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))
         found = before[bounds].diff()
-        wrong = (found != table[:, 1]).nonzero()
+        made = torch.zeros_like(found).index_add_(0, rows, table[:, 1])
+        wrong = (found != made).nonzero()
         if len(wrong):
             row = int(wrong[0])
             raise MediaMismatch(
-                f"row {row}: {int(found[row])} {name} placeholder tokens, "
-                f"but its media makes {int(table[row, 1])} features"
+                f"row {row}: {int(found[row])} {name} placeholder tokens, but its media makes {int(made[row])} features"
             )
-        shift = table[:, 0] - before[bounds[:-1]]
+        shift = table[:, 0] - (
+            table[:, 1].cumsum(0) - table[:, 1]
+        )  # the media tokens of a kind lie in the order of the parts
         features[chosen] = before[:-1][chosen] + torch.repeat_interleave(shift, table[:, 1])
     positions = (features >= 0).nonzero().squeeze(-1)
     return MediaSpans(positions, features[positions])
 
 
-def media_grids(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor | None]:
+def split_media(row: RowMedia, counts: tuple[int, int], count: FeatureCounts) -> tuple[RowMedia, RowMedia] | None:
+    """A row's first media, which make ``counts`` features of images and of videos, and the others; ``None`` if a mapping has
+    features of both.
+
+    >>> sizes = {"a": (4, 0), "b": (2, 0)}
+    >>> split_media(({"x": "a"}, {"x": "b"}), (4, 0), lambda part: sizes[part["x"]])
+    (({'x': 'a'},), ({'x': 'b'},))
+    >>> split_media({"x": "a"}, (2, 0), lambda part: sizes[part["x"]]) is None
+    True
+    """
+    parts = media_parts(row)
+    images = videos = 0
+    for number, part in enumerate((*parts, {})):
+        if (images, videos) == counts:
+            return tuple(parts[:number]), tuple(parts[number:])
+        more = count(part) if part else (0, 0)
+        images, videos = images + more[0], videos + more[1]
+    return None
+
+
+def media_grids(rows: Iterable[RowMedia]) -> dict[str, Tensor | None]:
     """The media arguments of `VLMFamily.position_ids`: grids and video timing of all rows in row order, with repetitions.
     ``None`` if no row has any.
 
@@ -155,9 +189,9 @@ def media_grids(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor | None]:
     [[1, 2, 4], [1, 2, 4]]
     """
     grids: dict[str, Tensor | None] = {}
-    rows = list(rows)
+    parts_of_rows = [part for row in rows for part in media_parts(row)]
     for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
-        parts = [torch.as_tensor(row[name]) for row in rows if row.get(name) is not None]
+        parts = [torch.as_tensor(part[name]) for part in parts_of_rows if part.get(name) is not None]
         grids[name] = torch.cat(parts) if parts else None
     return grids
 

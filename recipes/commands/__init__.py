@@ -54,6 +54,11 @@ COMMANDS = {
         "train by SFT, then GRPO, on real questions about pictures",
         "recipes.configs.easy_vqa_config:parse",
     ),
+    "walk": Command(
+        "recipes.walk:main",
+        "train by GRPO over episodes with a new picture each turn",
+        "recipes.configs.walk_config:parse",
+    ),
     "parity": Command(
         "recipes.parity.__main__:main",
         "compare log-probs of the rollout engine with the actor's",

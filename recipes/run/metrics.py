@@ -56,7 +56,8 @@ def rollout_metrics(
         ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
         the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
         a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/acc`` (share of right answers),
-        ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples).
+        ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples). Of
+        episodes also ``episode/turns/{mean,max,min}``, and ``episode/ended/<reason>``, the share that ended so.
     """
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]
@@ -83,6 +84,10 @@ def rollout_metrics(
         metrics |= _equal_groups(scores.sum(-1).tolist(), list(data["uid"]))
     if "truncated" in data:
         metrics["response/truncated_ratio"] = _mean(data["truncated"])
+    if "turns" in data and "end_reason" in data:
+        metrics |= _statistics("episode/turns", data["turns"])
+        ends = Counter(data["end_reason"].tolist())
+        metrics |= {f"episode/ended/{reason}": count / len(data) for reason, count in sorted(ends.items())}
     return metrics | {"response/aborted_ratio": _mean(~answered)}
 
 

@@ -116,7 +116,8 @@ def rows_to_learn(data: DataProto, config: AlgorithmConfig, seed: tuple[int, int
     """The rows of the update, with all columns that the loss reads, corrected for the engine's log-probs if that is set.
 
     A rejected token has 0 in ``response_mask``, so no denominator counts it; its advantage still entered the statistics of its
-    group. A mini-batch with no token left is removed, so the result may have no rows. ``data`` stays as it is.
+    group. A mini-batch with no token left, or whose episodes all failed, is removed, so the result may have no rows. ``data``
+    stays as it is.
 
     Args:
         seed: of the random choices that a loss makes.
@@ -132,8 +133,8 @@ def rows_to_learn(data: DataProto, config: AlgorithmConfig, seed: tuple[int, int
         if config.rejection != "none":
             kept = kept_tokens(old, engine, mask, config.rejection, config.rejection_bounds)
             learned["response_mask"] = kept
-            learned = _without_empty_minibatches(learned, config.minibatch)
         metrics = correction_metrics(old, engine, mask, weights, kept) | difference_metrics(data, old)
+    learned = _without_empty_minibatches(learned, config.minibatch)
     add_loss_columns(config, learned, seed)
     return learned, metrics
 

@@ -132,14 +132,15 @@ def launch_roles(
         **vars(config.compute),
     )
     options: dict[str, Any] = {}
+    prompts = {name: getattr(config.data, name) for name in ("max_prompt_length", "min_pixels", "max_pixels")}
     if config.engine == "vllm":  # it processes images itself
-        options["max_model_len"] = config.data.max_prompt_length + config.data.max_response_length
+        options["max_model_len"] = config.data.max_prompt_length + config.longest_response
         options["image_options"] = builder.image_options
     return launch(
         actor=actor,
         reference=config.reference(actor),
         reward=reward,
-        rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options)),
+        rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options), prompts),
         on=config.on,
         layout=config.layout,
         critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,

@@ -55,14 +55,20 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     return read_conversation(row.get("prompt"), media_list(row.get("images")), media_list(row.get("videos")))
 
 
-def _join(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
-    """A row's ``multi_modal_inputs``. The tensors of a single image are not copied."""
+def join_media(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
+    """The ``multi_modal_inputs`` of a row or of a turn. The tensors of a single image are not copied."""
     joined: dict[str, Tensor] = {}
     for media in (images, videos):
         for name in media[0].inputs if media else ():
             parts = [medium.inputs[name] for medium in media]
             joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined
+
+
+def media_objects(images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo] = ()) -> dict[str, Any]:
+    """The ``multi_modal_data`` of a row or of a turn."""
+    data = {"image": [image.image for image in images], "video": [(video.frames, video.metadata) for video in videos]}
+    return {kind: media for kind, media in data.items() if media}
 
 
 def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
@@ -76,8 +82,7 @@ def share_media(prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], list[d
         own_videos = [videos.setdefault(video.key, video) for video in prompt.videos]
         keys = (tuple(image.key for image in own_images), tuple(video.key for video in own_videos))
         if keys not in joined:
-            data = {"image": [i.image for i in own_images], "video": [(v.frames, v.metadata) for v in own_videos]}
-            joined[keys] = ({kind: media for kind, media in data.items() if media}, _join(own_images, own_videos))
+            joined[keys] = media_objects(own_images, own_videos), join_media(own_images, own_videos)
         shared.append(joined[keys])
     return [dict(data) for data, _ in shared], [dict(inputs) for _, inputs in shared]
 

@@ -6,6 +6,7 @@ Letters: B rows, P tokens of the longest prompt.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -123,13 +124,17 @@ class PromptBuilder:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
         """The prompt batch of ``rows``. Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number)."""
         prompts = []
-        with self._processed.one_batch():
+        with self.one_batch():
             for place, row in enumerate(rows):
                 try:
                     prompts.append(self.prepare(row))
                 except DataProtoError as error:
                     raise invalid_row(row, place, str(error)) from error
         return self.collate(prompts)
+
+    def one_batch(self) -> AbstractContextManager[None]:
+        """A context in which this thread processes each distinct image once, however small the cache is."""
+        return self._processed.one_batch()
 
     # One row
 

@@ -100,10 +100,10 @@ def test_a_shared_prompt_is_packed_once_and_its_keys_are_seen_by_all():
     assert packed.predictors.tolist() == [1, 1, 3, 7]
 
 
-def test_prompts_with_other_media_or_media_in_the_response_are_not_shared():
+def test_prompts_with_other_media_or_unsplit_media_are_not_shared():
     ids = torch.ones(4, 3, dtype=torch.int64)
     one, other = torch.zeros(1), torch.zeros(1)
-    media = [{"pixel_values": one}, {"pixel_values": one}, {"pixel_values": other}, {"pixel_values": other}]
+    media = [{"pixel_values": one}, {"pixel_values": one}, {"pixel_values": other}, None]
     types = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0], [1, 0, 1]])
     assert prompt_sharing(ids, ids, ids, types, media, response_width=1).tolist() == [False, True, False, False]
 

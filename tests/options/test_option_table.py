@@ -8,7 +8,15 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes import classify, distil, geo3k_grpo, grpo, ppo, sft
-from recipes.configs import distil_config, easy_vqa_config, export_config, make_vlm_config, plan_config, view_config
+from recipes.configs import (
+    distil_config,
+    easy_vqa_config,
+    export_config,
+    make_vlm_config,
+    plan_config,
+    view_config,
+    walk_config,
+)
 from recipes.options import options_of, with_plain_flags
 from recipes.parity import ParityConfig
 
@@ -17,6 +25,7 @@ CONFIGS = (
     ppo.TINY,
     distil_config.TINY,
     easy_vqa_config.TINY,
+    walk_config.TINY,
     make_vlm_config.MakeVLMConfig(),
     sft.TINY,
     classify.TINY,

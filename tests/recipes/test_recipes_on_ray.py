@@ -10,7 +10,8 @@ from PIL import Image
 from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
-from recipes import classify, geo3k_ppo, sft
+from recipes import classify, geo3k_ppo, sft, walk
+from recipes.configs.walk_config import WarmUpPhaseConfig
 from recipes.run.supervised import SupervisedConfig, launch_supervised
 from recipes.serve.training_client import TrainingClient
 from rollout.engine import SamplingParams
@@ -62,6 +63,19 @@ def test_supervised_training(recipe, model, tmp_path):
         given = ["--model-path", model, "--output-dir", str(tmp_path / name), *settings.split(), *place]
         assert recipe.main(given) == 0
     assert rows_of(tmp_path / "one")[-1]["val/loss"] < rows_of(tmp_path / "one")[0]["val/loss"]
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+def test_episodes(tmp_path):
+    walker = walk.tiny_walker(tmp_path / "walker", 0, WarmUpPhaseConfig(steps=16, batch_size=16))
+    settings = (
+        "--batch-size 4 --algorithm.n 2 --max-prompt-length 64 --max-response-length 3 --eval-rows 3 --optimizer.lr 1e-3"
+        " --optimizer.warmup-steps 0 --steps 2 --save-every 0 --keep-rollouts 0"
+    )
+    for name, place in (("one", ()), ("two", TWO)):
+        given = ["--model-path", str(walker), "--output-dir", str(tmp_path / name), *settings.split(), *place]
+        assert walk.main(given) == 0
+    assert rows_of(tmp_path / "one")[1]["episode/turns/mean"] > 1
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 

@@ -336,7 +336,7 @@ def test_a_tail_changes_nothing(checkpoints):
     config = config_with_layers("qwen3_vl")
     rows = text_rows(config)[[0, 0, 1]]
     module = PackedVLM(tiny_model("qwen3_vl", config=config), family_of(config), 1.0)
-    packed = pack(module, rows, sharing(rows))
+    packed = pack(module, rows, sharing(module, rows))
     assert packed.key_index is not None
     nowhere = MediaSpans(*[torch.zeros(0, dtype=torch.int64)] * 2)
     expected, found = (module(each, {}, nowhere)[0] for each in (packed, fill_up(packed, 40, 8)))

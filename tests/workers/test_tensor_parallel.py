@@ -121,7 +121,7 @@ def each_token_is_computed_once(model_type):
     """What is not split sees ceil(T / 2) tokens on each rank, but for the norms of single heads, which see a rank's heads."""
     config = config_with_heads(model_type, heads=4, key_value_heads=2)
     module, data = spread(config), odd_rows(config)
-    packed = pack(module, data, sharing(data))
+    packed = pack(module, data, sharing(module, data))
     part = -(-packed.input_ids.shape[-1] // 2)
     assert packed.input_ids.shape[-1] == 2 * part - 1
     decoder = module.model.get_submodule(module.family.language_model)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -10,12 +10,20 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
+from dataproto.errors import InvalidConfig
 from rollout.engine import SamplingParams, create_engine
+from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
+from rollout.environments.episode_rows import episode_columns, episode_starts
+from rollout.pretrained import end_ids, generation_config
+from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
 from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows
 from workers.ranks.mesh import Ranks
 from workers.roles.sharding_manager import ShardingManager, neighbours
 from workers.training.loading import checkpoint_family
+
+NO_LIMIT = 1 << 30
+"""Tokens of an episode's prompt; the engine has limits of its own."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,7 @@ class RolloutConfig:
     model_path: str
     engine: str = "hf"
     options: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, Any] = field(default_factory=dict)  # of the `PromptBuilder` of episodes, such as max_pixels
 
 
 def split_prompts(call: Arguments, parts: int) -> list[Arguments]:
@@ -53,6 +62,7 @@ class RolloutWorker:
         ``tensor_parallel`` is independent of it. ``shares_device``: whether other roles need the engine's memory between
         rollouts.
         """
+        self.config = config
         self.ranks = ranks = ranks or Ranks()
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
         block = neighbours(ranks, tensor_parallel)
@@ -83,6 +93,56 @@ class RolloutWorker:
                 own = sharding.postprocess_data(rollouts)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE])
                 return own
+
+    @dispatch(split=split_prompts, join=join_rows)
+    def play(
+        self,
+        prompts: DataProto,
+        make_environment: MakeEnvironment,
+        sampling: SamplingParams,
+        turns: int,
+        tokens: int | None = None,
+        seconds: float = 60.0,
+    ) -> DataProto:
+        """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
+
+        Streams are those of `generate`, with one of its own for each later turn. An environment that fails ends its episode, with
+        the reason in ``end_reason``, and nothing is learned from it.
+
+        Args:
+            prompts: with ``raw_prompt``, the messages that the environment's first observation follows.
+            make_environment: makes the environment of an episode in this process.
+            sampling: of each turn; ``max_tokens`` limits a turn.
+            turns, tokens, seconds: see `EpisodeLimits`.
+
+        Raises:
+            InvalidConfig: the chat template cannot show observations, or the engine runs on several ranks.
+        """
+        limits = EpisodeLimits(turns, tokens, seconds)
+        self._calls += 1
+        with self.sharding as sharding:
+            with self.ranks.fail_together():
+                shared = sharding.preprocess_data(self._numbered(prompts))
+                starts = episode_starts(shared, sampling, self._calls)
+                episodes = play_episodes(self.engine, self.renderer, starts, make_environment, sampling, limits)
+                most = turns * sampling.max_tokens if tokens is None else tokens
+                repeated = shared.repeat(sampling.n, interleave=True)
+                rollouts = episode_columns(repeated, episodes, self.renderer, most, sharding.version)
+            with self.ranks.fail_together():
+                own = sharding.postprocess_data(rollouts)
+                own.pop(non_tensor_batch_keys=[OCCURRENCE])
+                return own
+
+    @cached_property
+    def renderer(self) -> TurnRenderer:
+        """Renders prompts and observations of episodes."""
+        if int(self.config.options.get("tensor_parallel", 1)) > 1:
+            raise InvalidConfig(
+                "episodes need an engine of one rank: leave out tensor_parallel of the engine's options"
+            )
+        path, options = self.config.model_path, {"max_prompt_length": NO_LIMIT} | self.config.prompts
+        builder = PromptBuilder.from_pretrained(path, **options)
+        return TurnRenderer(builder, end_ids(generation_config(path, builder.config)))
 
     def _numbered(self, prompts: DataProto) -> DataProto:
         """The prompts with the column `OCCURRENCE`, counted over all data-parallel ranks."""

@@ -147,6 +147,7 @@ class ShardingManager:
         self.neighbours = neighbours or Neighbours()
         self.shares_device = shares_device
         self.stale = True
+        self.version = 0  # how often the engine has got weights
         self._rows: dict[int, int] = {}  # of each dp position in the block, in the batch that is being generated
         self._training_random: dict[str, Any] = {}
         self._rollout_random: dict[str, Any] | None = None
@@ -163,6 +164,7 @@ class ShardingManager:
             if self.stale or not kept:
                 with self.ranks.fail_together():
                     self._load_weights()
+                self.version += 1
         except BaseException:
             self._rest()  # training needs the memory
             raise

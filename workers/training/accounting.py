@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dataproto import DataProto
+from dataproto.columns import media_parts
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.forward_pass import media_of, sharing
@@ -69,7 +70,7 @@ def required_work(module: PackedVLM, data: DataProto) -> Work:
     family, config = module.family, module.model.config
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
     whole = attended.sum(1)
-    saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
+    saved = torch.where(sharing(module, data), attended[:, : attended.shape[1] - width].sum(1), 0)
     logit_tokens = int(data["response_mask"].sum()) if module.makes_logits else 0
     rows = family.flops(config, whole, _distinct_grids(module, data), logit_tokens=logit_tokens)
     # Segments that hold only response tokens see the keys of their prompt: all pairs of the row except those within the prompt.
@@ -92,7 +93,7 @@ def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
     layout, config = module.family.media_layout, module.model.config
     found: dict[tuple[int, ...], torch.Tensor] = {}
     for kind in ("image", "video"):
-        for row in media_of(data):
+        for row in (part for media in media_of(data) for part in media_parts(media)):
             held = {name: row[name] for name in layout.names(kind) if row.get(name) is not None}
             key = tuple(map(id, held.values()))
             if held and key not in found:

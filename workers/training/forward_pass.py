@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.columns import RowMedia, media_parts
 from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
@@ -57,7 +58,7 @@ def prepare_rows(
     module: PackedVLM, rows: DataProto, tower: bool = False
 ) -> tuple[PackedRows, dict[str, Tensor], MediaSpans]:
     """The rows packed, their distinct media, and the places of its features; see `place_media`."""
-    shared = sharing(rows)
+    shared = sharing(module, rows)
     packed = pack(module, rows, shared)
     return packed, *place_media(module, rows, packed, shared, tower)
 
@@ -78,7 +79,11 @@ def place_media(
 
     With ``tower``, rows without media get a dummy image whose features are not used.
     """
-    inputs = [{} if skip else row for row, skip in zip(media_of(rows), shared.tolist(), strict=True)]
+    inputs = list(media_of(rows))
+    if bool(shared.any()):
+        for row, split in enumerate(split_at_prompt(module, rows)):
+            if split is not None and shared[row]:
+                inputs[row] = split[1]
     media = module.family.distinct_media(inputs, module.model.config)
     spans = media_spans(packed.token_types, media, packed.cu_seqlens)
     return media.inputs or (module.family.dummy_media(module.model.config) if tower else {}), spans
@@ -96,23 +101,39 @@ def to_forward(
     return moved, inputs, spans
 
 
-def sharing(rows: DataProto) -> Tensor:
+def sharing(module: PackedVLM, rows: DataProto) -> Tensor:
     """``(B,)`` bool: rows that have the prompt of the row before, see `prompt_sharing`."""
-    ids = rows["input_ids"]
-    types = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else torch.zeros_like(ids)
-    width = rows["response_mask"].shape[1]
-    return prompt_sharing(ids, rows["attention_mask"], rows["position_ids"], types, media_of(rows), width)
+    ids, types, width = rows["input_ids"], known_types(rows), rows["response_mask"].shape[1]
+    media = [None if split is None else split[0] for split in split_at_prompt(module, rows)]
+    return prompt_sharing(ids, rows["attention_mask"], rows["position_ids"], types, media, width)
 
 
-def media_of(rows: DataProto) -> Sequence[dict[str, Tensor]]:
-    inputs: Sequence[dict[str, Tensor]] = (
+def split_at_prompt(module: PackedVLM, rows: DataProto) -> list[tuple[RowMedia, RowMedia] | None]:
+    """For each row the media of its prompt and those behind it; ``None`` if a mapping of its media has both."""
+    types = known_types(rows)
+    prompt = types.shape[1] - rows["response_mask"].shape[1]
+    behind = (types[:, prompt:] != 0).any(1).tolist()
+    return [
+        module.family.split_media(media, types[row, :prompt], module.model.config) if behind[row] else (media, ())
+        for row, media in enumerate(media_of(rows))
+    ]
+
+
+def media_of(rows: DataProto) -> Sequence[RowMedia]:
+    inputs: Sequence[RowMedia] = (
         rows["multi_modal_inputs"] if "multi_modal_inputs" in rows else [{} for _ in range(len(rows))]
     )
     return inputs
 
 
 def has_media(rows: DataProto) -> bool:
-    return any(media_of(rows))
+    return any(part for row in media_of(rows) for part in media_parts(row))
+
+
+def known_types(rows: DataProto) -> Tensor:
+    """``(B, L)`` the token types of the batch, 0 for one without."""
+    types: Tensor = rows["mm_token_type_ids"] if "mm_token_type_ids" in rows else torch.zeros_like(rows["input_ids"])
+    return types
 
 
 def token_types(module: PackedVLM, rows: DataProto) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.columns import media_parts
 from dataproto.packing import PackedRows, fill_up, unpack_cells
 from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
 from dataproto.vlm import MediaSpans
@@ -52,7 +53,7 @@ def micro_batches(
     chosen = data if places is None else data[places]
     plan = _plan(chosen, module, token_budget, ranks)
     if ranks.size("dp") > 1:
-        plan = _by_media(chosen, plan)
+        plan = _by_media(chosen, module, plan)
     parts = [as_index(rows) for rows in plan]
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
@@ -62,7 +63,7 @@ def micro_batches(
 
 def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[np.ndarray]:
     attended, width = data["attention_mask"], data["response_mask"].shape[1]
-    saved = torch.where(sharing(data), attended[:, : attended.shape[1] - width].sum(1), 0)
+    saved = torch.where(sharing(module, data), attended[:, : attended.shape[1] - width].sum(1), 0)
     whole = attended.sum(1)
     stages = ranks.size("pp")  # a pipeline takes a multiple of its stages
     if ranks.size("dp") == stages == 1 and int((whole - saved).sum()) <= token_budget:
@@ -77,13 +78,14 @@ def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -
     )
 
 
-def _by_media(data: DataProto, plan: list[np.ndarray]) -> list[np.ndarray]:
+def _by_media(data: DataProto, module: PackedVLM, plan: list[np.ndarray]) -> list[np.ndarray]:
     """The micro-batches with the most media first.
 
     Ranks wait for each other both in the tower and in the decoder, so each should be about equal work on all of them.
     """
-    shared = sharing(data).tolist()
-    sizes = [0 if behind else sum(map(len, row.values())) for behind, row in zip(shared, media_of(data), strict=True)]
+    shared = sharing(module, data).tolist()
+    whole = [sum(len(value) for part in media_parts(row) for value in part.values()) for row in media_of(data)]
+    sizes = [0 if behind else size for behind, size in zip(shared, whole, strict=True)]
     return sorted(plan, key=lambda rows: -sum(sizes[row] for row in rows))
 
 
@@ -173,7 +175,7 @@ class MicroBatchFeed:
         self, module: PackedVLM, parts: Sequence[MicroBatch], device: torch.device, conclude: Conclude
     ) -> None:
         self.module, self.parts, self.device, self._conclude = module, parts, device, conclude
-        self.packed = [pack(module, part.rows, sharing(part.rows)) for part in parts]
+        self.packed = [pack(module, part.rows, sharing(module, part.rows)) for part in parts]
         self.count = len(parts)
         self.length = max((rows.input_ids.shape[-1] for rows in self.packed), default=0)
         self.has_media = any(part.tower for part in parts)
@@ -184,7 +186,7 @@ class MicroBatchFeed:
         nothing = torch.zeros(0, dtype=torch.int64)
         found: tuple[dict[str, Tensor], MediaSpans] = {}, MediaSpans(nothing, nothing)
         if media:
-            found = place_media(self.module, part.rows, packed, sharing(part.rows), part.tower)
+            found = place_media(self.module, part.rows, packed, sharing(self.module, part.rows), part.tower)
         return to_forward(fill_up(packed, self.length), *found, self.device)
 
     def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:

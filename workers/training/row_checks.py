@@ -99,12 +99,17 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
     features: dict[tuple[int, ...], tuple[int, int]] = {}  # of media that many rows share, computed once
     expected = []
     for number, row in enumerate(media_of(data)):
-        if not isinstance(row, Mapping):
-            raise InvalidColumn(f"'multi_modal_inputs', row {number}: expected a dict, found a {type(row).__name__}")
-        key = tuple(map(id, row.values()))
-        if key not in features:
-            features[key] = row_features(number, row, module)
-        expected.append(features[key])
+        images = videos = 0
+        for part in row if isinstance(row, tuple | list) else (row,):
+            if not isinstance(part, Mapping):
+                raise InvalidColumn(
+                    f"'multi_modal_inputs', row {number}: expected a dict, found a {type(part).__name__}"
+                )
+            key = tuple(map(id, part.values()))
+            if key not in features:
+                features[key] = part_features(number, part, module)
+            images, videos = images + features[key][0], videos + features[key][1]
+        expected.append((images, videos))
     found = torch.stack([(types == kind).sum(1) for kind in (1, 2)], dim=1)
     wrong = (found != torch.tensor(expected, dtype=torch.int64).view(-1, 2)).nonzero()
     if len(wrong):
@@ -116,8 +121,10 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
         )
 
 
-def row_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tuple[int, int]:
-    """Numbers of features of a row's images and of its videos; checks that their tensors are complete and fit the tower."""
+def part_features(number: int, row: Mapping[str, Any], module: PackedVLM) -> tuple[int, int]:
+    """Numbers of features of the images and of the videos of a row, or of one of its turns; checks that their tensors are
+    complete and fit the tower.
+    """
     if not row:
         return 0, 0
     layout, config = module.family.media_layout, module.model.config

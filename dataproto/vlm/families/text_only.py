@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataproto.columns import RowMedia
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
 from dataproto.vlm.media import DistinctMedia
@@ -80,7 +81,7 @@ class TextOnly(VLMFamily):
         """None."""
         return MediaTokens(image=None)
 
-    def distinct_media(self, rows: Sequence[Mapping[str, Any]], config: Any) -> DistinctMedia:
+    def distinct_media(self, rows: Sequence[RowMedia], config: Any) -> DistinctMedia:
         """Nothing. Raises `MediaMismatch` with the number of a row that has media."""
         for number, row in enumerate(rows):
             try:

@@ -115,6 +115,11 @@ class PolicyGradientConfig:
         return {"optimizer": self.algorithm.updates(self.data.batch_size)}
 
     @property
+    def longest_response(self) -> int:
+        """The largest number of tokens behind a prompt."""
+        return self.data.max_response_length
+
+    @property
     def critic(self) -> OptimizerConfig | None:
         """The optimizer of the critic; ``None`` without one."""
         return None

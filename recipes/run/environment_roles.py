@@ -1,0 +1,56 @@
+"""Episodes in place of single responses: roles whose rollouts are played, with the rewards of the environment."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dataproto import DataProto
+from dataproto.columns import require
+from dataproto.errors import InvalidConfig
+from recipes.algorithms.function_files import load_named_function
+from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits, MakeEnvironment
+from workers import Roles
+
+
+def load_environment(name: str) -> MakeEnvironment:
+    """The environment that a command line names as ``FILE.py:NAME``: a class without arguments, or a function that makes one.
+
+    Raises:
+        InvalidConfig: the file or the name does not exist, or the file cannot be imported.
+    """
+    return load_named_function(name, "environment", InvalidConfig)
+
+
+def with_environment(roles: Roles, make_environment: MakeEnvironment, limits: EpisodeLimits) -> Roles:
+    """The same roles, except that ``roles.rollout.generate`` plays episodes and ``roles.reward.score`` leaves their rewards.
+
+    So every recipe that samples and scores trains on episodes.
+    """
+    optional = {**roles.optional, "reward": EnvironmentReward()}
+    return replace(roles, rollout=PlayingRollout(roles.rollout, make_environment, limits), optional=optional)
+
+
+@dataclass(frozen=True)
+class PlayingRollout:
+    """A rollout role whose ``generate`` is its ``play``."""
+
+    rollout: Any
+    make_environment: MakeEnvironment
+    limits: EpisodeLimits
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """See `workers.RolloutWorker.play`."""
+        played: DataProto = self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits))
+        return played
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rollout, name)
+
+
+class EnvironmentReward:
+    """A reward role for rows that have their rewards."""
+
+    def score(self, data: DataProto) -> DataProto:
+        """Nothing to add. Raises `MissingColumn` for rows that were not played."""
+        require(data, "token_level_rewards", "score", "response_text")
+        return DataProto()

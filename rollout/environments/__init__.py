@@ -1,0 +1,35 @@
+"""Environments that the policy acts in for several turns: what they are, playing them, and adapters of other libraries' ones."""
+
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from rollout.environments.environment import Environment, EnvironmentFailed, MakeEnvironment, Observation
+    from rollout.environments.episodes import Episode, EpisodeLimits, EpisodeStart, play_episodes
+    from rollout.environments.gymnasium_environment import from_gymnasium
+    from rollout.environments.tool_environment import ToolEnvironment, hermes_calls, with_tools
+    from rollout.environments.trl_environment import from_trl, trl_tools
+    from rollout.environments.turn_renderer import TurnRenderer
+    from rollout.environments.vagen_environment import from_vagen
+
+__all__ = [
+    "Environment",
+    "EnvironmentFailed",
+    "Episode",
+    "EpisodeLimits",
+    "EpisodeStart",
+    "MakeEnvironment",
+    "Observation",
+    "ToolEnvironment",
+    "TurnRenderer",
+    "from_gymnasium",
+    "from_trl",
+    "from_vagen",
+    "hermes_calls",
+    "play_episodes",
+    "trl_tools",
+    "with_tools",
+]
+
+__getattr__ = lazy_names(__name__, __file__)

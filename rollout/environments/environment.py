@@ -1,0 +1,98 @@
+"""What an environment is: text and images out, text in, no tokens."""
+
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from PIL import Image
+
+from dataproto.errors import DataProtoError
+
+Content = Sequence[str | Image.Image]
+"""Texts and images in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment shows after a reset or an action.
+
+    >>> Observation(["You are at the door."], reward=0.5).done
+    False
+    """
+
+    content: Content = ()
+    reward: float = 0.0  # of the action; that of a reset does not count
+    done: bool = False  # the episode is over, and the content is not shown to the policy
+    info: Mapping[str, Any] = field(default_factory=dict)  # numbers of the last one become columns of the episode
+    role: Literal["user", "tool"] = "user"  # of the message that shows the content
+
+
+class Environment(Protocol):
+    """One episode at a time. Methods may be ``async``; plain ones run in a thread that belongs to the environment.
+
+    A method ``close()``, if there is one, is called once after the episode.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]:
+        """Begins an episode.
+
+        Args:
+            row: the object columns of the prompt's row, such as ``extra_info`` and ``reward_model``.
+            seed: the same for all samples of a prompt.
+
+        Returns:
+            What is shown behind the messages of the row.
+        """
+        ...
+
+    def step(self, action: str) -> Observation | Awaitable[Observation]:
+        """Answers an action: the text that the policy sampled in this turn, without special tokens."""
+        ...
+
+
+MakeEnvironment = Callable[[], Environment]
+"""Makes the environment of an episode; called once for each."""
+
+Failure = Literal["error", "timeout", "invalid"]
+"""It raised, it took too long, or it returned something that is no observation."""
+
+
+class EnvironmentFailed(DataProtoError, RuntimeError):
+    """The environment of an episode failed. It ends this episode, not the run."""
+
+    def __init__(self, reason: Failure, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def check_observation(value: Any, method: str) -> Observation:
+    """The value that ``method`` returned, if it is an observation.
+
+    Raises:
+        EnvironmentFailed: it is something else, or a part of it is; names the part.
+
+    >>> check_observation(Observation(["go"], reward=float("nan")), "step")
+    Traceback (most recent call last):
+    ...
+    rollout.environments.environment.EnvironmentFailed: step returned the reward nan, not a finite number
+    """
+    if not isinstance(value, Observation):
+        raise EnvironmentFailed("invalid", f"{method} returned a {type(value).__name__}, not an Observation")
+    reward = value.reward
+    if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise EnvironmentFailed("invalid", f"{method} returned the reward {reward!r}, not a finite number")
+    if value.role not in ("user", "tool"):
+        raise EnvironmentFailed("invalid", f"{method} returned the role {value.role!r}, not 'user' or 'tool'")
+    content = value.content
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        raise EnvironmentFailed("invalid", f"{method} returned content that is a {type(content).__name__}, not a list")
+    for place, part in enumerate(content):
+        if not isinstance(part, str | Image.Image):
+            raise EnvironmentFailed(
+                "invalid", f"{method} returned a {type(part).__name__} as content[{place}], not text or an image"
+            )
+    if not isinstance(value.info, Mapping):
+        raise EnvironmentFailed("invalid", f"{method} returned info that is a {type(value.info).__name__}, not a dict")
+    return value

@@ -1,0 +1,177 @@
+"""Runs environments beside the engine: each in a thread of its own, ``async`` methods on one event loop."""
+
+import asyncio
+import contextlib
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation, check_observation
+
+CLOSING_S = 2.0
+"""Seconds that the environments get to close at the end."""
+
+Outcome = Observation | EnvironmentFailed
+
+
+@dataclass
+class _Running:
+    """The environment of an episode: its thread, and the call that it works on."""
+
+    inbox: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None]
+    thread: threading.Thread
+    seconds: float  # left of its time
+    call: int = 0  # number of the last call; answers to earlier ones do not count
+    since: float | None = None  # when the call began, None between calls
+    pending: list[Any] = field(default_factory=list)  # the future of an async method that is running
+
+
+class EnvironmentHost:
+    """The environments of many episodes. Calls return at once; `poll` returns what they answered.
+
+    A thread whose environment hangs is left alone and does not keep the process alive.
+    """
+
+    def __init__(self, make_environment: MakeEnvironment, seconds: float) -> None:
+        """``seconds``: the time that the environment of one episode may take, all its calls together."""
+        self.make_environment = make_environment
+        self.seconds = seconds
+        self._answers: queue.SimpleQueue[tuple[int, int, Outcome]] = queue.SimpleQueue()
+        self._running: dict[int, _Running] = {}
+        self._closing: list[threading.Thread] = []
+        self._loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+
+    def __enter__(self) -> "EnvironmentHost":
+        self._loop_thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for episode in list(self._running):
+            self.close(episode)
+        until = time.monotonic() + CLOSING_S
+        for thread in self._closing:
+            thread.join(max(until - time.monotonic(), 0.0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def reset(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
+        """Makes the environment of an episode and resets it."""
+        inbox: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        pending: list[Any] = []
+        thread = threading.Thread(target=self._serve, args=(episode, inbox, pending), daemon=True)
+        self._running[episode] = _Running(inbox, thread, self.seconds, pending=pending)
+        thread.start()
+        self._call(episode, "reset", row, seed)
+
+    def step(self, episode: int, action: str) -> None:
+        """Passes an action on."""
+        self._call(episode, "step", action)
+
+    def close(self, episode: int) -> None:
+        """Ends an episode; its environment is closed as soon as it returns from its last call."""
+        running = self._running.pop(episode, None)
+        if running is not None:
+            running.inbox.put(None)
+            if running.since is None:  # it is not in a call that may hang
+                self._closing.append(running.thread)
+
+    @property
+    def working(self) -> int:
+        """Number of calls that have not been answered."""
+        return sum(each.since is not None for each in self._running.values())
+
+    def poll(self, patience: float | None) -> list[tuple[int, Outcome]]:
+        """The answers since the last poll, by episode.
+
+        It waits for each call until the call is ``patience`` seconds old. With ``None`` it waits until something is answered.
+        """
+        found: list[tuple[int, Outcome]] = []
+        while self.working:
+            try:
+                episode, call, outcome = self._answers.get(timeout=self._wait(patience, bool(found)))
+            except queue.Empty:
+                found += self._late()
+                if found or patience is not None:
+                    break
+            else:
+                if self._answered(episode, call):
+                    found.append((episode, outcome))
+        return sorted(found, key=lambda each: each[0])
+
+    def _wait(self, patience: float | None, answered: bool) -> float:
+        """Seconds until no call is worth waiting for, but at most until one has taken too long."""
+        now = time.monotonic()
+        ages = [(now - each.since, each.seconds) for each in self._running.values() if each.since is not None]
+        late = min(seconds - age for age, seconds in ages)
+        worth = (0.0 if answered else late) if patience is None else max(patience - age for age, _ in ages)
+        return max(min(worth, late), 0.0)
+
+    def _late(self) -> list[tuple[int, Outcome]]:
+        """Gives up the calls that have taken too long."""
+        now = time.monotonic()
+        found: list[tuple[int, Outcome]] = []
+        for episode, each in list(self._running.items()):
+            if each.since is not None and now - each.since >= each.seconds:
+                for future in each.pending:
+                    future.cancel()
+                message = f"its environment took {self.seconds:g} s in all and did not return from its last call"
+                found.append((episode, EnvironmentFailed("timeout", message)))
+                self.close(episode)
+        return found
+
+    def _answered(self, episode: int, call: int) -> bool:
+        """Notes the end of a call; false for one that was given up."""
+        running = self._running.get(episode)
+        if running is None or running.since is None or running.call != call:
+            return False
+        running.seconds -= time.monotonic() - running.since
+        running.since = None
+        return True
+
+    def _call(self, episode: int, *message: Any) -> None:
+        running = self._running[episode]
+        running.call += 1
+        running.since = time.monotonic()
+        running.inbox.put((message[0], message[1:]))
+
+    def _serve(self, episode: int, inbox: "queue.SimpleQueue[Any]", pending: list[Any]) -> None:
+        """The thread of an environment: makes it, passes calls on until it is closed, and closes it."""
+        environment: Any = None
+        call = 0
+        while (message := inbox.get()) is not None:
+            method, arguments = message
+            call += 1
+            try:
+                if environment is None:
+                    environment = self.make_environment()
+                answer: Outcome = check_observation(
+                    self._result(getattr(environment, method)(*arguments), pending), method
+                )
+            except EnvironmentFailed as failure:
+                answer = failure
+            except BaseException as error:  # also SystemExit: an environment ends its episode, not the run
+                answer = EnvironmentFailed("error", f"{method} raised {type(error).__name__}: {error}")
+                answer.__cause__ = error
+            self._answers.put((episode, call, answer))
+        if (close := getattr(environment, "close", None)) is not None:
+            with contextlib.suppress(BaseException):  # the episode is over
+                self._result(close(), pending)
+
+    def _result(self, value: Any, pending: list[Any]) -> Any:
+        """The value, or the result of a coroutine on the event loop."""
+        if not inspect.isawaitable(value):
+            return value
+
+        async def wait() -> Any:
+            return await value
+
+        future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
+        pending[:] = [future]
+        return future.result()

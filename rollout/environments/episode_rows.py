@@ -1,0 +1,194 @@
+"""Rows of prompts to episodes, and episodes to rows of a rollout batch: prompt | sampled | observation | sampled | ...
+
+Letters: B rows, P prompt tokens, R response tokens, L = P + R.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto import DataProto, object_array
+from dataproto.collation import pad_rows, ragged_rows
+from dataproto.columns import RowMedia, media_parts, require
+from dataproto.packing import MAX_TOKENS, PAD_TOKEN
+from dataproto.vlm import media_grids
+from rollout.engine import SamplingParams
+from rollout.environments.episodes import Episode, EpisodeStart
+from rollout.environments.turn_renderer import TurnRenderer
+from rollout.responses import OCCURRENCE, number_occurrences, prompt_names
+from rollout.sampling import derive_seed
+
+NOT_SHOWN = ("raw_prompt_ids", "multi_modal_inputs", "multi_modal_data")
+"""Object columns of prompts that environments do not get."""
+NOT_SAMPLED = -1
+"""``weight_version`` of tokens that the policy did not sample."""
+
+
+def episode_starts(prompts: DataProto, sampling: SamplingParams, call: int = 0) -> list[EpisodeStart]:
+    """``n`` consecutive starts for each row of prompts.
+
+    A sample has the random stream that it has in `rollout.responses.build_requests`; its environment's seed derives from
+    (sampling.seed, uid), so that all samples of a prompt begin alike.
+    """
+    require(prompts, "raw_prompt")
+    occurrences = (prompts if OCCURRENCE in prompts else number_occurrences(prompts))[OCCURRENCE]
+    source: tuple[int | str, ...] = (sampling.seed,) if "uid" in prompts else (sampling.seed, "call", call)
+    names = [name for name in prompts.non_tensor_batch if name not in (*NOT_SHOWN, OCCURRENCE)]
+    starts = []
+    for place, uid in enumerate(prompt_names(prompts)):
+        row = {name: prompts[name][place] for name in names}
+        first = int(occurrences[place]) * sampling.n
+        same = (*source, "environment", uid) if uid else (*source, "environment", int(occurrences[place]))
+        starts += [
+            EpisodeStart(row, derive_seed(*source, uid, sample), derive_seed(*same), uid, f"{uid}/{sample}")
+            for sample in range(first, first + sampling.n)
+        ]
+    return starts
+
+
+def episode_columns(
+    prompts: DataProto, episodes: Sequence[Episode], renderer: TurnRenderer, max_tokens: int, weight_version: int
+) -> DataProto:
+    """The rollout batch of episodes, each from the row of ``prompts`` at its place.
+
+    The columns are those of `rollout.responses.attach_responses`, with observations and their images among the responses
+    (``response_mask`` 0), and ``turn``, ``weight_version``, ``token_level_rewards`` ``(B, R)``, ``turns``, ``score``,
+    ``trajectory``, ``end_reason``, ``response_text`` and the numbers of the last ``info`` ``(B,)``. A row whose environment
+    failed has a ``response_mask`` of 0: nothing is learned from it, and it does not enter the baseline of its group.
+
+    Args:
+        max_tokens: the largest number of response tokens that was allowed.
+    """
+    builder = renderer.builder
+    records = [_Record(episode, renderer) for episode in episodes]
+    width = max((len(record.ids) for record in records), default=0) or 1
+    prompt_ids = _pad_left([record.prompt_ids for record in records], builder.pad_token_id)
+    prompt_mask = _pad_left([np.ones_like(record.prompt_ids) for record in records], 0)
+    responses, filled = _pad_right([record.ids for record in records], width, builder.pad_token_id)
+    mask = torch.cat([prompt_mask, filled.to(torch.int64)], dim=1)
+    types = torch.cat(
+        [
+            _pad_left([record.prompt_types for record in records], 0),
+            _pad_right([record.types for record in records], width, 0)[0],
+        ],
+        dim=1,
+    ).to(torch.int8)
+    media = [record.media for record in records]
+    tensors = {
+        "prompts": prompt_ids,
+        "responses": responses,
+        "input_ids": torch.cat([prompt_ids, responses], dim=1),
+        "attention_mask": mask,
+        "position_ids": _positions(builder, types, mask, media),
+        "mm_token_type_ids": types,
+        "response_mask": _pad_right([record.mask for record in records], width, 0)[0],
+        "rollout_log_probs": _pad_right([record.log_probs for record in records], width, 0, "f")[0],
+        "token_level_rewards": _pad_right([record.rewards for record in records], width, 0, "f")[0],
+        "turn": _pad_right([record.turn for record in records], width, 0)[0],
+        "weight_version": _pad_right(
+            [np.where(record.sampled, weight_version, NOT_SAMPLED) for record in records], width, NOT_SAMPLED
+        )[0],
+        "turns": torch.tensor([len(episode.turns) for episode in episodes]),
+        "truncated": torch.tensor([episode.ended in ("length", "tokens") for episode in episodes]),
+    }
+    data = prompts.select(non_tensor_batch_keys=list(prompts.non_tensor_batch), batch_keys=[])[:]
+    for name, values in (_objects(episodes, records, media)).items():
+        data[name] = object_array(values)
+    for name, tensor in tensors.items():
+        data[name] = tensor
+    data.meta_info |= {MAX_TOKENS: max_tokens, PAD_TOKEN: builder.pad_token_id}
+    return data
+
+
+class _Record:
+    """The tokens of an episode behind its prompt, and a value of each; empty for one that did not begin."""
+
+    def __init__(self, episode: Episode, renderer: TurnRenderer) -> None:
+        prompt, request, turns = episode.prompt, episode.request, episode.turns
+        nothing = np.array([renderer.builder.pad_token_id])
+        self.prompt_ids = nothing if prompt is None else prompt.input_ids
+        self.prompt_types = 0 * nothing if prompt is None else prompt.token_types.astype(np.int64)
+        parts = () if request is None else media_parts(request.multi_modal_inputs)
+        self.media: RowMedia = parts if len(parts) > 1 else dict(parts[0]) if parts else {}
+        self.objects = {} if request is None else dict(request.multi_modal_data)
+        own = np.array([len(turn.token_ids) for turn in turns], dtype=np.int64)
+        shown = np.array([0 if turn.shown is None else len(turn.shown.ids) for turn in turns], dtype=np.int64)
+        length = int((own + shown).sum())
+        self.turn = np.repeat(np.arange(1, len(turns) + 1), own + shown)
+        self.sampled = np.repeat(np.tile([1, 0], len(turns)), np.stack([own, shown], 1).ravel())
+        self.mask = self.sampled * (not episode.failed)
+        places, observed = self.sampled.astype(bool), [turn.shown for turn in turns if turn.shown is not None]
+        self.ids, self.types = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
+        self.ids[places] = [token for turn in turns for token in turn.token_ids]
+        self.ids[~places] = [token for each in observed for token in each.ids]
+        self.types[~places] = [kind for each in observed for kind in each.token_types]
+        self.log_probs, self.rewards = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.float32)
+        self.log_probs[places] = [value for turn in turns for value in turn.log_probs]
+        self.rewards[np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
+        decode = renderer.builder.tokenizer.decode
+        self.text = "\n".join(decode(turn.token_ids, skip_special_tokens=True) for turn in turns)
+
+
+def _objects(episodes: Sequence[Episode], records: Sequence[_Record], media: Sequence[Any]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {
+        "trajectory": [episode.start.trajectory for episode in episodes],
+        "end_reason": [episode.ended for episode in episodes],
+        "end_message": [episode.message for episode in episodes],
+        "response_text": [record.text for record in records],
+        "score": [sum(turn.reward for turn in episode.turns) for episode in episodes],
+        "multi_modal_inputs": list(media),
+        "multi_modal_data": [record.objects for record in records],
+        "raw_prompt": [_messages(episode) for episode in episodes],
+    }
+    numbers = {
+        name
+        for episode in episodes
+        for name, value in episode.info.items()
+        if isinstance(value, int | float | np.number) and name not in columns
+    }
+    return columns | {name: [_number(episode.info.get(name)) for episode in episodes] for name in sorted(numbers)}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float | np.number) else None
+
+
+def _messages(episode: Episode) -> Any:
+    prompt = episode.prompt
+    if prompt is None:
+        return episode.start.row.get("raw_prompt")
+    images = [image.image for image in prompt.images]
+    return prompt.conversation.with_media(images, [(video.frames, video.metadata) for video in prompt.videos])
+
+
+def _positions(builder: Any, types: Tensor, mask: Tensor, media: Sequence[Any]) -> Tensor:
+    """Positions of whole rows; those of the padding on the right go on, as in other rollouts."""
+    family = builder.family
+    positions: Tensor = family.position_ids(types, mask, **media_grids(media), config=builder.config)
+    lengths = mask.flip(1).argmax(1)  # padding on the right
+    if not len(mask) or not (longest := int(lengths.max())):
+        return positions
+    following = family.extend_positions(positions, mask, longest)
+    places = torch.arange(mask.shape[1]) - (mask.shape[1] - lengths)[:, None]  # from 0 on the right padding
+    index = places.clamp(min=0)
+    if positions.ndim == 3:
+        index = index[:, None].expand_as(positions)
+        places = places[:, None].expand_as(positions)
+    return torch.where(places >= 0, following.gather(-1, index), positions)
+
+
+def _pad_left(rows: Sequence[np.ndarray], fill: int) -> Tensor:
+    width = max((len(row) for row in rows), default=1)
+    padded = np.full((len(rows), width), fill, dtype=np.int64)
+    for target, row in zip(padded, rows, strict=True):
+        target[width - len(row) :] = row
+    return torch.from_numpy(padded)
+
+
+def _pad_right(
+    rows: Sequence[np.ndarray], width: int, fill: float, code: Literal["q", "f"] = "q"
+) -> tuple[Tensor, Tensor]:
+    return pad_rows(ragged_rows(rows, code), width, fill)

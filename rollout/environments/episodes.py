@@ -1,0 +1,307 @@
+"""Episodes: turns of policy and environment on one engine, each at its own pace."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dataproto.columns import media_parts
+from dataproto.errors import InvalidConfig, InvalidPrompt
+from rollout.engine import Completion, Request, RequestEngine, SamplingParams
+from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
+from rollout.environments.environment_host import EnvironmentHost, Outcome
+from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
+from rollout.prompts import Prompt
+from rollout.prompts.prepared_rows import media_objects
+from rollout.sampling import turn_seed
+
+EndReason = Literal["done", "turns", "tokens", "length"] | Failure
+"""Why an episode ended.
+
+- ``done``: the environment said so.
+- ``turns``, ``tokens``: the limits of an episode.
+- ``length``: a turn was cut at ``max_tokens``.
+- ``error``, ``timeout``, ``invalid``: the environment failed, see `Failure`.
+"""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """How long an episode may be."""
+
+    turns: int  # of the policy
+    tokens: int | None = None  # behind the prompt, sampled ones and observations; None: no limit
+    seconds: float = 60.0  # that the environment may take, all its calls together
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or (self.tokens is not None and self.tokens < 1) or not self.seconds > 0:
+            raise InvalidConfig(
+                f"turns={self.turns}, tokens={self.tokens} must be at least 1, seconds={self.seconds} above 0"
+            )
+
+    def room(self, used: int) -> float:
+        """The number of tokens that are left behind ``used`` ones."""
+        return float("inf") if self.tokens is None else self.tokens - used
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """What an episode begins from."""
+
+    row: Mapping[str, Any]  # of the prompt; ``raw_prompt`` are its messages
+    seed: int  # of the sample's random stream
+    environment_seed: int
+    uid: str = ""
+    trajectory: str = ""  # its name: the uid, and the sample's number among those of the uid
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy sampled in a turn, and the observation that follows if there is a next turn."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    reward: float = 0.0
+    shown: RenderedTurn | None = None
+
+
+@dataclass
+class Episode:
+    """An episode that is being played, and its record afterwards."""
+
+    start: EpisodeStart
+    prompt: Prompt | None = None
+    turns: list[Turn] = field(default_factory=list)
+    ended: EndReason | None = None
+    message: str = ""  # of a failure
+    info: dict[str, Any] = field(default_factory=dict)  # of the last observation
+    request: Request | None = None  # of the last turn
+    number: int | None = None  # of the last turn's request in the engine
+
+    @property
+    def failed(self) -> bool:
+        """Whether the environment failed, so that the reward says nothing about the policy."""
+        return self.ended in ("error", "timeout", "invalid")
+
+    @property
+    def length(self) -> int:
+        """Number of tokens behind the prompt."""
+        return sum(len(turn.token_ids) + (0 if turn.shown is None else len(turn.shown.ids)) for turn in self.turns)
+
+    def end(self, reason: EndReason, message: str = "") -> None:
+        """Ends the episode."""
+        self.ended, self.message = reason, message
+
+
+def play_episodes(
+    engine: RequestEngine,
+    renderer: TurnRenderer,
+    starts: Sequence[EpisodeStart],
+    make_environment: MakeEnvironment,
+    sampling: SamplingParams,
+    limits: EpisodeLimits,
+) -> list[Episode]:
+    """Plays an episode from each start to its end; environments step while the engine decodes others.
+
+    Args:
+        sampling: of each turn; ``max_tokens`` is the limit of a turn, and ``n`` is not used.
+
+    Raises:
+        DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
+    """
+    play = _Play(engine, renderer, [Episode(start) for start in starts], sampling, limits)
+    with EnvironmentHost(make_environment, limits.seconds) as host, renderer.builder.one_batch():
+        try:
+            play.run(host)
+        finally:
+            play.release()
+            renderer.forget()
+    return play.episodes
+
+
+class _Play:
+    """The loop of `play_episodes`."""
+
+    def __init__(
+        self,
+        engine: RequestEngine,
+        renderer: TurnRenderer,
+        episodes: list[Episode],
+        sampling: SamplingParams,
+        limits: EpisodeLimits,
+    ) -> None:
+        self.engine, self.renderer, self.episodes = engine, renderer, episodes
+        self.sampling, self.limits = sampling, limits
+        self.requests: dict[int, int] = {}  # number of a request -> of its episode
+        self.first: dict[Any, tuple[Prompt, Request]] = {}  # by row and content: samples share their tensors
+
+    def run(self, host: EnvironmentHost) -> None:
+        for number, episode in enumerate(self.episodes):
+            host.reset(number, episode.start.row, episode.start.environment_seed)
+        step_s = 0.0  # of the engine's last step
+        while host.working or self.requests:
+            # An environment that answers within a step of the engine has its next turn in the next one.
+            for number, outcome in host.poll(step_s if self.requests else None):
+                self._observe(number, outcome)
+                self._free_ended(number, host)
+            if not self.requests:
+                continue
+            began = time.monotonic()
+            completions = self.engine.poll()
+            step_s = time.monotonic() - began
+            for completion in completions:
+                if completion.request in self.requests:
+                    number = self.requests.pop(completion.request)
+                    self._sampled(number, completion, host)
+                    self._free_ended(number, host)
+
+    def _free_ended(self, number: int, host: EnvironmentHost) -> None:
+        """Closes the environment of an episode that has ended, and frees what the engine holds of it."""
+        episode = self.episodes[number]
+        if episode.ended:
+            host.close(number)
+            if episode.number is not None:
+                self.engine.abort(episode.number)
+
+    def release(self) -> None:
+        """Frees what the engine holds of episodes that an error cut short."""
+        for episode in self.episodes:
+            if episode.number is not None and not episode.ended:
+                self.engine.abort(episode.number)
+
+    # From an environment
+
+    def _observe(self, number: int, outcome: Outcome) -> None:
+        episode = self.episodes[number]
+        if isinstance(outcome, EnvironmentFailed):
+            episode.end(outcome.reason, str(outcome))
+            return
+        episode.info = dict(outcome.info)
+        try:
+            if episode.prompt is None:
+                self._begin(number, outcome)
+            else:
+                self._continue(number, outcome)
+        except InvalidPrompt as error:
+            episode.end("invalid", f"its observation cannot be shown: {error}")
+
+    def _begin(self, number: int, observation: Observation) -> None:
+        episode = self.episodes[number]
+        if observation.done:
+            episode.end("invalid", "its environment was over before the first turn")
+            return
+        start = episode.start
+        key = (id(start.row), observation.role, *self.renderer.content_key(observation))
+        if key not in self.first:
+            prompt = self.renderer.prompt(start.row, observation)
+            self.first[key] = prompt, self._first_request(prompt)
+        episode.prompt, request = self.first[key]
+        episode.request = replace(request, seed=turn_seed(start.seed, 0), uid=start.uid)
+        self._submitted(
+            number, self.engine.submit(episode.request, self._sampling(episode), keep=self.limits.turns > 1)
+        )
+
+    def _first_request(self, prompt: Prompt) -> Request:
+        media = self.renderer.media(prompt.images, prompt.videos)
+        parts = (media,) if media else ()
+        return Request(
+            prompt.raw_ids,
+            torch.from_numpy(prompt.input_ids),
+            torch.from_numpy(prompt.token_types),
+            self.renderer.positions(prompt.token_types, parts),
+            multi_modal_data=media_objects(prompt.images, prompt.videos),
+            multi_modal_inputs=parts,
+        )
+
+    def _continue(self, number: int, observation: Observation) -> None:
+        """After the answer to an action: the next turn, or the end."""
+        episode, last = self.episodes[number], self.episodes[number].turns[-1]
+        episode.turns[-1] = last = replace(last, reward=float(observation.reward))
+        if observation.done:
+            episode.end("done")
+        elif len(episode.turns) == self.limits.turns:
+            episode.end("turns")
+        else:
+            shown = self.renderer.turn(observation, ended=last.token_ids[-1] in self.renderer.end_ids)
+            if self.limits.room(episode.length + len(shown.ids)) < 1:
+                episode.end("tokens")
+                return
+            episode.turns[-1] = replace(last, shown=shown)
+            self._next_request(number, shown)
+
+    def _next_request(self, number: int, shown: RenderedTurn) -> None:
+        episode, earlier = self.episodes[number], self.episodes[number].request
+        assert earlier is not None
+        assert episode.number is not None
+        sampled = torch.tensor(episode.turns[-1].token_ids)
+        data = dict(earlier.multi_modal_data)
+        for kind, objects in media_objects(shown.images).items():
+            data[kind] = [*data.get(kind, ()), *objects]
+        request = Request(
+            [*earlier.prompt_ids, *sampled.tolist(), *shown.raw_ids],
+            torch.cat([earlier.input_ids, sampled, torch.from_numpy(shown.ids)]),
+            torch.cat(
+                [earlier.token_types, torch.zeros_like(sampled, dtype=torch.int8), torch.from_numpy(shown.token_types)]
+            ),
+            self._positions(earlier.position_ids, len(sampled), shown.position_ids),
+            multi_modal_data=data,
+            multi_modal_inputs=(*media_parts(earlier.multi_modal_inputs), *([shown.media] if shown.media else [])),
+            seed=turn_seed(episode.start.seed, len(episode.turns)),
+            uid=episode.start.uid,
+        )
+        check_growth(earlier, sampled, request)
+        keep = len(episode.turns) + 1 < self.limits.turns
+        continued = self.engine.fork(episode.number, request, self._sampling(episode), keep=keep)
+        self.engine.abort(episode.number)
+        episode.request = request
+        self._submitted(number, continued)
+
+    def _positions(self, earlier: Tensor, sampled: int, shown: Tensor) -> Tensor:
+        """Positions of a row that goes on with sampled tokens and an observation, whose own positions begin at 0.
+
+        They continue from the largest position of the row so far.
+        """
+        mask = torch.ones(1, earlier.shape[-1], dtype=torch.int64)
+        following = self.renderer.builder.family.extend_positions(earlier[None], mask, sampled + 1)[0]
+        return torch.cat([earlier, following[..., :sampled], following[..., sampled:] + shown], dim=-1)
+
+    def _submitted(self, number: int, request: int) -> None:
+        self.episodes[number].number = request
+        self.requests[request] = number
+
+    def _sampling(self, episode: Episode) -> SamplingParams:
+        """Of the next turn: at most as many tokens as the episode has left."""
+        most = int(min(self.sampling.max_tokens, self.limits.room(episode.length)))
+        return self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
+
+    # From the engine
+
+    def _sampled(self, number: int, completion: Completion, host: EnvironmentHost) -> None:
+        if completion.error is not None:
+            raise completion.error
+        episode = self.episodes[number]
+        episode.turns.append(Turn(completion.token_ids, completion.log_probs))
+        if completion.finish_reason != "stop":
+            whole = self.limits.room(episode.length) > 0
+            episode.end("length" if whole else "tokens")
+            return
+        tokenizer = self.renderer.builder.tokenizer
+        host.step(number, tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+
+def check_growth(earlier: Request, sampled: Tensor, later: Request) -> None:
+    """The law of turns: the later request's ids begin with those of the earlier one and what was sampled.
+
+    Raises:
+        InvalidPrompt: they do not; names the first token that differs.
+    """
+    expected = torch.cat([earlier.input_ids, sampled])
+    found = later.input_ids[: len(expected)]
+    if not torch.equal(found, expected):
+        both = min(len(found), len(expected))
+        wrong = (found[:both] != expected[:both]).nonzero()
+        place = int(wrong[0]) if len(wrong) else both
+        raise InvalidPrompt(f"the turn's tokens differ from those of the turn before from token {place} on")

@@ -1,0 +1,87 @@
+"""Functions as tools, called in the form that chat templates teach, and answered by messages of the role ``tool``."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from rollout.environments.environment import MakeEnvironment, Observation
+
+Tool = Callable[..., Any]
+"""Returns text, an image, a list of both, or a value that JSON has."""
+Call = tuple[str, dict[str, Any]]
+"""The name of a tool, and its arguments."""
+Parse = Callable[[str], list[Call]]
+"""The calls in an action. Raises `ValueError` for a call that cannot be read."""
+Score = Callable[[Mapping[str, Any], str], float]
+"""The row and the answer to a reward."""
+
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+def hermes_calls(action: str) -> list[Call]:
+    """Calls as in the templates of Qwen and Hermes: JSON between ``<tool_call>`` and ``</tool_call>``.
+
+    >>> hermes_calls('<tool_call>\\n{"name": "crop", "arguments": {"box": [0, 0, 9, 9]}}\\n</tool_call>')
+    [('crop', {'box': [0, 0, 9, 9]})]
+    """
+    calls = []
+    for text in _HERMES.findall(action):
+        call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError("a call is {'name': ..., 'arguments': {...}}")
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of {call['name']} are not an object")
+        calls.append((call["name"], arguments))
+    return calls
+
+
+class ToolEnvironment:
+    """Calls tools until an action calls none: that action is the answer, which is scored and ends the episode.
+
+    What a tool raises is told to the policy. The same functions belong into the template's arguments, so that the prompt
+    describes them: ``RolloutConfig(path, prompts={"template_arguments": {"tools": tools}})``.
+    """
+
+    def __init__(self, tools: Sequence[Tool], score: Score | None = None, parse: Parse = hermes_calls) -> None:
+        """``score`` is the reward of the answer; without it, 0."""
+        self.tools = {tool.__name__: tool for tool in tools}
+        self.score, self.parse = score, parse
+        self.row: Mapping[str, Any] = {}
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Shows nothing: the prompt is that of the row."""
+        self.row = row
+        return Observation()
+
+    def step(self, action: str) -> Observation:
+        """The results of the action's calls, or the end."""
+        try:
+            calls = self.parse(action)
+        except ValueError as error:
+            return Observation([f"Error: {error}"], role="tool")
+        if not calls:
+            return Observation(reward=self.answered(action), done=True)
+        return Observation([part for name, arguments in calls for part in self._result(name, arguments)], role="tool")
+
+    def answered(self, answer: str) -> float:
+        """The reward of the answer."""
+        return 0.0 if self.score is None else float(self.score(self.row, answer))
+
+    def _result(self, name: str, arguments: dict[str, Any]) -> list[str | Image.Image]:
+        if name not in self.tools:
+            return [f"Error: there is no tool {name!r}; there are {', '.join(self.tools)}"]
+        try:
+            found = self.tools[name](**arguments)
+        except Exception as error:  # of the policy's arguments: it can try others
+            return [f"Error: {type(error).__name__}: {error}"]
+        parts = found if isinstance(found, list | tuple) else [found]
+        return [part if isinstance(part, str | Image.Image) else json.dumps(part, default=str) for part in parts]
+
+
+def with_tools(tools: Sequence[Tool], score: Score | None = None, parse: Parse = hermes_calls) -> MakeEnvironment:
+    """Makes a `ToolEnvironment` for each episode."""
+    return lambda: ToolEnvironment(tools, score, parse)

@@ -1,0 +1,239 @@
+"""Turns to tokens so that a row only grows: what a template adds behind an answer, and nothing that it would change before it.
+
+The ids of a turn begin with the ids of the turn before and what was sampled, and are never rendered again. An observation becomes
+the text that the chat template adds behind a sentinel, in the place of the answer, when the observation follows it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dataproto.columns import RowMedia
+from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.vlm import media_grids
+from rollout.environments.environment import Content, Observation
+from rollout.prompts import ProcessedImage, Prompt, PromptBuilder
+from rollout.prompts.images import load_image
+from rollout.prompts.messages import Conversation
+from rollout.prompts.prepared_rows import join_media
+from rollout.prompts.videos import ProcessedVideo
+
+Ids = npt.NDArray[np.int64]
+SENTINEL, SECOND = "8412906735", "5390718264"
+"""Answers that stand for any other. They are digits: no template strips, escapes or splits them."""
+THOUGHTS = f"<think>\n{SECOND}\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class RenderedTurn:
+    """What stands between two answers: the end of the first if it was not sampled, an observation, and the start of the second.
+
+    Letters: T tokens.
+    """
+
+    ids: Ids  # (T,) int64, placeholders expanded
+    token_types: npt.NDArray[np.int8]  # (T,)
+    position_ids: Tensor  # (4, T) or (T,), from 0
+    raw_ids: list[int]  # one placeholder for each image
+    images: tuple[ProcessedImage, ...] = ()
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # the model's inputs of the images
+
+
+class TurnRenderer:
+    """Renders first prompts and observations with the chat template of a `PromptBuilder`.
+
+    ``departures`` names where rows differ from what the template makes of the whole conversation, because rows only grow.
+    """
+
+    def __init__(self, builder: PromptBuilder, end_ids: Sequence[int]) -> None:
+        """Tries the template out.
+
+        Args:
+            end_ids: the model's end tokens.
+
+        Raises:
+            InvalidConfig: no observation can be rendered with this template; says why.
+        """
+        self.builder = builder
+        self.end_ids = frozenset(end_ids)
+        self._turns: dict[
+            tuple[Any, ...], RenderedTurn
+        ] = {}  # without media: those of equal texts and image sizes are alike
+        self._images: dict[tuple[Any, ...], ProcessedImage] = {}
+        self._media: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
+        self.departures = tuple(self._departures())
+
+    # Prompts
+
+    def prompt(self, row: Mapping[str, Any], observation: Observation) -> Prompt:
+        """The prompt of a row whose messages are followed by an observation, in the user's last message if there is one.
+
+        Raises:
+            InvalidPrompt: the messages, the observation, or both together cannot be a prompt.
+        """
+        messages = [dict(message) for message in row["raw_prompt"]]
+        if observation.content:
+            shown = _parts(observation.content, pixels=True)
+            if messages and messages[-1]["role"] == observation.role:
+                content = messages[-1]["content"]
+                told = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+                messages[-1] = {**messages[-1], "content": [*(part for part in told if part.get("text") != ""), *shown]}
+            else:
+                messages.append({"role": observation.role, "content": shown})
+        others = {name: value for name, value in row.items() if name != "raw_prompt"}
+        return self.builder.prepare({"prompt": messages, **others})
+
+    # Turns
+
+    def turn(self, observation: Observation, ended: bool) -> RenderedTurn:
+        """What follows an answer.
+
+        Args:
+            ended: whether the answer's last token is an end token; else the template's own end comes first.
+
+        Raises:
+            InvalidPrompt: the observation cannot be shown, e.g. text with a media token or an image that the model does not take.
+        """
+        images = tuple(self._image(part) for part in observation.content if isinstance(part, Image.Image))
+        shape = [part if isinstance(part, str) else part.size for part in observation.content]
+        key = (ended, observation.role, *shape)
+        if key not in self._turns:
+            self._turns[key] = self._turn(observation, images, ended)
+        return replace(self._turns[key], images=images, media=self.media(images) if images else {})
+
+    def _turn(self, observation: Observation, images: Sequence[ProcessedImage], ended: bool) -> RenderedTurn:
+        """The turn without its media."""
+        builder, config = self.builder, self.builder.config
+        ids = builder.encode_text(self._text(observation))
+        if ended and ids and ids[0] in self.end_ids:
+            ids = ids[1:]
+        placeholder = builder.media_tokens.image
+        if placeholder is not None and ids.count(placeholder) != len(images):
+            raise InvalidPrompt(f"the chat template wrote other than one placeholder for each of {len(images)} images")
+        inputs = [image.inputs for image in images]
+        expanded, types = builder.family.expand(ids, inputs, config, encode_text=builder.encode_text)
+        return RenderedTurn(expanded, types, self.positions(types, inputs), ids)
+
+    def positions(self, token_types: npt.NDArray[np.int8], media: Sequence[RowMedia]) -> Tensor:
+        """Positions ``(4, T)`` or ``(T,)`` of tokens with these types and media, from 0."""
+        types, mask = torch.from_numpy(token_types)[None], torch.ones(1, len(token_types), dtype=torch.int64)
+        family, config = self.builder.family, self.builder.config
+        return family.position_ids(types, mask, **media_grids(media), config=config)[0]
+
+    def content_key(self, observation: Observation) -> tuple[Any, ...]:
+        """A value that is equal for equal content; it identifies images until `forget`."""
+        return tuple(part if isinstance(part, str) else id(self._image(part)) for part in observation.content)
+
+    def _image(self, image: Image.Image) -> ProcessedImage:
+        key = (image.mode, image.size, blake2b(image.tobytes(), digest_size=16).digest())
+        if image.mode in ("P", "PA") or key not in self._images:  # palette indices do not define the colours
+            self._images[key] = self.builder.process_image(load_image(image))
+        return self._images[key]
+
+    def media(self, images: Sequence[ProcessedImage], videos: Sequence[ProcessedVideo] = ()) -> Mapping[str, Tensor]:
+        """The model's inputs of a turn's media; the same object for the same media, until `forget`."""
+        key = (*(image.key for image in images), b"", *(video.key for video in videos))
+        if key not in self._media:
+            self._media[key] = join_media(images, videos)
+        return self._media[key]
+
+    def forget(self) -> None:
+        """Frees the turns and media that are kept to render equal ones once."""
+        for kept in (self._turns, self._images, self._media):
+            kept.clear()
+
+    def _text(self, observation: Observation) -> str:
+        """The text behind the sentinel."""
+        message = {"role": observation.role, "content": _parts(observation.content)}
+        images = [part for part in observation.content if not isinstance(part, str)]
+        self.builder.check_content(Conversation([message], images, []))
+        return self._behind([_user("?"), _assistant(SENTINEL)], message)
+
+    def _behind(self, messages: list[dict[str, Any]], message: dict[str, Any]) -> str:
+        """What the template writes behind the sentinel, which the last of the messages is."""
+        text = self.builder.render([*messages, message], add_generation_prompt=True)
+        if text.count(SENTINEL) != 1:
+            raise InvalidPrompt(
+                f"the chat template wrote the answer {text.count(SENTINEL)} times before an observation"
+            )
+        return text.partition(SENTINEL)[2]
+
+    # Templates
+
+    def _departures(self) -> list[str]:
+        try:
+            return self._try_template()
+        except InvalidPrompt as error:
+            raise InvalidConfig(f"this chat template cannot show observations: {error}") from error
+
+    def _try_template(self) -> list[str]:
+        found: list[str] = []
+        asked = self.builder.render([_user("?")], add_generation_prompt=True)
+        shown = _user("!")
+        text = self.builder.render([_user("?"), _assistant(SENTINEL), shown], add_generation_prompt=True)
+        before, _, behind = text.partition(SENTINEL)
+        if SENTINEL not in text:
+            raise InvalidPrompt("it leaves out answers that an observation follows")
+        if not before.startswith(asked):
+            found.append(
+                f"it begins an answer with {_difference(before, asked)!r}, but writes {_difference(asked, before)!r} there once "
+                "an observation follows: rows keep the first"
+            )
+        elif before[len(asked) :].strip():
+            raise InvalidPrompt(f"it writes {before[len(asked) :]!r} before an answer that an observation follows")
+        earlier = [_user("?"), _assistant(SECOND), _user("?"), _assistant(SENTINEL)]
+        if self._behind(earlier, shown) != behind:
+            raise InvalidPrompt("what it writes behind an answer depends on the turns before")
+        ids = self.builder.encode_text(behind)
+        if not ids or ids[0] not in self.end_ids:
+            found.append(f"it writes {behind!r} behind an answer, which does not begin with an end token of the model")
+        else:
+            gap = behind[len(str(self.builder.tokenizer.decode(ids[:1]))) :]
+            gap = gap[: len(gap) - len(gap.lstrip())]
+            if gap:
+                found.append(
+                    f"it writes {gap!r} behind the end token, which is not sampled: it stands before the observation"
+                )
+        thinking = self.builder.render([_user("?"), _assistant(THOUGHTS + SENTINEL), shown], add_generation_prompt=True)
+        if SECOND not in thinking:
+            found.append("it strips thinking from answers that an observation follows: rows keep it")
+        return found
+
+
+def _difference(one: str, other: str) -> str:
+    """What ``other`` has behind the longest common beginning.
+
+    >>> _difference("<a>x", "<a><think>")
+    '<think>'
+    """
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return other[same:]
+
+
+def _parts(content: Content, pixels: bool = False) -> list[dict[str, Any]]:
+    """Typed parts of a message; with ``pixels`` the images are in their parts."""
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        if pixels
+        else {"type": "image"}
+        for part in content
+    ]
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}

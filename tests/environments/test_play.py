@@ -1,0 +1,221 @@
+"""Episodes on the Hugging Face engine through the rollout role, and environments that fail."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.episodes import DrawnEnvironment, RandomEngine, picture, renderer_of, starts_of
+from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.prompts import PromptBuilder
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+
+
+@pytest.fixture(scope="module")
+def roles(tmp_path_factory):
+    path = write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+    actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
+    rollout = RolloutWorker(RolloutConfig(path), lambda dtype: actor.named_weights())
+    return actor, rollout, PromptBuilder.from_pretrained(path, max_prompt_length=300)
+
+
+class Corridor:
+    """Two steps with a picture each; counts the processed images."""
+
+    def reset(self, row, seed):
+        self.left = 2
+        return Observation(["where to?", picture(16, 16, 0)])
+
+    def step(self, action):
+        self.left -= 1
+        return Observation([picture(24, 16, self.left), "on"], reward=1.0 + self.left, done=not self.left)
+
+
+SAMPLING = SamplingParams(n=2, max_tokens=4, seed=3, stop_token_ids=tuple(range(0, 250, 2)))
+
+
+def test_a_row_holds_an_episode(roles):
+    _, rollout, builder = roles
+    prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
+    data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    data.validate()
+    assert data["trajectory"].tolist() == ["a/0", "a/1", "b/0", "b/1"]
+    for row in range(4):
+        mask, turn = data["response_mask"][row].bool(), data["turn"][row]
+        rewards = data["token_level_rewards"][row]
+        for number in range(1, int(data["turns"][row]) + 1):
+            last = (mask & (turn == number)).nonzero()[-1]
+            assert float(rewards[last]) == (2.0 if number == 1 else 1.0) or data["end_reason"][row] == "length"
+        assert (data["rollout_log_probs"][row][mask] < 0).all()
+        assert (data["weight_version"][row] == torch.where(mask, 1, -1)).all()
+    finished = [row for row in range(4) if data["end_reason"][row] == "done"]
+    assert finished
+    assert all(data["score"][row] == 3.0 and data["turns"][row] == 2 for row in finished)
+    assert all(len(data["multi_modal_data"][row]["image"]) == 2 for row in finished)
+    again = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    assert again["responses"].equal(data["responses"])
+
+
+def test_the_actor_scores_episodes_as_the_engine_does(roles):
+    actor, rollout, builder = roles
+    prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
+    data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    log_probs = actor.log_probs(data)["old_log_probs"]
+    mask = data["response_mask"].bool()
+    assert float((log_probs - data["rollout_log_probs"])[mask].abs().max()) < 1e-5
+
+
+def test_an_episode_does_not_depend_on_its_batch(roles):
+    _, rollout, builder = roles
+    rows = [{"prompt": f"Walk {row}.", "uid": f"u{row}"} for row in range(3)]
+    together = rollout.play(builder(rows), Corridor, SAMPLING, turns=3)
+    alone = rollout.play(builder(rows[2:]), Corridor, SAMPLING, turns=3)
+    kept = alone["response_mask"].shape[1]
+    assert together[4:]["responses"][:, :kept].equal(alone["responses"])
+
+
+def test_each_distinct_picture_is_processed_once(roles, monkeypatch):
+    _, rollout, builder = roles
+    seen = []
+    processor, call = rollout.renderer.builder, rollout.renderer.builder.image_processor.__class__.__call__
+
+    def counted(self, *args, images, **options):
+        seen.append(images[0].tobytes())
+        return call(self, *args, images=images, **options)
+
+    monkeypatch.setattr(type(processor.image_processor), "__call__", counted)
+    processor._processed._entries.clear()
+    prompts = builder([{"prompt": f"Go {row}", "uid": f"u{row}"} for row in range(4)])
+    data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    shown = {image.tobytes() for media in data["multi_modal_data"] for image in media["image"]}
+    assert len(seen) == len(set(seen)) == len(shown) == 2
+
+
+# Environments that fail
+
+
+class Failing(DrawnEnvironment):
+    """The failure is that of the number that is the seed of the episode."""
+
+    def reset(self, row, seed):
+        self.seed, self.steps = seed, 0
+        if seed == 1:
+            raise KeyError("no map")
+        return {2: "text", 7: Observation(["<|image_pad|>"])}.get(seed, Observation(["go", picture(16, 16)]))
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps < 2:
+            return Observation(["on"], reward=0.5)
+        if self.seed == 3:
+            time.sleep(60)
+        return {
+            4: Observation(["on"], reward=float("nan")),
+            5: Observation(["on", 7]),
+            6: None,
+        }.get(self.seed, Observation(done=True, reward=1.0, info={"steps": self.steps, "name": "x"}))
+
+
+def test_failures_end_their_episode_with_a_reason():
+    renderer = renderer_of("qwen2_5_vl")
+    limits = EpisodeLimits(turns=4, seconds=0.5)
+    began = time.monotonic()
+    found = play_episodes(RandomEngine(renderer), renderer, starts_of(8), Failing, SamplingParams(max_tokens=5), limits)
+    assert time.monotonic() - began < 10
+    reasons = ["done", "error", "invalid", "timeout", "invalid", "invalid", "invalid", "invalid"]
+    assert [episode.ended for episode in found] == reasons
+    for episode, text in zip(
+        found[1:], ["KeyError: 'no map'", "a str", "0.5 s", "nan", "content[1]", "NoneType", "<|image_pad|>"]
+    ):
+        assert text in episode.message
+    assert found[0].info["steps"] == 2
+    assert [turn.reward for turn in found[0].turns] == [0.5, 1.0]
+    assert [len(episode.turns) for episode in found] == [2, 0, 0, 2, 2, 2, 2, 0]
+
+
+def test_failed_episodes_are_rows_that_nothing_is_learned_from(roles):
+    _, rollout, builder = roles
+
+    class Broken(Corridor):
+        def step(self, action):
+            raise RuntimeError("gone")
+
+    data = rollout.play(builder([{"prompt": "Walk.", "uid": "a"}]), Broken, SAMPLING, turns=3)
+    data.validate()
+    assert set(data["end_reason"]) <= {"error", "length"}
+    assert "error" in data["end_reason"]
+    for row in range(2):
+        assert bool(data["response_mask"][row].any()) == (data["end_reason"][row] == "length")
+
+
+class Patient:
+    """Async, closed at the end; takes a while."""
+
+    closed, loops = [], set()
+
+    async def reset(self, row, seed):
+        Patient.loops.add(threading.get_ident())
+        return Observation(["go"])
+
+    async def step(self, action):
+        await asyncio.sleep(0.2)
+        return Observation(done=True)
+
+    async def close(self):
+        Patient.closed.append(self)
+
+
+def test_async_environments_wait_beside_each_other():
+    renderer = renderer_of("qwen2_5_vl")
+    began = time.monotonic()
+    found = play_episodes(
+        RandomEngine(renderer), renderer, starts_of(20), Patient, SamplingParams(max_tokens=5), EpisodeLimits(turns=2)
+    )
+    assert {episode.ended for episode in found} == {"done"}
+    assert time.monotonic() - began < 3
+    deadline = time.monotonic() + 5
+    while len(Patient.closed) < 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(set(map(id, Patient.closed))) == 20
+    assert len(Patient.loops) == 1
+
+
+def test_the_pace_of_environments_changes_no_token():
+    renderer = renderer_of("smolvlm")
+    found = [
+        play_episodes(
+            RandomEngine(renderer), renderer, starts_of(30), make, SamplingParams(max_tokens=5), EpisodeLimits(turns=3)
+        )
+        for make in (PacedAlike, Paced)
+    ]
+    ids = [[[turn.token_ids for turn in episode.turns] for episode in each] for each in found]
+    assert ids[0] == ids[1]
+
+
+class PacedAlike(DrawnEnvironment):
+    """Draws as `Paced`, without its pauses."""
+
+    pause = 0.0
+
+    def step(self, action):
+        if self.rng.random() < 0.3:
+            time.sleep(self.pause)
+        return super().step(action)
+
+
+class Paced(PacedAlike):
+    pause = 0.03
+
+
+def test_limits_are_checked():
+    with pytest.raises(InvalidConfig, match="turns=0"):
+        EpisodeLimits(turns=0)
+    assert np.isinf(EpisodeLimits(turns=1).room(5))
+    assert EpisodeLimits(turns=1, tokens=9).room(5) == 4

@@ -1,0 +1,145 @@
+"""GRPO over episodes, as users run it: the drawn grid, and an environment of one's own."""
+
+import json
+from random import Random
+
+import pytest
+
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_runs import rows_of
+from recipes.configs.walk_config import parse
+from recipes.run.environment_roles import load_environment
+from recipes.synthetic.grid_walk import MOVES, GridWalk, GuidedWalks, WalkRows, distance, draw_layout, moved
+from recipes.walk import main
+
+SMALL = (
+    "--batch-size 2 --algorithm.n 2 --eval-rows 3 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0"
+    " --steps 2 --eval-every 2"
+)
+
+
+@pytest.mark.slow
+def test_a_run_walks_learns_and_measures_the_controls(tmp_path):
+    directory = tmp_path / "run"
+    assert main([*SMALL.split(), "--save-every", "1", "--output-dir", str(directory)]) == 0
+    rows = rows_of(directory)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in (rows[0], rows[2]):
+        names = [name for name in row if name.endswith("/acc/mean@1")]
+        assert names == [
+            "val-core/walk/acc/mean@1",
+            "val-aux/walk_other_pictures/acc/mean@1",
+            "val-aux/walk_blank_pictures/acc/mean@1",
+        ]
+    assert 1 <= rows[1]["episode/turns/mean"] <= 6
+    assert sum(value for name, value in rows[1].items() if name.startswith("episode/ended/")) == pytest.approx(1)
+    assert rows[1]["actor/grad_norm"] > 0
+    kept = [json.loads(line) for line in (directory / "rollouts/training/step_1.jsonl").read_text().splitlines()]
+    assert len(kept) == 4
+    assert all(row["images"] for row in kept)
+    again = tmp_path / "again"
+    assert main([*SMALL.split(), "--steps", "1", "--output-dir", str(again)]) == 0
+    same = "actor/grad_norm", "critic/score/mean"
+    assert [rows_of(again)[1][name] for name in same] == pytest.approx([rows[1][name] for name in same], rel=1e-5)
+
+
+OWN = """
+from rollout.environments import Observation
+
+
+class Say:
+    def reset(self, row, seed):
+        self.truth = row["reward_model"]["ground_truth"]
+        return Observation()
+
+    def step(self, action):
+        return Observation(reward=float(self.truth in action), done=True)
+
+
+class Broken(Say):
+    def step(self, action):
+        raise RuntimeError("no")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Say", "Broken"])
+def test_an_environment_of_ones_own(name, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    rows = [{"problem": f"Say {number}.", "answer": str(number), "images": []} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--batch-size 2 --algorithm.n 2 --eval-rows 2 --steps 1 --max-response-length 6 --save-every 0"
+    named = [
+        "--environment",
+        f"{tmp_path}/own.py:{name}",
+        "--model-path",
+        model,
+        "--data-path",
+        f"{tmp_path}/rows.jsonl",
+    ]
+    assert main([*options.split(), *named, "--output-dir", str(tmp_path / "run")]) == 0
+    ended = {key for key in rows_of(tmp_path / "run")[1] if key.startswith("episode/ended/")}
+    assert ended <= {"episode/ended/done", "episode/ended/length", "episode/ended/error"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--environment own.py:Say", "go together"),
+        ("--reward mine.py:score", "come from their environment"),
+        ("--warm-up.guided 2", "between 0 and 1"),
+        ("--engine vllm", "needs --tokens"),
+    ],
+)
+def test_impossible_options(options, message):
+    with pytest.raises(InvalidConfig, match=message):
+        parse(options.split())
+
+
+def test_a_file_without_the_environment_is_refused(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    assert load_environment(f"{tmp_path}/own.py:Say")().step
+    with pytest.raises(InvalidConfig, match="no function 'Walk'"):
+        load_environment(f"{tmp_path}/own.py:Walk")
+
+
+def test_a_walk_towards_the_goal_arrives_with_a_reward_of_one():
+    for row in WalkRows(split="test", rows=20):
+        walk, rewards = GridWalk(), []
+        shown = walk.reset(row, seed=1)
+        while not shown.done:
+            move = next(
+                move for move in MOVES if distance(moved(walk.agent, move), walk.goal) < distance(walk.agent, walk.goal)
+            )
+            shown = walk.step(f" {move.upper()} please")
+            rewards.append(shown.reward)
+        assert sum(rewards) == pytest.approx(1)
+        assert shown.info == {"acc": 1.0}
+        assert len(rewards) == distance(row["extra_info"]["agent"], row["extra_info"]["goal"]) <= 6
+
+
+def test_controls_show_no_picture_of_their_own_grid():
+    row = WalkRows(rows=1)[0]
+    own = GridWalk().reset(row, 1).content[0].tobytes()
+    for shown in ("other", "blank"):
+        walk = GridWalk()
+        first = walk.reset({"extra_info": {**row["extra_info"], "shown": shown}}, 1).content[0]
+        assert first.tobytes() != own
+        assert first.size == (112, 112)
+
+
+def test_guided_walks_lead_to_the_goal_as_often_as_asked():
+    def share(guided):
+        near = total = 0
+        for place in range(60):
+            walk = GuidedWalks(guided, turns=2)[place]
+            agent, goal = draw_layout(Random(f"guided walk/0/{place}"))
+            move = walk["prompt"][2]["content"]
+            near += distance(moved(agent, move), goal) < distance(agent, goal)
+            total += 1
+        return near / total
+
+    assert share(1.0) == 1.0
+    assert share(0.0) < 0.6

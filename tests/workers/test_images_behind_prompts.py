@@ -1,0 +1,131 @@
+"""Rows with images behind the prompt: packed, padded and alone they have the same log-probs, within 1e-5, in float32."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.columns import media_parts
+from dataproto.vlm import family_of
+from helpers.episodes import DrawnEnvironment, RandomEngine, prompts_of, renderer_of
+from helpers.tiny_models import tiny_model
+from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits, play_episodes
+from rollout.environments.episode_rows import episode_columns, episode_starts
+from workers.model.packed_model import PackedVLM
+from workers.training.forward_pass import forward_rows, prepare_rows, sharing
+from workers.training.row_checks import check_rows
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams(n=3, max_tokens=5)
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "internvl", "smolvlm")
+
+
+@pytest.fixture(scope="module", params=MODEL_TYPES)
+def played(request):
+    """A model, and three episodes of each of three prompts; those of a prompt begin alike, and go on with different pictures."""
+    renderer = renderer_of(request.param)
+    prompts = prompts_of(renderer.builder, 3)
+    starts = episode_starts(prompts, SAMPLING)
+    episodes = play_episodes(
+        RandomEngine(renderer), renderer, starts, DrawnEnvironment, SAMPLING, EpisodeLimits(turns=3)
+    )
+    data = episode_columns(prompts.repeat(3, interleave=True), episodes, renderer, 15, weight_version=1)
+    data.validate()
+    return tiny_model(request.param, config=renderer.builder.config), data
+
+
+def packed(model):
+    return PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0)
+
+
+def joined(media):
+    """The inputs of a row as one mapping, as Hugging Face takes them."""
+    parts = [part for part in media_parts(media) if part]
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+
+def log_probs_alone(model, data):
+    """From Hugging Face's forward pass and positions, one row at a time, without padding."""
+    banned = torch.tensor(family_of(model.config).banned_ids(model.config), dtype=torch.int64)
+    found = torch.zeros(data["response_mask"].shape)
+    for row in range(len(data)):
+        kept = data["attention_mask"][row].bool()
+        ids = data["input_ids"][row, kept][None]
+        types = data["mm_token_type_ids"][row, kept][None].int()
+        media = joined(data["multi_modal_inputs"][row])
+        logits = model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=types, use_cache=False, **media
+        ).logits[0]
+        logits = logits.float().index_fill(-1, banned, -1e30)
+        chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        response = int(kept[-found.shape[1] :].sum())
+        found[row, :response] = chosen[len(chosen) - response :]
+    return found * data["response_mask"]
+
+
+def test_packed_rows_are_those_alone(played):
+    model, data = played
+    module = packed(model)
+    check_rows(data, module)
+    assert any(len(media_parts(media)) > 1 for media in data["multi_modal_inputs"])
+    with torch.no_grad():
+        expected = log_probs_alone(model, data)
+        outputs = forward_rows(module, data, CPU).log_probs
+        each = torch.cat([forward_rows(module, data[row : row + 1], CPU).log_probs for row in range(len(data))])
+    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(each, expected, atol=1e-5, rtol=0)
+
+
+def test_a_prompt_is_computed_once_though_other_pictures_follow_it(played):
+    model, data = played
+    module = packed(model)
+    shared = sharing(module, data)
+    assert shared.tolist() == [False, True, True] * 3
+    rows, _, _ = prepare_rows(module, data)
+    width = data["response_mask"].shape[1]
+    lengths = data["attention_mask"].sum(1)
+    prompts = data["attention_mask"][:, :-width].sum(1)
+    assert rows.input_ids.shape[1] == int(lengths.sum() - prompts[shared].sum())
+
+
+def test_each_distinct_image_is_encoded_once(played):
+    model, data = played
+    module = packed(model)
+    grids = module.family.grids(prepare_rows(module, data)[1], model.config)
+    parts = {
+        id(part["pixel_values"]): part for media in data["multi_modal_inputs"] for part in media_parts(media) if part
+    }
+    assert len(grids) == len(module.family.grids(list(parts.values()), model.config))
+    assert len(parts) < sum(len([part for part in media_parts(media) if part]) for media in data["multi_modal_inputs"])
+
+
+def test_gradients_are_those_of_rows_alone(played):
+    model, data = played
+    reference, module = copy.deepcopy(model), packed(model)
+    weights = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(0))
+    (log_probs_alone(reference, data) * weights).sum().backward()
+    (forward_rows(module, data, CPU).log_probs * weights).sum().backward()
+    ours = dict(module.model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            error = (ours[name].grad - parameter.grad).norm()
+            assert error <= 1e-5 * parameter.grad.norm() + 1e-8, name
+
+
+def test_wire_and_file_keep_the_pictures_of_turns_once(played, tmp_path):
+    _, data = played
+    data.save_to_disk(tmp_path / "episodes.dp")
+    for again in (DataProto.load_from_disk(tmp_path / "episodes.dp"), pickle.loads(pickle.dumps(data, protocol=5))):
+        distinct = [
+            {id(part["pixel_values"]) for media in each["multi_modal_inputs"] for part in media_parts(media) if part}
+            for each in (data, again)
+        ]
+        assert len(distinct[0]) == len(distinct[1])
+        for one, other in zip(data["multi_modal_inputs"], again["multi_modal_inputs"], strict=True):
+            assert len(media_parts(one)) == len(media_parts(other))
+            for a, b in zip(media_parts(one), media_parts(other), strict=True):
+                assert a.keys() == b.keys()
+                assert all(a[name].equal(b[name]) for name in a)
