@@ -205,6 +205,27 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("raw_prompt_ids", "object", "B", _DATA, "engine", "list[int], one placeholder an image", []),
         Column(
+            "prompt_log_probs",
+            "object",
+            "B",
+            _ENGINE,
+            "the caller",
+            "list[float] on request, one a prompt token; NaN for the first and for media",
+            [],
+        ),
+        Column(
+            "top_log_probs",
+            "object",
+            "B",
+            _ENGINE,
+            "the caller",
+            "list of (token, log-prob) a response token, on request",
+            [],
+        ),
+        Column(
+            "top_prompt_log_probs", "object", "B", _ENGINE, "the caller", "the same for the tokens of the prompt", []
+        ),
+        Column(
             "multi_modal_data", "object", "B", _DATA, "engine", '{"image": [PIL], "video": [(frames, metadata)]}', {}
         ),
         Column(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dataproto import DataProto
+from dataproto import DataProto, object_array
 from dataproto.collation import pad_rows, ragged_rows
 from dataproto.columns import require
 from dataproto.errors import InvalidRow, RequestFailed, RowCountMismatch
@@ -77,7 +77,8 @@ def attach_responses(
 ) -> DataProto:
     """The rollout batch: ``len(prompts) * n`` rows with prompt and response columns (see `dataproto.columns`).
 
-    R is the length of the longest response. ``meta_info`` holds ``max_tokens`` (see `dataproto.packing`).
+    R is the length of the longest response. Log-probs of the prompt and of the likeliest tokens are columns if ``sampling`` asks
+    for them. ``meta_info`` holds ``max_tokens`` (see `dataproto.packing`).
 
     Raises:
         RowCountMismatch: a request has no completion, or two; names the row.
@@ -100,6 +101,13 @@ def attach_responses(
     data["response_mask"] = response_mask
     data["rollout_log_probs"] = log_probs
     data["truncated"] = torch.tensor([each.finish_reason == "length" for each in ordered], dtype=torch.bool)
+    for name, wanted in (
+        ("prompt_log_probs", sampling.prompt_log_probs),
+        ("top_log_probs", sampling.top_log_probs),
+        ("top_prompt_log_probs", sampling.top_prompt_log_probs),
+    ):
+        if wanted:
+            data[name] = object_array([getattr(completion, name) for completion in ordered])
     data.meta_info |= {MAX_TOKENS: sampling.max_tokens, PAD_TOKEN: pad_token_id}
     return data
 

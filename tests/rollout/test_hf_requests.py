@@ -1,6 +1,7 @@
 """Requests that join, leave and continue each other in the Hugging Face engine."""
 
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from helpers.turns import next_turn
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
 from rollout.hf.batch import Batch
-from rollout.responses import build_requests
+from rollout.responses import attach_responses, build_requests
 
 CPU = torch.device("cpu")
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=6, seed=1)
@@ -349,3 +350,18 @@ def test_a_continued_prompt_is_read_whole_for_its_log_probs(engine):
     sampled = found.prompt_log_probs[len(request.input_ids) :][: len(first.token_ids)]
     np.testing.assert_allclose(sampled, first.log_probs, atol=2e-5)
     assert run(engine, later)[1].prompt_log_probs is None
+
+
+def test_what_was_asked_for_besides_tokens_is_in_columns(engine):
+    prompts = prompt_batch(engine.model.config, [[(4, 6)], []], texts=[4, 7])
+    sampling = SamplingParams(n=2, max_tokens=3, prompt_log_probs=True, top_log_probs=2, top_prompt_log_probs=1)
+    done = list(engine.generate(build_requests(prompts, sampling), sampling))
+    data = attach_responses(prompts, done, sampling, engine.family, pad_token_id=0)
+    data = pickle.loads(pickle.dumps(data, protocol=5))
+    for completion in done:
+        row = data[completion.request : completion.request + 1]
+        np.testing.assert_equal(row["prompt_log_probs"][0], completion.prompt_log_probs)
+        assert [list(map(tuple, top)) for top in row["top_log_probs"][0]] == completion.top_log_probs
+        assert len(row["top_prompt_log_probs"][0]) == int(row["prompts"].ne(0).sum())
+    plain = attach_responses(prompts, done, SamplingParams(n=2, max_tokens=3), engine.family, pad_token_id=0)
+    assert not {"prompt_log_probs", "top_log_probs", "top_prompt_log_probs"} & set(plain.names())
