@@ -67,6 +67,6 @@ class OpenRequest:
             cached_tokens=self.cached_tokens,
             prompt_log_probs=self.prompt_log_probs if self.sampling.prompt_log_probs else None,
             top_log_probs=self.top_log_probs if self.sampling.top_log_probs else None,
-            top_prompt_log_probs=self.top_prompt_log_probs,
+            top_prompt_log_probs=self.top_prompt_log_probs if self.sampling.top_prompt_log_probs else None,
             error=error,
         )

@@ -264,6 +264,47 @@ def test_two_callers_share_an_engine(engine):
     assert finish(engine, own)[0].token_ids in expected
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_calls_samples_what_each_request_would_alone(engine, seed, monkeypatch):
+    rng, config, base = np.random.default_rng(seed), engine.model.config, requests_of(engine)
+    settings = [
+        SAMPLED,
+        replace(SAMPLED, temperature=0),
+        replace(SAMPLED, top_p=0.8, max_tokens=3, prompt_log_probs=True),
+    ]
+    running, kept, done, asked = {}, {}, [], 0
+    for step in range(80):
+        monkeypatch.setattr(engine, "max_num_seqs", int(rng.choice([2, 5, 256])))
+        asked, sampling, call = asked + 1, settings[rng.integers(3)], rng.random()
+        if call < 0.2:
+            request = replace(base[rng.integers(3)], seed=asked)
+            running[engine.submit(request, sampling, keep=True)] = request, sampling
+        elif call < 0.4 and kept:
+            number = rng.choice(list(kept))
+            grids = [(4, 4)] * int(rng.integers(3))
+            request = replace(next_turn(config, *kept[number], [5, 6], *grids, turn=step), seed=asked)
+            running[engine.fork(number, request, sampling, keep=True)] = request, sampling
+        elif call < 0.45 and running:
+            engine.abort(number := rng.choice(list(running)))
+            del running[number]
+        elif call < 0.47:
+            engine.load_weights([(name, weight.clone()) for name, weight in engine.model.named_parameters()])
+        else:
+            for found in engine.poll():
+                done.append((*running.pop(found.request), found))
+                kept[found.request] = done[-1][0], found
+                if len(kept) > 4:
+                    engine.abort(next(iter(kept)))
+                    del kept[next(iter(kept))]
+    for number in [*running, *kept]:
+        engine.abort(number)
+    assert engine.unfinished == engine._kept.bytes == 0
+    assert len(done) > 8
+    assert any(found.cached_tokens for _, _, found in done)
+    for request, sampling, found in done:
+        assert_same(found, run(engine, request, sampling)[1])
+
+
 # What is returned and what ends a response
 
 
