@@ -145,7 +145,7 @@ COLUMNS: dict[str, Column] = {
             "B R",
             _PLAY,
             "reports",
-            "how often the engine had got weights when it sampled a token; -1 on others",
+            "how often the engine had got weights when it sampled a token; 0 on others",
         ),
         Column("turns", "int64", "B", _PLAY, "reports", "number of turns of the episode"),
         Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
@@ -247,6 +247,8 @@ COLUMNS: dict[str, Column] = {
         Column("acc", "object", "B", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
         Column("trajectory", "object", "B", _PLAY, "reports", "name of the episode, shared by its rows"),
         Column("end_reason", "object", "B", _PLAY, "metrics, reports", "why the episode ended, see `EndReason`"),
+        Column("actions", "object", "B", _PLAY, "reports", "list[str], the text of each turn"),
+        Column("info", "object", "B", _PLAY, "recipes", "numbers and texts of the environment's last info"),
         Column("end_message", "object", "B", _PLAY, "reports", "what the environment of a failed episode did"),
         Column("response_text", "object", "B", "RewardWorker.score", "reports", "the response without special tokens"),
     )

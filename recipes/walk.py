@@ -33,7 +33,7 @@ from recipes.run.loop import attempts, train
 from recipes.run.phases import Progression
 from recipes.run.policy_gradient import launch_roles, open_data_set
 from recipes.run.run_directory import recorded_run, with_schedules
-from recipes.synthetic.grid_walk import MOVES, TASK, GridWalk, GuidedWalks, Shown, WalkRows
+from recipes.synthetic.grid_walk import MOVES, TASK, GridWalk, RandomWalks, Shown, WalkRows
 from recipes.tiny import TinyConfig, make_tiny_model
 from recipes.tiny.warm_up import negative_log_probs
 from rollout.environments import MakeEnvironment
@@ -44,7 +44,7 @@ from workers.training.loading import checkpoint_family
 from workers.training.optimizer import OptimizerConfig
 
 SIDE = 28  # pixels at which the small model sees a grid: one visual token
-TINY_MODEL = TinyConfig(vocabulary=400, text_std=0.088, vision_std=0.2, min_pixels=SIDE**2, max_pixels=SIDE**2)
+TINY_MODEL = TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=SIDE**2, max_pixels=SIDE**2)
 MODEL = "model"  # folder of the run's directory
 CONTROLS: tuple[Shown, ...] = ("other", "blank")
 
@@ -94,14 +94,9 @@ def train_in(environment: MakeEnvironment, config: WalkConfig, model_path: str) 
     for attempt in attempts(config.run, loader, config.max_restarts):
         progression = Progression(config.algorithm.kl_controller())
         step = partial(grpo_step, config=config.algorithm, sampling=config.sampling(), progression=progression)
-        with attempt, launch_roles(config, model_path, builder, no_reward) as launched:
+        with attempt, launch_roles(config, model_path, builder) as launched:
             roles = with_environment(launched, environment, limits)
             train(attempt.run, roles, loader, step, evaluate, builder, progression, kept=kept)
-
-
-def no_reward(rows: Sequence[Any]) -> list[dict[str, float]]:
-    """Stands for the reward of a run whose environment gives it; never called."""
-    raise NotImplementedError
 
 
 def load_rows(config: WalkConfig, builder: PromptBuilder) -> tuple[Any, list[Any]]:
@@ -138,7 +133,7 @@ def tiny_walker(path: Path, seed: int, config: WarmUpPhaseConfig) -> Path:
         make_tiny_model(draft, seed, TINY_MODEL, [*(20 * [TASK]), *(50 * list(MOVES))])
     with start_phase("warming up the tiny model"):
         builder = SupervisedBuilder.from_pretrained(draft, max_prompt_length=1024)
-        walks = PromptLoader(GuidedWalks(config.guided, seed), builder, config.batch_size, seed, shuffle=False)
+        walks = PromptLoader(RandomWalks(seed), builder, config.batch_size, seed, shuffle=False)
         schedule = OptimizerConfig(
             lr=config.lr, schedule="linear", warmup_steps=min(5, config.steps - 1), total_steps=config.steps
         )
@@ -147,9 +142,7 @@ def tiny_walker(path: Path, seed: int, config: WarmUpPhaseConfig) -> Path:
             loss = actor.update(next(walks), negative_log_probs)["actor/loss"]
         actor.module.model.save_pretrained(draft)
     draft.rename(path)
-    print(
-        f"tiny model: {config.steps} updates on walks, of which {config.guided:.0%} of the steps were guided; {loss:.2f} nats"
-    )
+    print(f"tiny model: {config.steps} updates on walks in random directions; cross-entropy {loss:.3f} nats per token")
     return path
 
 

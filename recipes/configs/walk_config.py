@@ -44,19 +44,15 @@ class EpisodesConfig:
 
 @dataclass(frozen=True)
 class WarmUpPhaseConfig:
-    """The supervised phase on walks in random directions, some steps of which lead nearer to the goal on purpose."""
+    """The supervised phase on walks in random directions, which teaches the form of an answer."""
 
-    steps: int = 40  # updates
+    steps: int = 30  # updates
     batch_size: int = 32  # walks of an update
-    guided: float = 0.3  # share of the steps that lead nearer on purpose; 0 teaches the form of an answer alone
     lr: float = 2e-3  # learning rate
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or not 0 <= self.guided <= 1:
-            raise InvalidConfig(
-                f"warm_up.steps={self.steps} and batch_size={self.batch_size} must be at least 1, "
-                f"guided={self.guided} between 0 and 1"
-            )
+        if self.steps < 1 or self.batch_size < 1:
+            raise InvalidConfig(f"warm_up.steps={self.steps}, batch_size={self.batch_size}: must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,9 @@ class WalkConfig(GRPORunConfig):
 # For a model of under a million parameters, on two cores.
 TINY = WalkConfig(
     data=DataConfig(batch_size=16, eval_rows=64, max_prompt_length=64, max_response_length=3, instruction=""),
-    algorithm=GRPOConfig(n=8, entropy_coef=0.01),
-    optimizer=OptimizerConfig(lr=5e-4, betas=(0.9, 0.95), warmup_steps=5),
+    # The reward of a move counts for that move, and half as much with each token that was sampled before it.
+    algorithm=GRPOConfig(n=8, advantage="reinforce_plus_plus", gamma=0.5, kl_coef=0.0, entropy_coef=0.02),
+    optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
     run=RunConfig(steps=150, eval_every=25, save_every=75, output_dir=OUTPUT_DIR),
 )
 REAL = WalkConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))

@@ -238,7 +238,7 @@ def _confusion(found: tuple[int, Confusion] | None) -> str:
 
 def _card(answers: Sequence[tuple[str, int, RolloutSample]]) -> str:
     problem = answers[0][2]
-    pictures = "".join(_picture(image) for image in problem.images)
+    pictures = "".join(_picture(image) for image in problem.images if not problem.actions)
     pictures = f'<div class="pictures">{pictures}</div>' if pictures else ""
     return (
         f'<article class="card rollout"><div class="top">{pictures}<div class="question">'
@@ -254,11 +254,23 @@ def _answer(when: str, step: int, sample: RolloutSample) -> str:
         right = sample.accuracy >= 0.5
         badge = f'<span class="badge {"good" if right else "bad"}">{"correct" if right else "incorrect"}</span>'
     title = f"<b>{when}</b> " if when else ""
+    said = _strip(sample) if sample.actions else f"<pre>{safe_text(sample.response) or '<i>(empty)</i>'}</pre>"
     return (
         f'<section class="answer"><header><span class="when">{title}<span class="soft">step {step}</span></span>{badge}'
-        f'<span class="badge">reward {number(sample.reward)}</span></header>'
-        f"<pre>{safe_text(sample.response) or '<i>(empty)</i>'}</pre></section>"
+        f'<span class="badge">reward {number(sample.reward)}</span></header>{said}</section>'
     )
+
+
+def _strip(sample: RolloutSample) -> str:
+    """The turns of an episode side by side. With one picture a turn each has its own, else the pictures come first."""
+    paired = len(sample.images) == len(sample.actions)
+    pictures = [_picture(image) for image in sample.images]
+    shown = pictures if paired else [""] * len(sample.actions)
+    turns = [
+        f"<figure>{picture}<figcaption>{safe_text(action) or '<i>(empty)</i>'}</figcaption></figure>"
+        for picture, action in zip(shown, sample.actions, strict=True)
+    ]
+    return f'<div class="strip">{"" if paired else "".join(pictures)}{"".join(turns)}</div>'
 
 
 def _picture(image: Image.Image) -> str:

@@ -25,6 +25,7 @@ class RolloutSample:
     """One response to one problem.
 
     ``key`` names the problem and is the same at every evaluation; ``accuracy`` is ``None`` where answers are not right or wrong.
+    ``actions`` are the answers of an episode, turn by turn.
     """
 
     key: str
@@ -34,6 +35,7 @@ class RolloutSample:
     reward: float
     accuracy: float | None = None
     images: tuple[Image.Image, ...] = ()
+    actions: Sequence[str] = ()
 
 
 def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
@@ -41,7 +43,8 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
 
     Args:
         data: with object columns ``response_text`` (B,) and ``score`` (B,); if present, ``acc``, ``raw_prompt`` (messages),
-            ``reward_model``, ``multi_modal_data``, ``data_source``; and ``index`` or ``uid``, which name the problem.
+            ``reward_model``, ``multi_modal_data``, ``data_source``, ``actions`` of episodes; and ``index`` or ``uid``, which name
+            the problem.
         limit: the largest number of samples.
     """
     samples: dict[str, RolloutSample] = {}
@@ -61,6 +64,7 @@ def rollout_samples(data: "DataProto", limit: int) -> list[RolloutSample]:
             reward=float(data["score"][row]),
             accuracy=None if accuracy is None else float(accuracy),
             images=tuple(pictures_of(_cell(data, "multi_modal_data", row, None))),
+            actions=tuple(_cell(data, "actions", row, ())),
         )
     return list(samples.values())
 
@@ -135,7 +139,8 @@ def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
         try:
             fields = json.loads(line)
             images = _load_images(folder / "images", fields.pop("images"))
-            samples.append(replace(RolloutSample(**fields), images=images))
+            actions = tuple(map(str, fields.pop("actions", ())))
+            samples.append(replace(RolloutSample(**fields), images=images, actions=actions))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FileFormatError(f"{path}, line {number}: not a rollout ({error})") from error
     return samples

@@ -41,6 +41,10 @@ circle { fill: transparent; } circle.mark { fill: var(--c); } circle:hover { fil
 .legend b { color: var(--ink); font-weight: 600; font-variant-numeric: tabular-nums; }
 .rollout { display: flex; flex-direction: column; gap: 12px; }
 .top { display: flex; gap: 14px; min-width: 0; }
+.strip { display: flex; gap: 6px; flex-wrap: wrap; }
+.strip figure { margin: 0; text-align: center; }
+.strip figcaption { font-size: 12px; white-space: pre-wrap; max-width: 24ch; overflow-wrap: anywhere; }
+.strip img { width: 84px; height: auto; background: #fff; display: block; margin: 0 auto; }
 .pictures { display: flex; gap: 8px; flex-wrap: wrap; flex: 0 0 auto; max-width: 45%; align-content: flex-start; }
 .pictures img { width: 148px; max-width: 100%; height: auto; align-self: flex-start; background: #fff;
   border: 1px solid var(--line); border-radius: 8px; }

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidConfig
@@ -39,8 +41,13 @@ class PlayingRollout:
     limits: EpisodeLimits
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """See `workers.RolloutWorker.play`."""
+        """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
         played: DataProto = self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits))
+        infos = played["info"]
+        numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
+        for name in dict.fromkeys(numbers):
+            if name not in played:
+                played[name] = np.array([info.get(name) for info in infos], dtype=object)
         return played
 
     def __getattr__(self, name: str) -> Any:

@@ -122,9 +122,9 @@ def first_setting(config: PolicyGradientConfig, builder: PromptBuilder, prompts:
 
 
 def launch_roles(
-    config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction
+    config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction | None = None
 ) -> Roles:
-    """The roles of a run: actor, engine and reward; a reference and a critic if the options have them."""
+    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them."""
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,

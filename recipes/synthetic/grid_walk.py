@@ -121,27 +121,27 @@ class WalkRows(Sequence[dict[str, Any]]):
         }
 
 
-class GuidedWalks(Sequence[dict[str, Any]]):
-    """Walks as conversations: random moves, a share ``guided`` of which lead nearer to the goal on purpose.
+class RandomWalks(Sequence[dict[str, Any]]):
+    """Walks in random directions as conversations: they teach the form of an answer, and nothing about the pictures.
 
-    They teach the form of an answer, and with more guidance how to walk.
+    >>> [message["content"] for message in RandomWalks(turns=2)[3]["prompt"]]
+    ['Walk to the red square.', '<image>', 'down', '<image>', 'right']
     """
 
-    def __init__(self, guided: float = 0.0, seed: int = 0, turns: int = 4, rows: int = 2**20) -> None:
-        self.guided, self.seed, self.turns, self.rows = guided, seed, turns, rows
+    def __init__(self, seed: int = 0, turns: int = 4, rows: int = 2**20) -> None:
+        self.seed, self.turns, self.rows = seed, turns, rows
 
     def __len__(self) -> int:
         return self.rows
 
     def __getitem__(self, place: Any) -> Any:
-        random = Random(f"guided walk/{self.seed}/{range(self.rows)[place]}")
+        random = Random(f"random walk/{self.seed}/{range(self.rows)[place]}")
         agent, goal = draw_layout(random)
         messages: list[dict[str, Any]] = [{"role": "system", "content": TASK}]
         images: list[Image.Image] = []
         for _ in range(self.turns):
             images.append(draw_grid(agent, goal))
-            nearer = [move for move in MOVES if distance(moved(agent, move), goal) < distance(agent, goal)]
-            move = random.choice(nearer if nearer and random.random() < self.guided else list(MOVES))
+            move = random.choice(list(MOVES))
             messages += [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": move}]
             agent = moved(agent, move)
         return {"prompt": messages, "images": images, "data_source": SOURCE, "index": place}

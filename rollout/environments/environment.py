@@ -25,7 +25,7 @@ class Observation:
     content: Content = ()
     reward: float = 0.0  # of the action; that of a reset does not count
     done: bool = False  # the episode is over, and the content is not shown to the policy
-    info: Mapping[str, Any] = field(default_factory=dict)  # numbers of the last one become columns of the episode
+    info: Mapping[str, Any] = field(default_factory=dict)  # the last one is kept with the episode
     role: Literal["user", "tool"] = "user"  # of the message that shows the content
 
 

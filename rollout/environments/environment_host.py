@@ -21,13 +21,12 @@ Outcome = Observation | EnvironmentFailed
 
 @dataclass
 class _Running:
-    """The environment of an episode: its thread, and the call that it works on."""
+    """The environment of an episode and its thread."""
 
     inbox: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None]
     thread: threading.Thread
     seconds: float  # left of its time
     call: int = 0  # number of the last call; answers to earlier ones do not count
-    since: float | None = None  # when the call began, None between calls
     pending: list[Any] = field(default_factory=list)  # the future of an async method that is running
 
 
@@ -43,6 +42,7 @@ class EnvironmentHost:
         self.seconds = seconds
         self._answers: queue.SimpleQueue[tuple[int, int, Outcome]] = queue.SimpleQueue()
         self._running: dict[int, _Running] = {}
+        self._working: dict[int, float] = {}  # when the call of an episode began that has not been answered
         self._closing: list[threading.Thread] = []
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
@@ -79,13 +79,13 @@ class EnvironmentHost:
         running = self._running.pop(episode, None)
         if running is not None:
             running.inbox.put(None)
-            if running.since is None:  # it is not in a call that may hang
+            if self._working.pop(episode, None) is None:  # it is not in a call that may hang
                 self._closing.append(running.thread)
 
     @property
     def working(self) -> int:
         """Number of calls that have not been answered."""
-        return sum(each.since is not None for each in self._running.values())
+        return len(self._working)
 
     def poll(self, patience: float | None) -> list[tuple[int, Outcome]]:
         """The answers since the last poll, by episode.
@@ -93,9 +93,9 @@ class EnvironmentHost:
         It waits for each call until the call is ``patience`` seconds old. With ``None`` it waits until something is answered.
         """
         found: list[tuple[int, Outcome]] = []
-        while self.working:
+        while self._working:
             try:
-                episode, call, outcome = self._answers.get(timeout=self._wait(patience, bool(found)))
+                episode, call, outcome = self._next_answer(patience, bool(found))
             except queue.Empty:
                 found += self._late()
                 if found or patience is not None:
@@ -105,21 +105,26 @@ class EnvironmentHost:
                     found.append((episode, outcome))
         return sorted(found, key=lambda each: each[0])
 
-    def _wait(self, patience: float | None, answered: bool) -> float:
-        """Seconds until no call is worth waiting for, but at most until one has taken too long."""
+    def _next_answer(self, patience: float | None, answered: bool) -> tuple[int, int, Outcome]:
+        """An answer; raises `queue.Empty` when no call is worth waiting for, or when one has taken too long."""
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get_nowait()
         now = time.monotonic()
-        ages = [(now - each.since, each.seconds) for each in self._running.values() if each.since is not None]
+        ages = [(now - since, self._running[episode].seconds) for episode, since in self._working.items()]
         late = min(seconds - age for age, seconds in ages)
         worth = (0.0 if answered else late) if patience is None else max(patience - age for age, _ in ages)
-        return max(min(worth, late), 0.0)
+        if (wait := min(worth, late)) <= 0:
+            raise queue.Empty
+        return self._answers.get(timeout=wait)
 
     def _late(self) -> list[tuple[int, Outcome]]:
         """Gives up the calls that have taken too long."""
         now = time.monotonic()
         found: list[tuple[int, Outcome]] = []
-        for episode, each in list(self._running.items()):
-            if each.since is not None and now - each.since >= each.seconds:
-                for future in each.pending:
+        for episode, since in list(self._working.items()):
+            running = self._running[episode]
+            if now - since >= running.seconds:
+                for future in running.pending:
                     future.cancel()
                 message = f"its environment took {self.seconds:g} s in all and did not return from its last call"
                 found.append((episode, EnvironmentFailed("timeout", message)))
@@ -128,17 +133,15 @@ class EnvironmentHost:
 
     def _answered(self, episode: int, call: int) -> bool:
         """Notes the end of a call; false for one that was given up."""
-        running = self._running.get(episode)
-        if running is None or running.since is None or running.call != call:
+        if episode not in self._working or self._running[episode].call != call:
             return False
-        running.seconds -= time.monotonic() - running.since
-        running.since = None
+        self._running[episode].seconds -= time.monotonic() - self._working.pop(episode)
         return True
 
     def _call(self, episode: int, *message: Any) -> None:
         running = self._running[episode]
         running.call += 1
-        running.since = time.monotonic()
+        self._working[episode] = time.monotonic()
         running.inbox.put((message[0], message[1:]))
 
     def _serve(self, episode: int, inbox: "queue.SimpleQueue[Any]", pending: list[Any]) -> None:

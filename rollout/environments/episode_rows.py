@@ -3,7 +3,7 @@
 Letters: B rows, P prompt tokens, R response tokens, L = P + R.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,8 +23,6 @@ from rollout.sampling import derive_seed
 
 NOT_SHOWN = ("raw_prompt_ids", "multi_modal_inputs", "multi_modal_data")
 """Object columns of prompts that environments do not get."""
-NOT_SAMPLED = -1
-"""``weight_version`` of tokens that the policy did not sample."""
 
 
 def episode_starts(prompts: DataProto, sampling: SamplingParams, call: int = 0) -> list[EpisodeStart]:
@@ -55,9 +53,10 @@ def episode_columns(
     """The rollout batch of episodes, each from the row of ``prompts`` at its place.
 
     The columns are those of `rollout.responses.attach_responses`, with observations and their images among the responses
-    (``response_mask`` 0), and ``turn``, ``weight_version``, ``token_level_rewards`` ``(B, R)``, ``turns``, ``score``,
-    ``trajectory``, ``end_reason``, ``response_text`` and the numbers of the last ``info`` ``(B,)``. A row whose environment
-    failed has a ``response_mask`` of 0: nothing is learned from it, and it does not enter the baseline of its group.
+    (``response_mask`` 0), and ``turn``, ``weight_version``, ``token_level_rewards`` ``(B, R)``, ``turns``, ``actions``,
+    ``score``, ``trajectory``, ``end_reason``, ``end_message``, ``response_text`` and ``info`` ``(B,)``, the numbers and texts of
+    the last one. A row whose environment failed has a ``response_mask`` of 0: nothing is learned from it, and it does not enter
+    the baseline of its group.
 
     Args:
         max_tokens: the largest number of response tokens that was allowed.
@@ -88,9 +87,7 @@ def episode_columns(
         "rollout_log_probs": _pad_right([record.log_probs for record in records], width, 0, "f")[0],
         "token_level_rewards": _pad_right([record.rewards for record in records], width, 0, "f")[0],
         "turn": _pad_right([record.turn for record in records], width, 0)[0],
-        "weight_version": _pad_right(
-            [np.where(record.sampled, weight_version, NOT_SAMPLED) for record in records], width, NOT_SAMPLED
-        )[0],
+        "weight_version": _pad_right([record.sampled * weight_version for record in records], width, 0)[0],
         "turns": torch.tensor([len(episode.turns) for episode in episodes]),
         "truncated": torch.tensor([episode.ended in ("length", "tokens") for episode in episodes]),
     }
@@ -129,31 +126,28 @@ class _Record:
         self.log_probs[places] = [value for turn in turns for value in turn.log_probs]
         self.rewards[np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
         decode = renderer.builder.tokenizer.decode
-        self.text = "\n".join(decode(turn.token_ids, skip_special_tokens=True) for turn in turns)
+        self.actions = [decode(turn.token_ids, skip_special_tokens=True) for turn in turns]
 
 
 def _objects(episodes: Sequence[Episode], records: Sequence[_Record], media: Sequence[Any]) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {
+    return {
         "trajectory": [episode.start.trajectory for episode in episodes],
         "end_reason": [episode.ended for episode in episodes],
         "end_message": [episode.message for episode in episodes],
-        "response_text": [record.text for record in records],
+        "info": [_plain(episode.info) for episode in episodes],
+        "actions": [record.actions for record in records],
+        "response_text": ["\n".join(record.actions) for record in records],
         "score": [sum(turn.reward for turn in episode.turns) for episode in episodes],
         "multi_modal_inputs": list(media),
         "multi_modal_data": [record.objects for record in records],
         "raw_prompt": [_messages(episode) for episode in episodes],
     }
-    numbers = {
-        name
-        for episode in episodes
-        for name, value in episode.info.items()
-        if isinstance(value, int | float | np.number) and name not in columns
-    }
-    return columns | {name: [_number(episode.info.get(name)) for episode in episodes] for name in sorted(numbers)}
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float | np.number) else None
+def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and texts of a last ``info``."""
+    numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
+    return {name: value for name, value in numbers.items() if isinstance(value, bool | int | float | str)}
 
 
 def _messages(episode: Episode) -> Any:

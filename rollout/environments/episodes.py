@@ -22,7 +22,7 @@ EndReason = Literal["done", "turns", "tokens", "length"] | Failure
 """Why an episode ended.
 
 - ``done``: the environment said so.
-- ``turns``, ``tokens``: the limits of an episode.
+- ``turns``, ``tokens``: the limits of an episode; ``tokens`` also if the engine has no room for the next turn.
 - ``length``: a turn was cut at ``max_tokens``.
 - ``error``, ``timeout``, ``invalid``: the environment failed, see `Failure`.
 """
@@ -180,19 +180,33 @@ class _Play:
             episode.end(outcome.reason, str(outcome))
             return
         episode.info = dict(outcome.info)
+        if episode.turns:
+            episode.turns[-1] = replace(episode.turns[-1], reward=float(outcome.reward))
+        if outcome.done or len(episode.turns) == self.limits.turns:
+            self._end(episode, outcome)
+            return
         try:
-            if episode.prompt is None:
-                self._begin(number, outcome)
-            else:
-                self._continue(number, outcome)
+            shown = self._shown(episode, outcome)
         except InvalidPrompt as error:
             episode.end("invalid", f"its observation cannot be shown: {error}")
-
-    def _begin(self, number: int, observation: Observation) -> None:
-        episode = self.episodes[number]
-        if observation.done:
-            episode.end("invalid", "its environment was over before the first turn")
             return
+        if shown is None:
+            self._submit(number, episode.request, None)
+        elif self.limits.room(episode.length + len(shown.ids)) < 1:
+            episode.end("tokens")
+        else:
+            self._submit(number, self._next_request(episode, shown), shown)
+
+    def _end(self, episode: Episode, observation: Observation) -> None:
+        if not episode.turns:
+            episode.end("invalid", "its environment was over before the first turn")
+        else:
+            episode.end("done" if observation.done else "turns")
+
+    def _shown(self, episode: Episode, observation: Observation) -> RenderedTurn | None:
+        """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
+        if episode.turns:
+            return self.renderer.turn(observation, ended=episode.turns[-1].token_ids[-1] in self.renderer.end_ids)
         start = episode.start
         key = (id(start.row), observation.role, *self.renderer.content_key(observation))
         if key not in self.first:
@@ -200,9 +214,28 @@ class _Play:
             self.first[key] = prompt, self._first_request(prompt)
         episode.prompt, request = self.first[key]
         episode.request = replace(request, seed=turn_seed(start.seed, 0), uid=start.uid)
-        self._submitted(
-            number, self.engine.submit(episode.request, self._sampling(episode), keep=self.limits.turns > 1)
-        )
+        return None
+
+    def _submit(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
+        """Starts the next turn, which ``shown`` precedes."""
+        episode, earlier = self.episodes[number], self.episodes[number].number
+        assert request is not None
+        keep, sampling = len(episode.turns) + 1 < self.limits.turns, self._sampling(episode, shown)
+        try:
+            if earlier is None:
+                episode.number = self.engine.submit(request, sampling, keep)
+            else:
+                episode.number = self.engine.fork(earlier, request, sampling, keep)
+                self.engine.abort(earlier)
+        except InvalidPrompt as error:
+            episode.end("tokens", f"the engine has no room for the next turn: {error}")
+            return
+        self.requests[episode.number] = number
+        episode.request = request
+        if shown is not None:
+            episode.turns[-1] = replace(episode.turns[-1], shown=shown)
+
+    # Requests
 
     def _first_request(self, prompt: Prompt) -> Request:
         media = self.renderer.media(prompt.images, prompt.videos)
@@ -216,36 +249,18 @@ class _Play:
             multi_modal_inputs=parts,
         )
 
-    def _continue(self, number: int, observation: Observation) -> None:
-        """After the answer to an action: the next turn, or the end."""
-        episode, last = self.episodes[number], self.episodes[number].turns[-1]
-        episode.turns[-1] = last = replace(last, reward=float(observation.reward))
-        if observation.done:
-            episode.end("done")
-        elif len(episode.turns) == self.limits.turns:
-            episode.end("turns")
-        else:
-            shown = self.renderer.turn(observation, ended=last.token_ids[-1] in self.renderer.end_ids)
-            if self.limits.room(episode.length + len(shown.ids)) < 1:
-                episode.end("tokens")
-                return
-            episode.turns[-1] = replace(last, shown=shown)
-            self._next_request(number, shown)
-
-    def _next_request(self, number: int, shown: RenderedTurn) -> None:
-        episode, earlier = self.episodes[number], self.episodes[number].request
+    def _next_request(self, episode: Episode, shown: RenderedTurn) -> Request:
+        earlier = episode.request
         assert earlier is not None
-        assert episode.number is not None
         sampled = torch.tensor(episode.turns[-1].token_ids)
+        types = torch.zeros_like(sampled, dtype=torch.int8)
         data = dict(earlier.multi_modal_data)
         for kind, objects in media_objects(shown.images).items():
             data[kind] = [*data.get(kind, ()), *objects]
         request = Request(
             [*earlier.prompt_ids, *sampled.tolist(), *shown.raw_ids],
             torch.cat([earlier.input_ids, sampled, torch.from_numpy(shown.ids)]),
-            torch.cat(
-                [earlier.token_types, torch.zeros_like(sampled, dtype=torch.int8), torch.from_numpy(shown.token_types)]
-            ),
+            torch.cat([earlier.token_types, types, torch.from_numpy(shown.token_types)]),
             self._positions(earlier.position_ids, len(sampled), shown.position_ids),
             multi_modal_data=data,
             multi_modal_inputs=(*media_parts(earlier.multi_modal_inputs), *([shown.media] if shown.media else [])),
@@ -253,11 +268,7 @@ class _Play:
             uid=episode.start.uid,
         )
         check_growth(earlier, sampled, request)
-        keep = len(episode.turns) + 1 < self.limits.turns
-        continued = self.engine.fork(episode.number, request, self._sampling(episode), keep=keep)
-        self.engine.abort(episode.number)
-        episode.request = request
-        self._submitted(number, continued)
+        return request
 
     def _positions(self, earlier: Tensor, sampled: int, shown: Tensor) -> Tensor:
         """Positions of a row that goes on with sampled tokens and an observation, whose own positions begin at 0.
@@ -268,13 +279,10 @@ class _Play:
         following = self.renderer.builder.family.extend_positions(earlier[None], mask, sampled + 1)[0]
         return torch.cat([earlier, following[..., :sampled], following[..., sampled:] + shown], dim=-1)
 
-    def _submitted(self, number: int, request: int) -> None:
-        self.episodes[number].number = request
-        self.requests[request] = number
-
-    def _sampling(self, episode: Episode) -> SamplingParams:
+    def _sampling(self, episode: Episode, shown: RenderedTurn | None) -> SamplingParams:
         """Of the next turn: at most as many tokens as the episode has left."""
-        most = int(min(self.sampling.max_tokens, self.limits.room(episode.length)))
+        used = episode.length + (0 if shown is None else len(shown.ids))
+        most = int(min(self.sampling.max_tokens, self.limits.room(used)))
         return self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
 
     # From the engine

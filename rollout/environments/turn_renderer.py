@@ -132,8 +132,10 @@ class TurnRenderer:
         return tuple(part if isinstance(part, str) else id(self._image(part)) for part in observation.content)
 
     def _image(self, image: Image.Image) -> ProcessedImage:
+        if image.mode in ("P", "PA"):  # palette indices do not define the colours
+            image = image.convert("RGBA")
         key = (image.mode, image.size, blake2b(image.tobytes(), digest_size=16).digest())
-        if image.mode in ("P", "PA") or key not in self._images:  # palette indices do not define the colours
+        if key not in self._images:
             self._images[key] = self.builder.process_image(load_image(image))
         return self._images[key]
 

@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, InvalidPrompt
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import DrawnEnvironment, RandomEngine, picture, renderer_of, starts_of
 from rollout.engine import SamplingParams
@@ -35,7 +36,8 @@ class Corridor:
 
     def step(self, action):
         self.left -= 1
-        return Observation([picture(24, 16, self.left), "on"], reward=1.0 + self.left, done=not self.left)
+        info = {"left": np.int64(self.left), "name": "corridor", "object": self}
+        return Observation([picture(24, 16, self.left), "on"], reward=1.0 + self.left, done=not self.left, info=info)
 
 
 SAMPLING = SamplingParams(n=2, max_tokens=4, seed=3, stop_token_ids=tuple(range(0, 250, 2)))
@@ -54,9 +56,10 @@ def test_a_row_holds_an_episode(roles):
             last = (mask & (turn == number)).nonzero()[-1]
             assert float(rewards[last]) == (2.0 if number == 1 else 1.0) or data["end_reason"][row] == "length"
         assert (data["rollout_log_probs"][row][mask] < 0).all()
-        assert (data["weight_version"][row] == torch.where(mask, 1, -1)).all()
+        assert (data["weight_version"][row] == torch.where(mask, 1, 0)).all()
     finished = [row for row in range(4) if data["end_reason"][row] == "done"]
     assert finished
+    assert data["info"][finished[0]] == {"left": 0, "name": "corridor"}
     assert all(data["score"][row] == 3.0 and data["turns"][row] == 2 for row in finished)
     assert all(len(data["multi_modal_data"][row]["image"]) == 2 for row in finished)
     again = rollout.play(prompts, Corridor, SAMPLING, turns=3)
@@ -212,6 +215,36 @@ class PacedAlike(DrawnEnvironment):
 
 class Paced(PacedAlike):
     pause = 0.03
+
+
+class SmallEngine(RandomEngine):
+    """Has no room for more than 60 tokens."""
+
+    def submit(self, request, sampling, keep=False):
+        if len(request.input_ids) > 60:
+            raise InvalidPrompt("too long")
+        return super().submit(request, sampling, keep)
+
+
+def test_an_engine_without_room_ends_an_episode():
+    renderer = renderer_of("internvl")
+    engine, limits = SmallEngine(renderer), EpisodeLimits(turns=9)
+    found = play_episodes(engine, renderer, starts_of(30), DrawnEnvironment, SamplingParams(max_tokens=5), limits)
+    full = [episode for episode in found if episode.ended == "tokens"]
+    assert full
+    assert all("no room for the next turn: too long" in episode.message for episode in full)
+    assert all(episode.turns[-1].shown is None for episode in found if episode.turns)
+    assert not engine.kept
+
+
+def test_pictures_with_a_palette_are_told_apart():
+    renderer = renderer_of("qwen2_5_vl")
+    red, blue = (Image.new("P", (16, 16)) for _ in range(2))
+    red.putpalette([255, 0, 0])
+    blue.putpalette([0, 0, 255])
+    one, other, again = (renderer.turn(Observation([image]), True).media["pixel_values"] for image in (red, blue, red))
+    assert not one.equal(other)
+    assert one is again
 
 
 def test_limits_are_checked():

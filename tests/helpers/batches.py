@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataproto import DataProto
+from dataproto import DataProto, object_array
 from dataproto.vlm import family_of, media_grids
 from helpers.tiny_models import expand, image_inputs, placeholder
 
@@ -66,6 +66,37 @@ def with_responses(config: Any, prompts: DataProto, lengths: list[int], width: i
     data["position_ids"] = torch.cat([prompts["position_ids"], positions], dim=-1)
     data["mm_token_type_ids"] = torch.cat([types, types.new_zeros(mask.shape)], dim=1)
     data["response_mask"] = mask
+    return data
+
+
+def with_turns(config: Any, prompts: DataProto, grids: list[list[tuple[int, int]]], seed: int = 0) -> DataProto:
+    """Adds responses of several turns: words, and an image of each of the row's grids with words behind it."""
+    family, rng = family_of(config), np.random.default_rng(seed + 1)
+    ids, types, mask, media = [], [], [], []
+    for row, own in enumerate(grids):
+        words = [rng.integers(1, 240, 3) for _ in range(len(own) + 1)]
+        turns = [expand(config, placeholder(config.model_type), grid) for grid in own]
+        ids.append(np.concatenate([words[0], *(x for (a, _), b in zip(turns, words[1:], strict=True) for x in (a, b))]))
+        shown = [np.concatenate([kinds, np.zeros(3, np.int8)]) for _, kinds in turns]
+        types.append(np.concatenate([np.zeros(3, np.int8), *shown]))
+        sampled = [np.concatenate([np.zeros(len(a), int), np.ones(3, int)]) for a, _ in turns]
+        mask.append(np.concatenate([np.ones(3, int), *sampled]))
+        images = [image_inputs(config, grid, seed=seed + 10 * row + place) for place, grid in enumerate(own)]
+        media.append(tuple(part for part in (prompts["multi_modal_inputs"][row], *images) if part))
+    width = max(map(len, ids))
+    right = [
+        torch.tensor(np.array([np.pad(row, (0, width - len(row))) for row in rows])) for rows in (ids, types, mask)
+    ]
+    filled = (torch.arange(width) < torch.tensor([len(row) for row in ids])[:, None]).long()
+    data = prompts[:]
+    data["prompts"], data["responses"], data["response_mask"] = prompts["input_ids"], right[0], right[2].long()
+    data["input_ids"] = torch.cat([prompts["input_ids"], right[0]], dim=1)
+    data["attention_mask"] = torch.cat([prompts["attention_mask"], filled], dim=1)
+    data["mm_token_type_ids"] = torch.cat([prompts["mm_token_type_ids"], right[1].to(torch.int8)], dim=1)
+    data["position_ids"] = family.position_ids(
+        data["mm_token_type_ids"], data["attention_mask"], **media_grids(media), config=config
+    )
+    data["multi_modal_inputs"] = object_array(media)
     return data
 
 

@@ -8,7 +8,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.vlm import family_of
-from helpers.batches import prompt_batch, with_responses
+from helpers.batches import prompt_batch, with_responses, with_turns
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
@@ -55,6 +55,12 @@ def text_rows(config: Any) -> DataProto:
 def one_image(config: Any) -> DataProto:
     """One row with one image."""
     return with_responses(config, prompt_batch(config, [[(4, 4)]], texts=[5]), lengths=[3], width=4)
+
+
+def turn_rows(config: Any) -> DataProto:
+    """Samples of two prompts, with images in later turns: other ones in each sample, and none."""
+    prompts = prompt_batch(config, [[(4, 6)], []], texts=[4, 6])[[0, 0, 1, 1, 0]]
+    return with_turns(config, prompts, [[(4, 4), (6, 4)], [(8, 4)], [(4, 6)], [], [(4, 4)]])
 
 
 def odd_rows(config: Any) -> DataProto:

@@ -174,6 +174,18 @@ def test_metrics_that_come_and_go_or_are_never_finite(tmp_path):
     assert [got["aria-label"] for got in page.all("svg")] == ["Reward", "Gradient norm"]
 
 
+def test_episodes_are_strips_of_pictures(tmp_path):
+    pictures = tuple(Image.new("RGB", (20, 20), colour) for colour in ("red", "green"))
+    for step, actions in ((0, ["left", "<up>"]), (4, ["right"])):  # at step 4 a turn shows two pictures
+        save_rollouts(tmp_path, step, [sample("a", step, step > 0, images=pictures, actions=actions)])
+    page, text = page_of(tmp_path)
+    assert len(page.all("div", "strip")) == 2
+    assert len(page.all("figure")) == 3
+    assert len(page.all("img")) == 4  # none beside the question
+    assert "".join(page.text).count("<up>") == 1
+    assert "<up>" not in text
+
+
 def test_one_evaluation_has_no_before_and_after(tmp_path):
     save_rollouts(tmp_path, 4, [sample("a", 4, True), sample("b", 4, False, accuracy=None, response="")])
     page, _ = page_of(tmp_path)

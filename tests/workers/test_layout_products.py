@@ -19,6 +19,7 @@ from helpers.layouts import (
     one_image,
     run_pass,
     text_rows,
+    turn_rows,
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
@@ -93,6 +94,11 @@ CASES = {
     **{
         f"{model_type}, {name}": partial(equals_one_process, model_type, layout, mixed_rows)
         for model_type in MODEL_TYPES
+        for name, layout in LAYOUTS.items()
+    },
+    **{
+        f"{model_type}, images in later turns, {name}": partial(equals_one_process, model_type, layout, turn_rows)
+        for model_type in ("qwen2_5_vl", "qwen3_vl", "smolvlm")
         for name, layout in LAYOUTS.items()
     },
     "key-value heads fewer than tp": partial(

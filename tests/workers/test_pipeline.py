@@ -14,7 +14,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import fill_up
 from dataproto.vlm import MediaSpans, family_of
 from helpers.batches import padded_log_probs
-from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows
+from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows, turn_rows
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
@@ -149,10 +149,11 @@ def checkpoints(tmp_path_factory):
         "deep": config_with_layers("qwen3_vl", layers=4, tied=True),
         "text": config_with_layers("qwen2_5_vl"),
         "odd": config_with_layers("qwen3_vl"),
+        "turns": config_with_layers("qwen3_vl"),
     }.items():
         path = tmp_path_factory.mktemp(name)
         tiny_model(config.model_type, config=config).save_pretrained(path)
-        data = text_rows(config) if name == "text" else mixed_rows(config)
+        data = {"text": text_rows, "turns": turn_rows}.get(name, mixed_rows)(config)
         data = data[[0, 1, 3, 4]] if name == "odd" else data  # micro-batches of 31 and 13 tokens
         data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
         found[name] = str(path), data
@@ -167,6 +168,7 @@ TWO = {
     "interleaved, tied": ("deep", PP2, {"pipeline_schedule": "interleaved"}),
     "uneven, tied": ("deep", PP2, {"pipeline_layers": (1, 3), "activation_checkpointing": "full"}),
     "no image": ("text", PP2, {}),
+    "images in later turns": ("turns", PP2, {}),
     "a frozen tower": ("qwen3_vl", PP2, {"freeze_vision": True}),
     "adapters": ("qwen3_vl", PP2, {"lora_rank": 4}),
 }
@@ -175,6 +177,7 @@ FOUR = {
     **{f"{model}, sp 2 x pp 2": (model, Layout(sp=2, pp=2), {}) for model in ("qwen2_5_vl", "qwen3_vl_moe")},
     "an odd number of tokens, tp 2 x pp 2": ("odd", Layout(tp=2, pp=2), {}),
     "an odd number of tokens, sp 2 x pp 2": ("odd", Layout(sp=2, pp=2), {}),
+    "images in later turns, sp 2 x pp 2": ("turns", Layout(sp=2, pp=2), {}),
     "dp 2 x pp 2": ("qwen3_vl", Layout(dp=2, pp=2), {}),
     "dp 2 x pp 2, interleaved, tied": ("deep", Layout(dp=2, pp=2), {"pipeline_schedule": "interleaved"}),
     "dp 2 x pp 2, ep 2": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {}),

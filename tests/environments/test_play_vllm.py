@@ -1,0 +1,34 @@
+"""Episodes on vLLM: the tokens of the Hugging Face engine, in float32, with images in several turns."""
+
+import pytest
+
+from helpers.engines import start
+from helpers.episodes import DrawnEnvironment, starts_of
+from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits, TurnRenderer, play_episodes
+
+pytestmark = pytest.mark.vllm
+
+SAMPLING = SamplingParams(temperature=0.8, max_tokens=6, stop_token_ids=tuple(range(0, 250, 3)))
+LIMITS = EpisodeLimits(turns=3, tokens=300)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def setup(request, tmp_path_factory):
+    return start(request.param, tmp_path_factory.mktemp("engines"), max_images=16, max_model_len=640)
+
+
+def test_episodes_have_the_same_tokens_on_both_engines(setup):
+    renderer = TurnRenderer(setup.builder, [setup.builder.tokenizer.eos_token_id])
+    setup.hf.load_weights(setup.actor.named_weights())
+    hf, vllm = (
+        play_episodes(engine, renderer, starts_of(6), DrawnEnvironment, SAMPLING, LIMITS)
+        for engine in (setup.hf, setup.vllm)
+    )
+    assert sum(len(episode.turns) for episode in hf) > 8
+    assert any(len(episode.request.multi_modal_inputs) > 1 for episode in hf)
+    for one, other in zip(hf, vllm, strict=True):
+        assert one.ended == other.ended
+        assert [turn.token_ids for turn in one.turns] == [turn.token_ids for turn in other.turns]
+        for a, b in zip(one.turns, other.turns, strict=True):
+            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
