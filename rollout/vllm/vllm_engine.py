@@ -155,6 +155,8 @@ class VLLMEngine:
                 self._finish(self._open.pop(output.request_id), output, output.outputs[0].finish_reason)
         for name in [name for name, row in self._open.items() if row.sampling.stop]:
             self._stop_by_text(name)
+        if not self._kv_cache_is_finite:
+            self._suspend()  # until the cache is cleared
         if self._open and not self.engine.has_unfinished_requests():
             rows = [self._interrupt(name) for name in list(self._open)]
             names = ", ".join(row.name for row in rows[:MAX_REPORTED_ROWS])
