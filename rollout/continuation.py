@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import InvalidPrompt
 from rollout.engine import Request
 
@@ -12,10 +13,9 @@ Media = Mapping[str, Tensor]
 """``multi_modal_inputs`` of a part of a prompt."""
 
 
-def media_parts(inputs: Media | Sequence[Media]) -> tuple[Media, ...]:
+def shown_media(inputs: RowMedia) -> tuple[Media, ...]:
     """The mappings of `Request.multi_modal_inputs` that are not empty."""
-    parts = (inputs,) if isinstance(inputs, Mapping) else inputs
-    return tuple(part for part in parts if part)
+    return tuple(part for part in media_parts(inputs) if part)
 
 
 def check_continues(request: Request, input_ids: Tensor, media: Sequence[Media]) -> None:
@@ -27,7 +27,7 @@ def check_continues(request: Request, input_ids: Tensor, media: Sequence[Media])
         raise InvalidPrompt(
             f"its prompt differs from token {first} on from the {length} tokens of the request that it continues"
         )
-    parts = media_parts(request.multi_modal_inputs)
+    parts = shown_media(request.multi_modal_inputs)
     if len(parts) < len(media) or not all(map(_equal, parts, media)):
         raise InvalidPrompt(
             "its media do not begin with those of the request that it continues; multi_modal_inputs of several turns are a "

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from dataproto.vlm import media_spans
 from dataproto.vlm.family import VLMFamily
-from rollout.continuation import Media, media_parts
+from rollout.continuation import Media, shown_media
 from rollout.hf.batch import Batch, stack_prefixes
-from rollout.hf.kept_prefixes import Prefix, join_media
+from rollout.hf.kept_prefixes import Prefix
 from rollout.hf.open_requests import OpenRequest
 
 
@@ -22,7 +22,7 @@ class Unread(NamedTuple):
     input_ids: Tensor  # (L,)
     token_types: Tensor  # (L,)
     position_ids: Tensor  # (4, L) or (L,)
-    media: Media
+    media: Sequence[Media]
     prefix: Prefix | None  # whose cache comes before
 
 
@@ -76,10 +76,10 @@ class Decoder:
             more = self.family.extend_positions(positions[None], torch.ones_like(ids)[None], len(tokens))[0]
             ids, types = torch.cat([ids, tokens]), torch.cat([types, types.new_zeros(len(tokens))])
             positions = torch.cat([positions, more], dim=-1)
-        start, parts = 0, media_parts(request.multi_modal_inputs)
+        start, parts = 0, shown_media(request.multi_modal_inputs)
         if prefix is not None:
             start, parts = prefix.cached_tokens, parts[len(prefix.media) :]
-        return Unread(ids[start:], types[start:], positions[..., start:], join_media(parts), prefix)
+        return Unread(ids[start:], types[start:], positions[..., start:], parts, prefix)
 
     def _run(self, parts: Sequence[Unread], cache: DynamicCache, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states ``(prompts, L, H)``, the attention mask ``(prompts, T)`` with the ``earlier`` one, and the positions that

@@ -1,10 +1,8 @@
 """Finished requests that others may continue, and their KV caches."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
@@ -76,16 +74,3 @@ class KeptPrefixes:
     def _drop(self, prefix: Prefix) -> None:
         self.bytes -= prefix.bytes
         prefix.cache = None
-
-
-def join_media(parts: Sequence[Media]) -> Media:
-    """One mapping for consecutive parts. The tensors of a single part are not copied.
-
-    >>> join_media([{"image_grid_thw": torch.tensor([[1, 2, 4]])}, {"image_grid_thw": torch.tensor([[1, 2, 2]])}])
-    {'image_grid_thw': tensor([[1, 2, 4],
-            [1, 2, 2]])}
-    """
-    if len(parts) == 1:
-        return parts[0]
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dataproto.errors import DataProtoError
-from rollout.continuation import media_parts
+from rollout.continuation import shown_media
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
 from rollout.hf.kept_prefixes import LayerCache, Prefix
 
@@ -55,7 +55,7 @@ class OpenRequest:
     def prefix_with(self, cache: list[LayerCache] | None) -> Prefix:
         """Its prompt and response, for requests that continue it."""
         ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids)])
-        return Prefix(ids, media_parts(self.request.multi_modal_inputs), cache)
+        return Prefix(ids, shown_media(self.request.multi_modal_inputs), cache)
 
     def completion(self, reason: FinishReason, error: DataProtoError | None = None) -> Completion:
         """Its tokens so far."""

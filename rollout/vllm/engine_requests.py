@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import DataProtoError, NonFiniteLogits, RequestFailed
-from rollout.continuation import Media, media_parts
+from rollout.continuation import Media, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
 from rollout.sampling import check_sampled
 
@@ -62,7 +62,7 @@ class EngineRequest:
     def finished(self) -> FinishedRequest:
         """Its prompt and response, for requests that continue it."""
         ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids, dtype=torch.int64)])
-        return FinishedRequest(ids, media_parts(self.request.multi_modal_inputs))
+        return FinishedRequest(ids, shown_media(self.request.multi_modal_inputs))
 
     def completion(
         self, reason: FinishReason, cached_tokens: int = 0, error: DataProtoError | None = None

@@ -6,7 +6,7 @@ import torch
 
 from dataproto.vlm import family_of, media_grids
 from helpers.tiny_models import expand, image_inputs, placeholder
-from rollout.continuation import media_parts
+from rollout.continuation import shown_media
 from rollout.prompts.prepared_rows import share_media
 from rollout.sampling import turn_seed
 
@@ -32,7 +32,7 @@ def _continued(config, request, completion, ids, types, media, turn):
     sampled, old = torch.tensor(completion.token_ids, dtype=torch.int64), request.token_types
     input_ids = torch.cat([request.input_ids, sampled, torch.from_numpy(ids)])
     token_types = torch.cat([old, old.new_zeros(len(sampled)), torch.from_numpy(types).to(old.dtype)])
-    parts = tuple(part for part in (*media_parts(request.multi_modal_inputs), media) if part)
+    parts = tuple(part for part in (*shown_media(request.multi_modal_inputs), media) if part)
     positions = family_of(config).position_ids(
         token_types[None], torch.ones_like(input_ids)[None], **media_grids(parts), config=config
     )

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
 from rollout.engine import SamplingParams, create_engine
+from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from rollout.pretrained import end_ids, generation_config
@@ -19,7 +19,7 @@ from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
 from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows
 from workers.ranks.mesh import Ranks
-from workers.roles.sharding_manager import ShardingManager, neighbours
+from workers.roles.sharding_manager import ShardingManager, engine_group, neighbours
 from workers.training.loading import checkpoint_family
 
 NO_LIMIT = 1 << 30
@@ -65,7 +65,7 @@ class RolloutWorker:
         self.config = config
         self.ranks = ranks = ranks or Ranks()
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
-        block = neighbours(ranks, tensor_parallel)
+        block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.engine = create_engine(config.engine, config.model_path, **config.options)
         self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self.family = checkpoint_family(config.model_path)
@@ -106,7 +106,8 @@ class RolloutWorker:
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
 
-        Streams are those of `generate`, with one of its own for each later turn. An environment that fails ends its episode, with
+        Streams are those of `generate`, with one of its own for each later turn. If an engine has several ranks, environments run
+        on its first one. An environment that fails ends its episode, with
         the reason in ``end_reason``, and nothing is learned from it.
 
         Args:
@@ -116,7 +117,7 @@ class RolloutWorker:
             turns, tokens, seconds: see `EpisodeLimits`.
 
         Raises:
-            InvalidConfig: the chat template cannot show observations, or the engine runs on several ranks.
+            InvalidConfig: the chat template cannot show observations.
         """
         limits = EpisodeLimits(turns, tokens, seconds)
         self._calls += 1
@@ -124,7 +125,15 @@ class RolloutWorker:
             with self.ranks.fail_together():
                 shared = sharding.preprocess_data(self._numbered(prompts))
                 starts = episode_starts(shared, sampling, self._calls)
-                episodes = play_episodes(self.engine, self.renderer, starts, make_environment, sampling, limits)
+                played = partial(
+                    play_episodes,
+                    renderer=self.renderer,
+                    starts=starts,
+                    make_environment=make_environment,
+                    sampling=sampling,
+                    limits=limits,
+                )
+                episodes = drive(self.engine, self.engine_group, played)
                 most = turns * sampling.max_tokens if tokens is None else tokens
                 repeated = shared.repeat(sampling.n, interleave=True)
                 rollouts = episode_columns(repeated, episodes, self.renderer, most, sharding.version)
@@ -136,10 +145,6 @@ class RolloutWorker:
     @cached_property
     def renderer(self) -> TurnRenderer:
         """Renders prompts and observations of episodes."""
-        if int(self.config.options.get("tensor_parallel", 1)) > 1:
-            raise InvalidConfig(
-                "episodes need an engine of one rank: leave out tensor_parallel of the engine's options"
-            )
         path, options = self.config.model_path, {"max_prompt_length": NO_LIMIT} | self.config.prompts
         builder = PromptBuilder.from_pretrained(path, **options)
         return TurnRenderer(builder, end_ids(generation_config(path, builder.config)))

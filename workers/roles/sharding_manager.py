@@ -73,6 +73,16 @@ def neighbours(ranks: Ranks, tensor_parallel: int) -> Neighbours:
     return Neighbours(group, tuple(holders[rank] for rank in members), tuple(engines[rank] for rank in members))
 
 
+def engine_group(ranks: Ranks, tensor_parallel: int) -> ProcessGroup | None:
+    """The ranks of this rank's engine, over gloo; ``None`` for an engine of one rank. Every rank of the layout calls it."""
+    if tensor_parallel == 1:
+        return None
+    world = range(ranks.layout.world_size)
+    blocks = [list(world[start : start + tensor_parallel]) for start in world[::tensor_parallel]]
+    group, _ = distributed.new_subgroups_by_enumeration(blocks, backend="gloo")
+    return group
+
+
 def joined_blocks(*partitions: Sequence[int]) -> list[list[int]]:
     """The smallest blocks of ranks that split no group of any partition, in order of their first ranks.
 

@@ -1,0 +1,86 @@
+"""Episodes on several ranks are those of one process: an engine of two ranks, and two processes of Ray."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.checkpoints import write_checkpoint
+from helpers.episodes import picture
+from helpers.geo3k_runs import assert_same_run
+from helpers.processes import run_ranks
+from recipes.walk import main
+from rollout.engine import SamplingParams
+from rollout.environments import Observation
+from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
+from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks, init_ranks
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = SamplingParams(n=2, max_tokens=4, seed=3, stop_token_ids=tuple(range(0, 250, 2)))
+WALK = (
+    "--batch-size 2 --algorithm.n 2 --eval-rows 2 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0"
+    " --steps 2 --eval-every 2 --save-every 0"
+)
+
+
+class Corridor:
+    """Two steps with a picture each, of which each takes another time on each rank."""
+
+    def reset(self, row, seed):
+        self.left = 2
+        return Observation(["where to?", picture(16, 16, 0)])
+
+    def step(self, action):
+        time.sleep(os.getpid() * len(action) % 7 / 100)
+        self.left -= 1
+        return Observation([picture(24, 16, self.left), "on"], reward=1.0 + self.left, done=not self.left)
+
+
+class TwinEngine(HFEngine):
+    """An engine whose ranks all compute the whole."""
+
+    def __init__(self, model_path: str, tensor_parallel: int = 1) -> None:
+        super().__init__(model_path)
+
+
+def played(ranks, tensor_parallel, rows):
+    path = os.environ["TINY_MODEL"]
+    config = RolloutConfig(path, f"{__name__}:TwinEngine", {"tensor_parallel": tensor_parallel})
+    worker = RolloutWorker(config, lambda dtype: [], ranks)
+    worker.sharding.stale = False  # the engine has read its weights from the checkpoint
+    prompts = PromptBuilder.from_pretrained(path, 300)([{"prompt": f"Go {row}.", "uid": f"u{row}"} for row in rows])
+    data = worker.play(prompts, Corridor, SAMPLING, turns=3)
+    texts = [(data["uid"][row], data["end_reason"][row], data["turns"][row].item()) for row in range(len(data))]
+    kept = data["response_mask"].sum(1).tolist(), data["responses"].sum(1).tolist(), data["score"].tolist()
+    return [*zip(texts, *kept, strict=True)], worker.engine.prefilled_tokens
+
+
+def on_two_ranks():
+    ranks = init_ranks(Layout(dp=2), torch.device("cpu"))
+    return played(ranks, 2, [0, 1] if ranks.rank("dp") == 0 else [2])
+
+
+def test_an_engine_of_two_ranks_plays_what_one_process_plays(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TINY_MODEL", write_checkpoint("qwen2_5_vl", tmp_path / "model"))
+    first, second = run_ranks(2, {"play": on_two_ranks}, tmp_path)["play"]
+    assert not isinstance(first, str), first
+    assert not isinstance(second, str), second
+    rows, tokens = played(Ranks(), 1, [0, 1, 2])
+    assert first[0] + second[0] == rows
+    assert first[1] == second[1] > 0  # both computed all
+    assert tokens > 0
+
+
+@pytest.mark.long
+def test_two_processes_of_ray_make_the_run_of_one(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*WALK.split(), "--output-dir", str(one)]) == 0
+    ray = "--on ray --layout.dp 2 --ray.object-store-gib 0.2"
+    assert main([*WALK.split(), *ray.split(), "--output-dir", str(two)]) == 0
+    assert_same_run(two, one)
