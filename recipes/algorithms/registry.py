@@ -61,15 +61,17 @@ class Algorithm:
         paper: the options that its paper sets; see `Settings`. Options that the user sets take precedence.
         columns: further columns that the function reads, each with the function that computes it from the whole batch before
             an update.
+        arguments: some of the function's arguments, so that asking for them does not import it.
     """
 
     function: Callable[..., Any]
     paper: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
         """Whether the function, or one that computes a column for it, has an argument ``name``."""
-        return any(takes(each, name) for each in (self.function, *self.columns.values()))
+        return name in self.arguments or any(takes(each, name) for each in (self.function, *self.columns.values()))
 
 
 class Registry:
@@ -171,13 +173,15 @@ ADVANTAGES = Registry(
             partial(advantages.group_advantage, normalise_std=False), _CONSTANT_LENGTH | {"kl_coef": 0.0}
         ),
         "rloo": Algorithm(advantages.leave_one_out_advantage, {"kl_coef": 0.05, "kl_in": "reward"}),
-        "reinforce_plus_plus": Algorithm(advantages.reinforce_plus_plus, {"kl_coef": 0.01, "kl_in": "reward"}),
+        "reinforce_plus_plus": Algorithm(
+            advantages.reinforce_plus_plus, {"kl_coef": 0.01, "kl_in": "reward"}, arguments=("gamma",)
+        ),
         "reinforce_plus_plus_baseline": Algorithm(
             advantages.reinforce_plus_plus_baseline, {"kl_coef": 0.001, "kl": "k2"}
         ),
         "remax": Algorithm(advantages.greedy_baseline_advantage, {"kl_coef": 0.001, "kl_in": "reward"}),
         "opo": Algorithm(advantages.length_weighted_advantage, {"kl_coef": 0.0}),
-        "gae": Algorithm(advantages.gae),
+        "gae": Algorithm(advantages.gae, arguments=("gamma",)),
         "reverse_kl": Algorithm(advantages.reverse_kl_advantage, {"kl_coef": 0.0}),
     },
 )

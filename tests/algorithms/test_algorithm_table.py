@@ -1,5 +1,6 @@
 """docs/algorithms.md agrees with the code on options, roles and columns."""
 
+import inspect
 import re
 import shlex
 from dataclasses import fields
@@ -125,3 +126,10 @@ def test_columns_are_known():
     named = [name for row in table("## Columns") for name in re.findall(r"`(\w+)`", row[0])]
     assert named
     assert all(name in COLUMNS for name in named)
+
+
+def test_arguments_that_are_told_without_an_import_are_those_of_the_functions():
+    told = [each for known in (ADVANTAGES, LOSSES) for name in known.names if (each := known.find(name)).arguments]
+    assert told
+    for algorithm in told:
+        assert {*algorithm.arguments} <= {*inspect.signature(algorithm.function).parameters}
