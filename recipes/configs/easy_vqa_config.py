@@ -64,7 +64,7 @@ TINY = EasyVQAConfig(
     data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
     algorithm=GRPOConfig(n=8, entropy_coef=0.02),
     optimizer=OptimizerConfig(lr=3e-4, betas=(0.9, 0.95), warmup_steps=10),
-    run=RunConfig(steps=500, eval_every=50, save_every=100, output_dir=OUTPUT_DIR),
+    run=RunConfig(steps=100, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
 )
 REAL = EasyVQAConfig(data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=512, max_response_length=16))
 
