@@ -1,4 +1,4 @@
-"""Requests of later turns: what was sampled, then an observation of text and images."""
+"""Requests of later turns: what was sampled, then an observation of text and images; and their completions."""
 
 from dataclasses import replace
 
@@ -9,6 +9,15 @@ from helpers.tiny_models import expand, image_inputs, placeholder
 from rollout.continuation import shown_media
 from rollout.prompts.prepared_rows import share_media
 from rollout.sampling import turn_seed
+
+
+def finish(engine, *numbers):
+    """The completions of these requests, in this order."""
+    done = {}
+    while not done.keys() >= set(numbers):
+        assert engine.unfinished
+        done |= {each.request: each for each in engine.poll()}
+    return [done[number] for number in numbers]
 
 
 def next_turn(config, request, completion, words, *grids, turn=1):

@@ -13,7 +13,7 @@ from dataproto.errors import InvalidConfig, InvalidPrompt, MediaMismatch, NonFin
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import MODEL_TYPES, tiny_model
-from helpers.turns import next_turn
+from helpers.turns import finish, next_turn
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
 from rollout.hf.batch import Batch
@@ -42,15 +42,6 @@ def engine(tmp_path_factory):
 def requests_of(engine, sampling=SAMPLED):
     prompts = prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
     return build_requests(prompts, sampling)
-
-
-def finish(engine, *numbers):
-    """The completions of these requests, in this order."""
-    done = {}
-    while not done.keys() >= set(numbers):
-        assert engine.unfinished
-        done |= {each.request: each for each in engine.poll()}
-    return [done[number] for number in numbers]
 
 
 def run(engine, request, sampling=SAMPLED, keep=False):

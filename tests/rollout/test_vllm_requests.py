@@ -8,7 +8,7 @@ import torch
 
 from dataproto.errors import InvalidConfig, InvalidPrompt, NonFiniteLogits
 from helpers.engines import picture, start
-from helpers.turns import observed_turn
+from helpers.turns import finish, observed_turn
 from rollout.engine import SamplingParams
 from rollout.responses import build_requests
 
@@ -31,14 +31,6 @@ def setup(tmp_path_factory):
 
 def requests_of(setup):
     return build_requests(setup.prompts, SAMPLED)
-
-
-def finish(engine, *numbers):
-    done = {}
-    while not done.keys() >= set(numbers):
-        assert engine.unfinished
-        done |= {each.request: each for each in engine.poll()}
-    return [done[number] for number in numbers]
 
 
 def run(engine, request, sampling=SAMPLED):
