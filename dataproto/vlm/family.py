@@ -70,6 +70,10 @@ class VLMFamily(ForwardCosts):
     decoder_layers: str = "model.language_model.layers"
     final_norm: str = "model.language_model.norm"
     head: str = "lm_head"
+    recurrent_mixers: str | None = None
+    """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
+    float32_weights: tuple[str, ...] = ()
+    """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
     tensor_plan: TensorPlan = DECODER_PLAN
