@@ -6,6 +6,7 @@ their paths alone, so a model may be wrapped or sharded as long as these paths e
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -388,6 +389,10 @@ class VLMFamily(ForwardCosts):
         tokenizer and the image processor. vLLM needs them to expand prompts. Default: none.
         """
         return {}
+
+    def in_float32(self, name: str) -> bool:
+        """Whether the parameter of this name is one of `float32_weights`."""
+        return any(fnmatchcase(name, pattern) for pattern in self.float32_weights)
 
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """A parameter under the name and in the layout of the family's checkpoints, which rollout engines load.

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 LayerCache = tuple[Tensor, Tensor]
-"""Of one layer and one row: keys and values ``(H, T, D)``, or the convolution's last inputs ``(C, width)`` and the recurrent state
+"""Of one layer and one row: keys and values ``(H, T, D)``, or the last inputs ``(C, width)`` of the convolution and the state
 ``(H, D, E)``.
 """
 

@@ -11,13 +11,15 @@ call.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from dataproto.vlm import VLMFamily
+from workers.model.lora import base_name
 from workers.model.model_config import ModelConfig
 from workers.model.patches import call_after_gradient, place_parameter
 from workers.ranks.mesh import Ranks
@@ -33,12 +35,15 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
 class Precision:
     """The dtype that one model computes in, in its layout."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, options: ModelConfig, device_type: str) -> None:
+    def __init__(
+        self, model: nn.Module, family: VLMFamily, ranks: Ranks, options: ModelConfig, device_type: str
+    ) -> None:
         self.dtype = compute_dtype(options.dtype, device_type)
         self.device_type = device_type
         half, sharded = self.dtype == torch.bfloat16, ranks.size("dp", "sp") > 1
         self.autocasts = half and not sharded and ranks.size("tp") > 1
-        self.half_weights = HalfWeights(model) if half and not sharded and not self.autocasts else None
+        casts = half and not sharded and not self.autocasts
+        self.half_weights = HalfWeights(model, float32_weights(model, family)) if casts else None
 
     def compute(self) -> contextlib.AbstractContextManager[None]:
         """Forward and backward passes in here compute in `dtype`."""
@@ -50,6 +55,11 @@ class Precision:
     def stream_dtype(self) -> torch.dtype:
         """The dtype of states between layers; under autocast their sums stay in float32."""
         return torch.float32 if self.autocasts else self.dtype
+
+
+def float32_weights(model: nn.Module, family: VLMFamily) -> list[nn.Parameter]:
+    """The parameters that are used in float32 whatever the model computes in; see `VLMFamily.float32_weights`."""
+    return [weight for name, weight in model.named_parameters() if family.in_float32(base_name(name) or name)]
 
 
 def mixed_precision(dtype: str, device_type: str) -> MixedPrecisionPolicy:
@@ -76,8 +86,10 @@ class HalfWeights:
     (tensor([[1., 1.]]), torch.float32)
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, exact: Collection[nn.Parameter] = ()) -> None:
+        """``exact``: parameters that stay in their places."""
         self.module = module
+        self.exact = frozenset(map(id, exact))
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
 
     @contextlib.contextmanager
@@ -87,7 +99,7 @@ class HalfWeights:
             (owner, name, weight)
             for owner in self.module.modules()
             for name, weight in owner._parameters.items()
-            if weight is not None and weight.dtype == torch.float32
+            if weight is not None and weight.dtype == torch.float32 and id(weight) not in self.exact
         ]
         weights = dict.fromkeys(weight for _, _, weight in places)
         self.copies = {weight: self._copy_of(weight) for weight in weights}

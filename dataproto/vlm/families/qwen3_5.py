@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.vlm.costs import attention_weights, attention_width, frame_pairs, merger_weights, patch_weights, tower_flops
+from dataproto.vlm.costs import (
+    attention_weights,
+    attention_width,
+    frame_pairs,
+    merger_weights,
+    patch_weights,
+    tower_flops,
+)
 from dataproto.vlm.family import DECODER_PLAN, TensorPlan, VLMFamily
 from dataproto.vlm.mrope import Pieces
 
@@ -60,7 +67,9 @@ class Qwen35(VLMFamily):
         layers = list(text.layer_types)
         attending = layers.count("full_attention")
         pairs = lengths * (lengths + 1) // 2
-        return 4 * attention_width(text) * attending * pairs + (len(layers) - attending) * recurrence_flops(text) * lengths
+        return (
+            4 * attention_width(text) * attending * pairs + (len(layers) - attending) * recurrence_flops(text) * lengths
+        )
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a frame, and an MLP of two layers."""

@@ -40,7 +40,9 @@ def gated_delta_rule(
 
     total = g.cumsum(-2)  # log of the decay from the start of the chunk
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    between = (total - total.transpose(-1, -2)).masked_fill(~lower, -torch.inf).exp()  # from token j to token i, (.., C, C)
+    between = (
+        (total - total.transpose(-1, -2)).masked_fill(~lower, -torch.inf).exp()
+    )  # from token j to token i, (.., C, C)
     system = (k * b) @ k.transpose(-1, -2) * between
     # Each token's correction depends on those before it in the chunk: a triangular system (section 3.3 of the paper).
     both = torch.linalg.solve_triangular(

@@ -73,10 +73,7 @@ class PackedGatedDeltaNet:
                 "packed recurrent layers need cu_seq_lens_q and take no mask or cache; for padded batches load a separate model"
             )
         mixer = self.mixer
-        parts = [
-            projection(hidden_states)[0]
-            for projection in (mixer.in_proj_qkv, mixer.in_proj_b, mixer.in_proj_a)
-        ]
+        parts = [projection(hidden_states)[0] for projection in (mixer.in_proj_qkv, mixer.in_proj_b, mixer.in_proj_a)]
         gate = mixer.in_proj_z(hidden_states)[0]
         share = self.share
         if peers is not None:
@@ -157,6 +154,6 @@ def check_recurrent_heads(text: Any, sp: int, tp: int) -> None:
     if heads % (sp * tp):
         fitting = [degree for degree in range(1, heads + 1) if heads % degree == 0]
         raise InvalidConfig(
-            f"layout.sp={sp} x layout.tp={tp} = {sp * tp} must divide the {heads} key heads of this model's recurrent layers: use "
-            f"one of {fitting}"
+            f"layout.sp={sp} x layout.tp={tp} = {sp * tp} must divide the {heads} key heads of this model's recurrent layers: "
+            f"use one of {fitting}"
         )

@@ -29,7 +29,7 @@ def packed_convolution(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
         x: ``(T, C)``.
         weight: ``(C, W)``; the last one is the token's own.
     """
-    width = weight.shape[1]
+    width, weight = weight.shape[1], weight.to(x.dtype)
     out = conv1d(pad(x.t(), (width - 1, 0))[None], weight[:, None], groups=len(weight))[0].t()
     chosen, read = pieces.taps(width)
     if not len(chosen):
@@ -38,9 +38,7 @@ def packed_convolution(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
     return out.index_copy(0, chosen, (window * weight.t()).sum(1).to(out.dtype))
 
 
-def packed_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, pieces: Pieces
-) -> Tensor:
+def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, pieces: Pieces) -> Tensor:
     """`gated_delta_rule` along the rows of a packed sequence; a prompt that rows share is computed once.
 
     Args:

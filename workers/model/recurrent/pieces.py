@@ -80,8 +80,8 @@ class Pieces:
         """What a convolution over ``count`` tokens reads where a row does not lie in one piece.
 
         Returns:
-            The tokens ``(m,)`` concerned, those with a row's start, or another row's tokens, among the ``count - 1`` places before
-            them; and for each of them the ``count`` tokens ``(m, count)`` that it reads, its own last, and -1 for none.
+            Tokens ``(m,)`` that do not simply read the places before them, because their row starts there or goes on from another
+            place; and for each of them the ``count`` tokens ``(m, count)`` that it reads, itself last, and -1 for none.
         """
         total = len(self.previous)
         if count not in self._taps:
@@ -123,9 +123,7 @@ class Pieces:
             tokens = torch.cat([torch.arange(int(begins[piece]), int(finishes[piece])) for piece in mine])
             starts = torch.tensor([rank[int(parents[piece])] for piece in mine]) if level else None
             lengths = [int(finishes[piece] - begins[piece]) for piece in mine]
-            found.append(
-                Level(tokens.to(self.device), lengths, None if starts is None else starts.to(self.device))
-            )
+            found.append(Level(tokens.to(self.device), lengths, None if starts is None else starts.to(self.device)))
         return found
 
     @staticmethod
@@ -134,8 +132,8 @@ class Pieces:
         for piece, parent in enumerate(parents):
             if parent >= piece:
                 raise UnsupportedAttention(
-                    f"piece {piece} of a packed sequence goes on from piece {parent}, which comes after it: rows that share a prompt "
-                    "follow the row that holds it"
+                    f"piece {piece} of a packed sequence goes on from piece {parent}, which comes after it: rows that share a "
+                    "prompt follow the row that holds it"
                 )
             depth.append(0 if parent < 0 else depth[parent] + 1)
         return depth
