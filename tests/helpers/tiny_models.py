@@ -64,8 +64,8 @@ _RECURRENT = {  # heads of attention are larger, since a quarter of them is rota
     "head_dim": 64,
     "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }

@@ -170,8 +170,8 @@ def test_masks_and_caches_are_refused():
 
 def test_layouts_that_do_not_divide_the_key_heads_are_refused():
     text = tiny_config("qwen3_5").get_text_config()
-    check_recurrent_heads(text, 1, 2)
+    check_recurrent_heads(text, 2, 2)
     with pytest.raises(
-        InvalidConfig, match=r"layout.sp=2 x layout.tp=2 = 4 must divide the 2 key heads.*one of \[1, 2\]"
+        InvalidConfig, match=r"layout.sp=2 x layout.tp=3 = 6 must divide the 4 key heads.*one of \[1, 2, 4\]"
     ):
-        check_recurrent_heads(text, 2, 2)
+        check_recurrent_heads(text, 2, 3)

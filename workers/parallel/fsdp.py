@@ -58,7 +58,7 @@ class FullySharded(Transform):
                 shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
             )
         for mixer in recurrent_mixers(module.model, module.family).values():
-            projections = [part for part in mixer.children() if isinstance(part, nn.Linear)]
+            projections = [part for name, part in mixer.named_children() if "proj" in name]
             shard(projections, reshard_after_forward=options.reshard_after_forward)
             shard(
                 mixer,
