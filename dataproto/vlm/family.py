@@ -75,6 +75,8 @@ class VLMFamily(ForwardCosts):
     """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
     float32_weights: tuple[str, ...] = ()
     """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
+    unused_weights: tuple[str, ...] = ()
+    """Patterns of weights in checkpoints that the model does not load. An export keeps them as they were."""
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
     tensor_plan: TensorPlan = DECODER_PLAN

@@ -74,9 +74,11 @@ class Decoder:
         """The requests in groups that `read` takes."""
         groups: dict[int, list[OpenRequest]] = {}
         for row in requests:
-            recurrent = row.prefix is not None and self.family.recurrent_mixers is not None
-            new = len(row.request.input_ids) + len(row.token_ids) - row.prefix.cached_tokens if recurrent else 0
-            groups.setdefault(-1 if row.prefix is None else new, []).append(row)
+            if row.prefix is None:
+                groups.setdefault(-1, []).append(row)
+            else:
+                new = len(row.request.input_ids) + len(row.token_ids) - row.prefix.cached_tokens
+                groups.setdefault(new if self.family.recurrent_mixers is not None else 0, []).append(row)
         return list(groups.values())
 
     def _unread(self, row: OpenRequest) -> Unread:

@@ -67,7 +67,8 @@ def fill_layer(cache: DynamicCache, number: int, rows: Sequence[LayerCache], len
         layer.update_conv_state(inputs, conv_kernel_size=inputs.shape[-1])
         layer.update_recurrent_state(states)
     else:
-        cache.update(*(torch.stack([lengthened(row[part], length) for row in rows]) for part in (0, 1)), number)
+        keys, values = (torch.stack([lengthened(row[part], length) for row in rows]) for part in (0, 1))
+        cache.update(keys, values, number)
 
 
 def lengthened(states: Tensor, length: int) -> Tensor:

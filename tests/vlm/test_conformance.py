@@ -24,6 +24,7 @@ from helpers.tiny_models import (
     VLM_TYPES,
     expand,
     forward_positions,
+    gradient_tolerance,
     image_inputs,
     padded,
     placeholder,
@@ -130,7 +131,7 @@ def test_packed_gradients_equal_those_of_a_padded_forward(model_type):
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     (packed_logits(model, rows, media).log_softmax(-1)[:, :9] * weight).sum().backward()
-    tolerance = 1e-4 if family_of(model).recurrent_mixers else 1e-5  # decays are products of many factors
+    tolerance = gradient_tolerance(model_type)
     for name, parameter in model.named_parameters():
         difference = (parameter.grad - expected[name]).norm()
         # A bias of keys has no effect on the softmax, so its gradient is rounding.
@@ -308,7 +309,12 @@ def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
     model, family = model_of(model_type), family_of(model_type)
     model.save_pretrained(tmp_path)
     converted = dict(family.rollout_weight(name, weight) for name, weight in model.state_dict().items())
-    assert converted.keys() == load_file(tmp_path / "model.safetensors").keys()
+    written = load_file(tmp_path / "model.safetensors").keys()
+    if model_type == "qwen3_5_moe":  # Hugging Face writes each expert apart, published checkpoints hold them together
+        written = {name for name in written if ".experts." not in name} | {
+            name for name in converted if ".experts." in name
+        }
+    assert converted.keys() == written
     save_file({name: w.contiguous() for name, w in converted.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     assert_equal_parameters(load(tmp_path), model)
 
@@ -319,5 +325,7 @@ def test_expert_weights_have_the_layout_of_published_checkpoints(model_type):
     shapes = {
         family.rollout_weight(name, weight)[1].shape for name, weight in model.named_parameters() if "experts" in name
     }
-    # (experts, hidden, 2 x intermediate) and (experts, intermediate, hidden), which vLLM turns round on loading
-    assert shapes == ({(4, 64, 256), (4, 128, 64)} if model_type == "qwen3_vl_moe" else set())
+    # (experts, hidden, 2 x intermediate) and (experts, intermediate, hidden)
+    # which vLLM turns round on loading; those of Qwen3.5 lie as in the model
+    published = {"qwen3_vl_moe": {(4, 64, 256), (4, 128, 64)}, "qwen3_5_moe": {(4, 64, 64), (4, 64, 32)}}
+    assert shapes == published.get(model_type, set())

@@ -2,24 +2,30 @@
 gradients within 1e-4 of their norm.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import conv1d, pad
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from dataproto.errors import InvalidConfig, UnsupportedAttention
 from dataproto.packing import fill_up, pack_rows
 from dataproto.vlm import family_of
+from helpers.checkpoints import write_checkpoint
 from helpers.examples import at_most
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.model.named_weights import named_weights
-from workers.model.precision import HalfWeights, float32_weights
+from workers.model.named_weights import float32_weights, named_weights
+from workers.model.precision import HalfWeights
 from workers.model.recurrent import check_recurrent_heads, use_packed_recurrence
 from workers.model.recurrent.delta_rule import gated_delta_rule
 from workers.model.recurrent.packed_rule import packed_convolution, packed_delta_rule
 from workers.model.recurrent.pieces import Pieces, previous_tokens
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.optimizer import OptimizerConfig
 
 HEADS, KEYS, VALUES = 2, 4, 3
 
@@ -175,3 +181,14 @@ def test_layouts_that_do_not_divide_the_key_heads_are_refused():
         InvalidConfig, match=r"layout.sp=2 x layout.tp=3 = 6 must divide the 4 key heads.*one of \[1, 2, 4\]"
     ):
         check_recurrent_heads(text, 2, 3)
+
+
+def test_weights_that_the_model_does_not_load_are_kept_by_an_export(tmp_path):
+    source = Path(write_checkpoint("qwen3_5", tmp_path / "source")) / "model.safetensors"
+    ahead = {"mtp.fc.weight": torch.randn(4, 8), "mtp.layers.0.input_layernorm.weight": torch.randn(8)}
+    save_file(load_file(source) | ahead, source, {"format": "pt"})
+    actor = ActorWorker(ActorConfig(str(source.parent), optimizer=OptimizerConfig(lr=1e-3)), torch.device("cpu"))
+    actor.save(tmp_path / "saved")
+    written = load_file(tmp_path / "saved" / "huggingface" / "model.safetensors")
+    assert written.keys() == load_file(source).keys()
+    assert all(torch.equal(written[name], weight) for name, weight in ahead.items())

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from dataproto.transfer import all_gather_equal
+from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name, is_adapted, merged_weight
 from workers.ranks.mesh import Ranks
 
@@ -105,6 +106,11 @@ def all_named_weights(
             distributed.broadcast(weight, src=distributed.get_global_rank(group, rank), group=group)
             yield base, weight
         yielded |= {base_name(name) or name for name, _, _ in stage}
+
+
+def float32_weights(model: nn.Module, family: VLMFamily) -> list[nn.Parameter]:
+    """The parameters that are used in float32 whatever the model computes in; see `VLMFamily.float32_weights`."""
+    return [weight for name, weight in model.named_parameters() if family.in_float32(base_name(name) or name)]
 
 
 def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:

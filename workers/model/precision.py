@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dataproto.vlm import VLMFamily
-from workers.model.lora import base_name
 from workers.model.model_config import ModelConfig
 from workers.model.patches import call_after_gradient, place_parameter
 from workers.ranks.mesh import Ranks
@@ -36,14 +34,20 @@ class Precision:
     """The dtype that one model computes in, in its layout."""
 
     def __init__(
-        self, model: nn.Module, family: VLMFamily, ranks: Ranks, options: ModelConfig, device_type: str
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        options: ModelConfig,
+        device_type: str,
+        exact: Collection[nn.Parameter] = (),
     ) -> None:
+        """``exact``: parameters that are used in float32 whatever the model computes in."""
         self.dtype = compute_dtype(options.dtype, device_type)
         self.device_type = device_type
         half, sharded = self.dtype == torch.bfloat16, ranks.size("dp", "sp") > 1
         self.autocasts = half and not sharded and ranks.size("tp") > 1
         casts = half and not sharded and not self.autocasts
-        self.half_weights = HalfWeights(model, float32_weights(model, family)) if casts else None
+        self.half_weights = HalfWeights(model, exact) if casts else None
 
     def compute(self) -> contextlib.AbstractContextManager[None]:
         """Forward and backward passes in here compute in `dtype`."""
@@ -55,11 +59,6 @@ class Precision:
     def stream_dtype(self) -> torch.dtype:
         """The dtype of states between layers; under autocast their sums stay in float32."""
         return torch.float32 if self.autocasts else self.dtype
-
-
-def float32_weights(model: nn.Module, family: VLMFamily) -> list[nn.Parameter]:
-    """The parameters that are used in float32 whatever the model computes in; see `VLMFamily.float32_weights`."""
-    return [weight for name, weight in model.named_parameters() if family.in_float32(base_name(name) or name)]
 
 
 def mixed_precision(dtype: str, device_type: str) -> MixedPrecisionPolicy:

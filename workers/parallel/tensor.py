@@ -32,7 +32,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule
 from workers.model.precision import in_autocast_dtype
-from workers.model.recurrent import HeadShare, PackedGatedDeltaNet, channels, check_recurrent_heads
+from workers.model.recurrent import PackedGatedDeltaNet, channels, check_recurrent_heads
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs
@@ -205,9 +205,9 @@ def _gather_input(
 
 
 def _gather_tokens(x: Tensor, peers: Peers) -> Tensor:
-    """``(1, n, H)`` of every rank joined ``(1, size * n, H)``; gradients are summed, each rank gets its tokens'."""
+    """``(1, n, H)`` or ``(n, H)`` of every rank joined ``(1, size * n, H)``; gradients are summed, a rank gets its tokens'."""
     x = in_autocast_dtype(x)  # as split layers would cast it, which are all that see it: half the traffic
-    return gather_split(x.squeeze(0), peers).unsqueeze(0)
+    return gather_split(x.reshape(-1, x.shape[-1]), peers).unsqueeze(0)
 
 
 def _sum_tokens(x: Tensor, peers: Peers) -> Tensor:
@@ -253,7 +253,7 @@ class _Split:
     def _recurrent(self, mixer: Any) -> nn.Module:
         """A recurrent mixer that computes this rank's part of the heads; the other layers of it are split by the plan."""
         forward: PackedGatedDeltaNet = mixer.forward
-        forward.share = HeadShare(self.peers.rank, self.peers.size)
+        forward.compute_part(self.peers.rank, self.peers.size)
         block = gcd(mixer.head_k_dim, mixer.head_v_dim)
         places = torch.arange(mixer.in_proj_qkv.out_features // block)[:, None].expand(-1, block).reshape(-1, 1)
         mine = channels(mixer, places, forward.share)[::block, 0].tolist()

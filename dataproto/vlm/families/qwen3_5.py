@@ -41,6 +41,7 @@ class Qwen35(VLMFamily):
         "model.language_model.layers.*.linear_attn.A_log",
         "model.language_model.layers.*.linear_attn.dt_bias",
     )
+    unused_weights = ("mtp.*",)  # layers that predict several tokens at once
     tensor_plan = (*DECODER_PLAN, *RECURRENT_PLAN)
 
     def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
@@ -84,6 +85,26 @@ class Qwen35(VLMFamily):
             width=width,
             pairs=[frame_pairs(grids)] * int(vision.depth),
         )
+
+
+class Qwen35Moe(Qwen35):
+    """Qwen3.5 with a mixture of experts in every layer, and one expert that all tokens share."""
+
+    model_type = "qwen3_5_moe"
+    experts = "model.language_model.layers.*.mlp.experts"
+    tensor_plan = (
+        *(entry for entry in Qwen35.tensor_plan if ".mlp." not in entry[0]),
+        ("model.language_model.layers.*.mlp.experts.gate_up_proj", "packed_colwise"),
+        ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
+        ("model.language_model.layers.*.mlp.shared_expert.gate_proj", "colwise"),
+        ("model.language_model.layers.*.mlp.shared_expert.up_proj", "colwise"),
+        ("model.language_model.layers.*.mlp.shared_expert.down_proj", "rowwise"),
+    )
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """What mixes tokens, the router, the experts that a token is sent to, and the shared expert with its gate."""
+        experts = 3 * int(text.num_experts_per_tok * text.moe_intermediate_size + text.shared_expert_intermediate_size)
+        return self.mixer_weights(text, layer) + int(text.hidden_size) * (int(text.num_experts) + 1 + experts)
 
 
 def recurrence_flops(text: Any) -> int:

@@ -46,7 +46,11 @@ class PackedGatedDeltaNet:
     def __init__(self, mixer: Any) -> None:
         self.mixer = mixer
         self.share = HeadShare()
-        """The heads that the projections compute here; tensor parallelism sets it."""
+        """The heads that the projections compute here."""
+
+    def compute_part(self, rank: int, size: int) -> None:
+        """Tells the mixer that its projections compute part number ``rank`` of ``size`` of the heads."""
+        self.share = HeadShare(rank, size)
 
     def __call__(
         self,

@@ -84,12 +84,12 @@ def _by_length(
     outputs: list[Tensor] = [value] * len(lengths)
     finals: list[Tensor] = [value] * len(lengths)
     for members in groups.values():
-        rows = [pad_sequence([parts[piece] for piece in members], batch_first=True) for parts in pieces]
+        q, k, v, g, b = (pad_sequence([parts[piece] for piece in members], batch_first=True) for parts in pieces)
         if first is None:
             state = torch.zeros(len(members), *shape, dtype=torch.float32, device=value.device)
         else:
             state = first[torch.tensor(members, device=value.device)]
-        out, final = gated_delta_rule(*rows, state)  # type: ignore[misc]
+        out, final = gated_delta_rule(q, k, v, g, b, state)
         for row, piece in enumerate(members):
             outputs[piece], finals[piece] = out[row, : lengths[piece]], final[row]
     return torch.cat(outputs), torch.stack(finals) if wants_final else None
@@ -102,7 +102,7 @@ def _by_fla(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     query, key, value, decay, rate = (x.unsqueeze(0) for x in inputs)
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(value.device, non_blocking=True)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
     out, final = chunk_gated_delta_rule(
         query,
         key,
@@ -112,7 +112,8 @@ def _by_fla(
         initial_state=first,
         output_final_state=wants_final,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=bounds,
+        cu_seqlens=bounds.to(value.device, non_blocking=True),
+        cu_seqlens_cpu=bounds,
     )
     return out[0], final
 
@@ -124,6 +125,6 @@ def has_fla() -> bool:
     if not found:
         log.warning(
             "recurrent layers run in plain torch, many times slower than by the kernels of flash-linear-attention: "
-            'pip install "dataproto[fla]"'
+            'pip install "dataproto-vlm[fla]"'
         )
     return found
