@@ -52,17 +52,17 @@ class CarryingConfig:
         return self._least if self.max_staleness is None else self.max_staleness
 
     def check(self, on: str, rollout_processes: int, reasons: Sequence[str]) -> None:
-        """Raises `InvalidConfig` for a run that these options do not fit.
+        """Raises `InvalidConfig` for a run whose samples cannot go on after their step.
 
         Args:
-            reasons: why the algorithm needs the samples of its own prompts; empty if it does not.
+            reasons: why a step can only learn from samples of its own prompts; empty if it can learn from others.
         """
         if self.ahead and (on == "local" or not rollout_processes):
             raise InvalidConfig(
                 "rollout.ahead decodes during the update: give the engines separate devices with --on ray "
                 "--ray.rollout-processes N"
             )
-        if self.carries and reasons:
+        if reasons:
             raise InvalidConfig(
                 f"{'; '.join(reasons)}: leave out {'rollout.over_ask' if self.over_ask > 1 else 'rollout.ahead'}, with which a "
                 "step learns from groups of other prompts"

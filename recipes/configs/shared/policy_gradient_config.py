@@ -83,11 +83,8 @@ class PolicyGradientConfig:
 
     def __post_init__(self) -> None:
         check_placement(self)
-        settings = self.algorithm.settings
-        reasons = ["dynamic sampling draws further prompts in a step"] if settings.dynamic_sampling else []
-        if self.algorithm.needs_greedy:
-            reasons.append(f"algorithm.advantage={settings.advantage} needs greedy responses to the step's prompts")
-        self.rollout.check(self.on, self.ray.rollout_processes, reasons)
+        if self.rollout.carries:
+            self.rollout.check(self.on, self.ray.rollout_processes, self._needs_own_prompts())
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
@@ -97,6 +94,14 @@ class PolicyGradientConfig:
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
             raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
+
+    def _needs_own_prompts(self) -> list[str]:
+        """Why a step can only learn from samples of its own prompts; empty if it can learn from others."""
+        settings = self.algorithm.settings
+        reasons = ["dynamic sampling draws further prompts in a step"] if settings.dynamic_sampling else []
+        if self.algorithm.needs_greedy:
+            reasons.append(f"algorithm.advantage={settings.advantage} needs greedy responses to the step's prompts")
+        return reasons
 
     @property
     def updates(self) -> dict[str, int]:
