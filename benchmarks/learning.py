@@ -56,7 +56,7 @@ ALGORITHMS = {
     "cispo": "--algorithm.loss cispo --algorithm.minibatch 4",
     "ppo": "",
     "grpo_corrected": "--algorithm.correction token",  # for the engine's log-probs
-    "grpo_one_step_off": "--one-step-off --on ray --ray.rollout-processes 1",
+    "grpo_ahead": "--rollout.ahead --on ray --ray.rollout-processes 1",
     "grpo_row_by_row": "--token-budget 1",  # one prompt group a pass, as without packing
     "trl": "",  # TRL's GRPOTrainer, rows padded
 }

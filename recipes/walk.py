@@ -27,6 +27,7 @@ from recipes.grpo import grpo_step
 from recipes.options import exit_status
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
+from recipes.run.carried_rollouts import LookAhead, carry_samples
 from recipes.run.environment_roles import load_environment, with_environment
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.loop import attempts, train
@@ -85,15 +86,17 @@ def train_in(environment: MakeEnvironment, config: WalkConfig, model_path: str) 
     data, limits = config.data, config.episodes.limits()
     builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     rows, held_out = load_rows(config, builder)
-    loader = prompt_loader(config, builder, rows, shuffle=data.data_path is not None)
+    loader = LookAhead(prompt_loader(config, builder, rows, shuffle=data.data_path is not None))
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
     evaluate = controlled_evaluation(config, held_out, builder)
     for attempt in attempts(config.run, loader, config.max_restarts):
         progression = Progression(config.algorithm.kl_controller())
         step = partial(grpo_step, config=config.algorithm, sampling=config.sampling(), progression=progression)
         with attempt, launch_roles(config, model_path, builder) as launched:
+            corrected, steps = config.algorithm.compares_engine, attempt.run.steps
+            batches, measure = carry_samples(launched, loader, config.rollout, progression, steps, corrected)
             roles = with_environment(launched, environment, limits)
-            train(attempt.run, roles, loader, step, evaluate, builder, progression, kept=kept)
+            train(attempt.run, roles, batches, step, evaluate, builder, progression, measure, kept)
 
 
 def load_rows(config: WalkConfig, builder: PromptBuilder) -> tuple[Any, list[Any]]:

@@ -67,8 +67,6 @@ class WalkConfig(GRPORunConfig):
         super().__post_init__()
         if self.reward is not None:
             raise InvalidConfig(f"reward={self.reward}: the rewards of episodes come from their environment")
-        if self.one_step_off:
-            raise InvalidConfig("one_step_off generates single responses ahead; episodes are played in their step")
         if (self.episodes.environment is None) != (self.data.data_path is None):
             raise InvalidConfig("--environment and --data-path go together: the drawn grid has its own rows")
         if self.episodes.environment is not None and self.model_path is None:

@@ -26,9 +26,9 @@ from recipes.forecast import Device, Setting, policy_gradient_batch, policy_grad
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
+from recipes.run.carried_rollouts import LookAhead, carry_samples
 from recipes.run.evaluation import Evaluate, held_out_evaluation
-from recipes.run.loop import Loader, Measure, attempts, measure_rollouts, train
-from recipes.run.one_step_off import LookAhead, generate_ahead
+from recipes.run.loop import attempts, train
 from recipes.run.phases import Progression
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.run.run_forecast import RunForecast
@@ -95,10 +95,8 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
             progression = Progression(config.algorithm.kl_controller())
             bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
             with attempt, launch_roles(config, task.model_path, builder, task.reward) as roles:
-                batches: Loader = ahead
-                measure: Measure = measure_rollouts
-                if config.one_step_off:
-                    batches, measure = generate_ahead(roles, ahead, progression, attempt.run.steps)
+                corrected, steps = config.algorithm.compares_engine, attempt.run.steps
+                batches, measure = carry_samples(roles, ahead, config.rollout, progression, steps, corrected)
                 train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept, expected)
     return directory / REPORT_FILE
 

@@ -30,7 +30,7 @@ from recipes.forecast import (
 )
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.forecast_table import figures
-from recipes.run.one_step_off import LookAhead
+from recipes.run.carried_rollouts import LookAhead
 
 MakeSetting = Callable[[DataProto, Device], Setting]
 """The first batch and the device -> what the forecast depends on."""

@@ -18,11 +18,11 @@ from recipes.data.loader import PromptLoader
 from recipes.forecast import Device, Setting, sizes_of_conversations, supervised_setting
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
+from recipes.run.carried_rollouts import LookAhead
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
-from recipes.run.one_step_off import LookAhead
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.run.run_forecast import RunForecast
 from recipes.tiny import make_tiny_model

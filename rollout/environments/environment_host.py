@@ -44,20 +44,25 @@ class EnvironmentHost:
         self.typical_s = 0.0  # that recent calls took
         self.make_environment = make_environment
         self.seconds = seconds
-        self._answers: queue.SimpleQueue[tuple[int, int, Outcome]] = queue.SimpleQueue()
-        self._running: dict[int, _Running] = {}
-        self._working: dict[int, float] = {}  # when the call of an episode began that has not been answered
+        self._answers: queue.SimpleQueue[tuple[str, int, Outcome]] = queue.SimpleQueue()
+        self._running: dict[str, _Running] = {}
+        self._working: dict[str, float] = {}  # when the call of an episode began that has not been answered
         self._closing: list[threading.Thread] = []
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._loop_thread.start()
+        self._paused: float | None = None
 
     def __enter__(self) -> "EnvironmentHost":
-        self._loop_thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.shut()
+
+    def shut(self) -> None:
+        """Closes all environments and ends the event loop."""
         for episode in list(self._running):
             self.close(episode)
         until = time.monotonic() + CLOSING_S
@@ -65,7 +70,26 @@ class EnvironmentHost:
             thread.join(max(until - time.monotonic(), 0.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def reset(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
+    def __contains__(self, episode: str) -> bool:
+        """Whether there is an environment of this episode."""
+        return episode in self._running
+
+    @property
+    def episodes(self) -> list[str]:
+        """The episodes that have an environment."""
+        return list(self._running)
+
+    def pause(self) -> None:
+        """Stops the clock of calls that have not been answered. The environments go on."""
+        self._paused = time.monotonic()
+
+    def resume(self) -> None:
+        """Starts the clock again after `pause`."""
+        if self._paused is not None:
+            paused_s, self._paused = time.monotonic() - self._paused, None
+            self._working = {episode: since + paused_s for episode, since in self._working.items()}
+
+    def reset(self, episode: str, row: Mapping[str, Any], seed: int) -> None:
         """Makes the environment of an episode and resets it."""
         inbox: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         pending: list[Any] = []
@@ -74,11 +98,11 @@ class EnvironmentHost:
         thread.start()
         self._call(episode, "reset", row, seed)
 
-    def step(self, episode: int, action: str) -> None:
+    def step(self, episode: str, action: str) -> None:
         """Passes an action on."""
         self._call(episode, "step", action)
 
-    def close(self, episode: int) -> None:
+    def close(self, episode: str) -> None:
         """Ends an episode; its environment is closed as soon as it returns from its last call."""
         running = self._running.pop(episode, None)
         if running is not None:
@@ -91,12 +115,12 @@ class EnvironmentHost:
         """Number of calls that have not been answered."""
         return len(self._working)
 
-    def poll(self, patience: float | None) -> list[tuple[int, Outcome]]:
+    def poll(self, patience: float | None) -> list[tuple[str, Outcome]]:
         """The answers since the last poll, by episode.
 
         It waits for each call until the call is ``patience`` seconds old. With ``None`` it waits until something is answered.
         """
-        found: list[tuple[int, Outcome]] = []
+        found: list[tuple[str, Outcome]] = []
         while self._working:
             try:
                 episode, call, outcome = self._next_answer(patience, bool(found))
@@ -109,7 +133,7 @@ class EnvironmentHost:
                     found.append((episode, outcome))
         return sorted(found, key=lambda each: each[0])
 
-    def _next_answer(self, patience: float | None, answered: bool) -> tuple[int, int, Outcome]:
+    def _next_answer(self, patience: float | None, answered: bool) -> tuple[str, int, Outcome]:
         """An answer; raises `queue.Empty` when no call is worth waiting for, or when one has taken too long."""
         with contextlib.suppress(queue.Empty):
             return self._answers.get_nowait()
@@ -121,10 +145,10 @@ class EnvironmentHost:
             raise queue.Empty
         return self._answers.get(timeout=wait)
 
-    def _late(self) -> list[tuple[int, Outcome]]:
+    def _late(self) -> list[tuple[str, Outcome]]:
         """Gives up the calls that have taken too long."""
         now = time.monotonic()
-        found: list[tuple[int, Outcome]] = []
+        found: list[tuple[str, Outcome]] = []
         for episode, since in list(self._working.items()):
             running = self._running[episode]
             if now - since >= running.seconds:
@@ -135,7 +159,7 @@ class EnvironmentHost:
                 self.close(episode)
         return found
 
-    def _answered(self, episode: int, call: int) -> bool:
+    def _answered(self, episode: str, call: int) -> bool:
         """Notes the end of a call; false for one that was given up."""
         if episode not in self._working or self._running[episode].call != call:
             return False
@@ -144,13 +168,13 @@ class EnvironmentHost:
         self.typical_s += RECENT * (taken - self.typical_s)
         return True
 
-    def _call(self, episode: int, *message: Any) -> None:
+    def _call(self, episode: str, *message: Any) -> None:
         running = self._running[episode]
         running.call += 1
         self._working[episode] = time.monotonic()
         running.inbox.put((message[0], message[1:]))
 
-    def _serve(self, episode: int, inbox: "queue.SimpleQueue[Any]", pending: list[Any]) -> None:
+    def _serve(self, episode: str, inbox: "queue.SimpleQueue[Any]", pending: list[Any]) -> None:
         """The thread of an environment: makes it, passes calls on until it is closed, and closes it."""
         environment: Any = None
         call = 0

@@ -34,7 +34,7 @@ def episode_starts(prompts: DataProto, sampling: SamplingParams, call: int = 0) 
     require(prompts, "raw_prompt")
     occurrences = (prompts if OCCURRENCE in prompts else number_occurrences(prompts))[OCCURRENCE]
     source: tuple[int | str, ...] = (sampling.seed,) if "uid" in prompts else (sampling.seed, "call", call)
-    names = [name for name in prompts.non_tensor_batch if name not in (*NOT_SHOWN, OCCURRENCE)]
+    names = [name for name in prompts.non_tensor_batch if name not in NOT_SHOWN and not name.startswith("_")]
     starts = []
     for place, uid in enumerate(prompt_names(prompts)):
         row = {name: prompts[name][place] for name in names}
@@ -48,7 +48,7 @@ def episode_starts(prompts: DataProto, sampling: SamplingParams, call: int = 0) 
 
 
 def episode_columns(
-    prompts: DataProto, episodes: Sequence[Episode], renderer: TurnRenderer, max_tokens: int, weight_version: int
+    prompts: DataProto, episodes: Sequence[Episode], renderer: TurnRenderer, max_tokens: int
 ) -> DataProto:
     """The rollout batch of episodes, each from the row of ``prompts`` at its place.
 
@@ -87,7 +87,7 @@ def episode_columns(
         "rollout_log_probs": _pad_right([record.log_probs for record in records], width, 0, "f")[0],
         "token_level_rewards": _pad_right([record.rewards for record in records], width, 0, "f")[0],
         "turn": _pad_right([record.turn for record in records], width, 0)[0],
-        "weight_version": _pad_right([record.sampled * weight_version for record in records], width, 0)[0],
+        "weight_version": _pad_right([record.weight_versions for record in records], width, 0)[0],
         "turns": torch.tensor([len(episode.turns) for episode in episodes]),
         "truncated": torch.tensor([episode.ended in ("length", "tokens") for episode in episodes]),
     }
@@ -124,6 +124,8 @@ class _Record:
         self.types[~places] = [kind for each in observed for kind in each.token_types]
         self.log_probs, self.rewards = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.float32)
         self.log_probs[places] = [value for turn in turns for value in turn.log_probs]
+        self.weight_versions = np.zeros(length, dtype=np.int64)
+        self.weight_versions[places] = [version for turn in turns for version in turn.weight_versions]
         self.rewards[np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
         decode = renderer.builder.tokenizer.decode
         self.actions = [decode(turn.token_ids, skip_special_tokens=True) for turn in turns]

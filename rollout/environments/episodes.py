@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dataproto.columns import media_parts
 from dataproto.errors import InvalidConfig, InvalidPrompt
-from rollout.engine import Completion, Request, RequestEngine, SamplingParams
+from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, continued
+from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
@@ -42,6 +43,10 @@ class EpisodeLimits:
                 f"turns={self.turns}, tokens={self.tokens} must be at least 1, seconds={self.seconds} above 0"
             )
 
+    def most_tokens(self, most_of_turn: int) -> int:
+        """The largest number of sampled tokens, or of tokens behind the prompt if those are limited."""
+        return self.turns * most_of_turn if self.tokens is None else self.tokens
+
     def room(self, used: int) -> float:
         """The number of tokens that are left behind ``used`` ones."""
         return float("inf") if self.tokens is None else self.tokens - used
@@ -66,6 +71,7 @@ class Turn:
     log_probs: list[float]
     reward: float = 0.0
     shown: RenderedTurn | None = None
+    weight_versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
 
 
 @dataclass
@@ -80,6 +86,20 @@ class Episode:
     info: dict[str, Any] = field(default_factory=dict)  # of the last observation
     request: Request | None = None  # of the last turn
     number: int | None = None  # of the last turn's request in the engine
+    partial: Tokens | None = None  # of a turn that was stopped
+    repeated: list[BegunTurn] = field(default_factory=list)  # turns of an earlier process, which are played again
+
+    @property
+    def begun(self) -> list[BegunTurn]:
+        """What was sampled so far, for an episode that goes on later."""
+        if self.prompt is None:
+            return list(self.repeated)
+        befores = [self.prompt.input_ids.tolist(), *(turn.shown.ids.tolist() for turn in self.turns if turn.shown)]
+        sampled = [Tokens(turn.token_ids, turn.log_probs, turn.weight_versions) for turn in self.turns]
+        turns = [BegunTurn(tokens, True, before) for tokens, before in zip(sampled, befores, strict=False)]
+        if self.partial is not None:
+            turns.append(BegunTurn(self.partial, False, befores[-1]))
+        return [*turns, *self.repeated]
 
     @property
     def failed(self) -> bool:
@@ -103,51 +123,83 @@ def play_episodes(
     make_environment: MakeEnvironment,
     sampling: SamplingParams,
     limits: EpisodeLimits,
+    weight_version: int = 0,
 ) -> list[Episode]:
     """Plays an episode from each start to its end; environments step while the engine decodes others.
 
     Args:
         sampling: of each turn; ``max_tokens`` is the limit of a turn, and ``n`` is not used.
+        weight_version: of the engine's weights.
 
     Raises:
         DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
     """
-    play = _Play(engine, renderer, [Episode(start) for start in starts], sampling, limits)
-    with EnvironmentHost(make_environment, limits.seconds) as host, renderer.builder.one_batch():
+    episodes = [Episode(start) for start in starts]
+    everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
+    with EnvironmentHost(make_environment, limits.seconds) as host:
+        go_on(engine, renderer, episodes, host, sampling, limits, everyone, weight_version)
+    return episodes
+
+
+def go_on(
+    engine: RequestEngine,
+    renderer: TurnRenderer,
+    episodes: Sequence[Episode],
+    host: EnvironmentHost,
+    sampling: SamplingParams,
+    limits: EpisodeLimits,
+    groups: WholeGroups,
+    weight_version: int,
+) -> None:
+    """Plays episodes, begun or not, until there are enough whole groups. The others can go on later.
+
+    The environment of an episode that goes on is the one that ``host`` holds. If it holds none, a new one gets the actions of
+    ``Episode.repeated``; should it show something else than before, the episode ends as "invalid".
+
+    Raises: see `play_episodes`.
+    """
+    play = _Play(engine, renderer, episodes, host, sampling, limits, groups, weight_version)
+    with renderer.builder.one_batch():
         try:
-            play.run(host)
+            play.run()
         finally:
-            play.release()
+            play.stop()
             renderer.forget()
-    return play.episodes
 
 
 class _Play:
-    """The loop of `play_episodes`."""
+    """The loop of `go_on`."""
 
     def __init__(
         self,
         engine: RequestEngine,
         renderer: TurnRenderer,
-        episodes: list[Episode],
+        episodes: Sequence[Episode],
+        host: EnvironmentHost,
         sampling: SamplingParams,
         limits: EpisodeLimits,
+        groups: WholeGroups,
+        weight_version: int,
     ) -> None:
-        self.engine, self.renderer, self.episodes = engine, renderer, episodes
+        self.engine, self.renderer, self.episodes, self.host = engine, renderer, episodes, host
         self.sampling, self.limits = sampling, limits
+        self.groups, self.weight_version = groups, weight_version
         self.requests: dict[int, int] = {}  # number of a request -> of its episode
+        self.names = [episode.start.trajectory or str(number) for number, episode in enumerate(episodes)]
         self.first: dict[Any, tuple[Prompt, Request]] = {}  # by row and content: samples share their tensors
 
-    def run(self, host: EnvironmentHost) -> None:
-        for number, episode in enumerate(self.episodes):
-            host.reset(number, episode.start.row, episode.start.environment_seed)
+    def run(self) -> None:
+        host, numbers = self.host, {name: number for number, name in enumerate(self.names)}
+        for number in range(len(self.episodes)):
+            self._begin(number)
         step_s = 0.0  # of the engine's last step
-        while host.working or self.requests:
+        while (host.working or self.requests) and not self.groups.enough:
             # Environments that answer within a step of the engine have their next turns together; slower ones are not waited for.
             patience = step_s if host.typical_s < step_s else 0.0
-            for number, outcome in host.poll(patience if self.requests else None):
-                self._observe(number, outcome)
-                self._free_ended(number, host)
+            answered = host.poll(patience if self.requests else None)
+            for name, outcome in sorted(answered, key=lambda each: numbers[each[0]]):
+                self._observe(numbers[name], outcome)
+                self._free_ended(numbers[name])
             if not self.requests:
                 continue
             began = time.monotonic()
@@ -156,22 +208,35 @@ class _Play:
             for completion in completions:
                 if completion.request in self.requests:
                     number = self.requests.pop(completion.request)
-                    self._sampled(number, completion, host)
-                    self._free_ended(number, host)
+                    self._completed(number, completion)
+                    self._free_ended(number)
 
-    def _free_ended(self, number: int, host: EnvironmentHost) -> None:
+    def _begin(self, number: int) -> None:
+        """Starts an episode, or lets it go on."""
+        episode, name = self.episodes[number], self.names[number]
+        if name not in self.host:
+            self.host.reset(name, episode.start.row, episode.start.environment_seed)
+        elif episode.partial is not None:
+            self._start(number, episode.request, None)
+
+    def _free_ended(self, number: int) -> None:
         """Closes the environment of an episode that has ended, and frees what the engine holds of it."""
         episode = self.episodes[number]
         if episode.ended:
-            host.close(number)
+            self.groups.finish(number)
+            self.host.close(self.names[number])
             if episode.number is not None:
                 self.engine.abort(episode.number)
 
-    def release(self) -> None:
-        """Frees what the engine holds of episodes that an error cut short."""
+    def stop(self) -> None:
+        """Takes the tokens of turns that are not finished, and frees what the engine holds of episodes that have not ended."""
         for episode in self.episodes:
             if episode.number is not None and not episode.ended:
-                self.engine.abort(episode.number)
+                stopped = self.engine.abort(episode.number)
+                if episode.number in self.requests:
+                    tokens = Tokens() if stopped is None else Tokens.of(stopped, self.weight_version)
+                    episode.partial = (episode.partial or Tokens()) + tokens
+                episode.number = None
 
     # From an environment
 
@@ -219,19 +284,42 @@ class _Play:
 
     def _submit(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
         """Starts the next turn, which ``shown`` precedes."""
+        episode = self.episodes[number]
+        assert request is not None
+        if episode.repeated:
+            turn = episode.repeated.pop(0)
+            if turn.before != (request.input_ids if shown is None else shown.ids).tolist():
+                episode.end(
+                    "invalid", f"its environment did not repeat what it showed before turn {len(episode.turns)}"
+                )
+                return
+            if turn.whole:
+                self._shown_before(episode, request, shown)
+                self._sampled(number, turn.tokens, "stop")
+                return
+            episode.partial = turn.tokens
+        self._start(number, request, shown)
+
+    def _start(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
+        """Gives the next turn to the engine, from the tokens that it has so far."""
         episode, earlier = self.episodes[number], self.episodes[number].number
         assert request is not None
-        keep, sampling = len(episode.turns) + 1 < self.limits.turns, self._sampling(episode, shown)
+        begun = (episode.partial or Tokens()).token_ids
+        rest = continued(request, begun, self.renderer.builder.family)
+        keep, sampling = len(episode.turns) + 1 < self.limits.turns, self._sampling(episode, shown, len(begun))
         try:
             if earlier is None:
-                episode.number = self.engine.submit(request, sampling, keep)
+                episode.number = self.engine.submit(rest, sampling, keep)
             else:
-                episode.number = self.engine.fork(earlier, request, sampling, keep)
+                episode.number = self.engine.fork(earlier, rest, sampling, keep)
                 self.engine.abort(earlier)
         except InvalidPrompt as error:
             episode.end("tokens", f"the engine has no room for the next turn: {error}")
             return
         self.requests[episode.number] = number
+        self._shown_before(episode, request, shown)
+
+    def _shown_before(self, episode: Episode, request: Request, shown: RenderedTurn | None) -> None:
         episode.request = request
         if shown is not None:
             episode.turns[-1] = replace(episode.turns[-1], shown=shown)
@@ -280,25 +368,32 @@ class _Play:
         following = self.renderer.builder.family.extend_positions(earlier[None], mask, sampled + 1)[0]
         return torch.cat([earlier, following[..., :sampled], following[..., sampled:] + shown], dim=-1)
 
-    def _sampling(self, episode: Episode, shown: RenderedTurn | None) -> SamplingParams:
-        """Of the next turn: at most as many tokens as the episode has left."""
+    def _sampling(self, episode: Episode, shown: RenderedTurn | None, begun: int) -> SamplingParams:
+        """Of the next turn: at most as many tokens as the episode has left. ``begun`` of them have been sampled."""
         used = episode.length + (0 if shown is None else len(shown.ids))
-        most = int(min(self.sampling.max_tokens, self.limits.room(used)))
+        most = int(min(self.sampling.max_tokens, self.limits.room(used))) - begun
         return self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
 
     # From the engine
 
-    def _sampled(self, number: int, completion: Completion, host: EnvironmentHost) -> None:
+    def _completed(self, number: int, completion: Completion) -> None:
         if completion.error is not None:
             raise completion.error
         episode = self.episodes[number]
-        episode.turns.append(Turn(completion.token_ids, completion.log_probs))
-        if completion.finish_reason != "stop":
+        tokens = (episode.partial or Tokens()) + Tokens.of(completion, self.weight_version)
+        episode.partial = None
+        self._sampled(number, tokens, completion.finish_reason)
+
+    def _sampled(self, number: int, tokens: Tokens, reason: FinishReason) -> None:
+        """Adds a turn and, unless the episode ends with it, passes its action on."""
+        episode = self.episodes[number]
+        episode.turns.append(Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions))
+        if reason != "stop":
             whole = self.limits.room(episode.length) > 0
             episode.end("length" if whole else "tokens")
             return
         tokenizer = self.renderer.builder.tokenizer
-        host.step(number, tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        self.host.step(self.names[number], tokenizer.decode(tokens.token_ids, skip_special_tokens=True))
 
 
 def check_growth(earlier: Request, sampled: Tensor, later: Request) -> None:

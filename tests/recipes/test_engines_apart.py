@@ -1,5 +1,6 @@
 """Engines in processes of their own: weights come by broadcast, and rollouts may run one update ahead."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,12 +49,27 @@ def test_they_make_the_run_of_one_process(given, one_process, tmp_path):
 
 
 @pytest.mark.long
-def test_one_step_off_samples_before_the_update(given, one_process, tmp_path):
+def test_the_next_batch_is_decoded_before_the_update(given, one_process, tmp_path):
     """The second batch is sampled with the first weights, as in a run that learns nothing."""
-    assert main([*given, "--output-dir", str(tmp_path / "ahead"), *APART, "--one-step-off"]) == 0
+    assert main([*given, "--output-dir", str(tmp_path / "ahead"), *APART, "--rollout.ahead"]) == 0
     assert main([*given, "--output-dir", str(tmp_path / "still"), "--optimizer.lr", "0"]) == 0
     ahead, still, on_policy = (rows_of(run) for run in (tmp_path / "ahead", tmp_path / "still", one_process))
-    assert [row.get("training/staleness") for row in ahead] == [None, 0, 1, 1, 1]
+    assert [row.get("training/staleness/max") for row in ahead] == [None, 0, 1, 1, 1]
     scores = [[row["critic/score/mean"] for row in rows[1:3]] for rows in (ahead, still, on_policy)]
     assert scores[0] == scores[1] != scores[2]
     assert ahead[1]["actor/loss"] == pytest.approx(on_policy[1]["actor/loss"], abs=1e-4)
+
+
+def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, tmp_path):
+    """Two engines; new weights come in the middle of a step, and groups are learned from at most two updates later."""
+    carrying = "--rollout.ahead --rollout.over-ask 2 --rollout.parts 2 --eval-every 9"
+    options = [*given, *APART, *carrying.split()]
+    assert main([*options, "--output-dir", str(tmp_path / "run")]) == 0
+    rows = rows_of(tmp_path / "run")[1:]
+    assert rows[0]["training/staleness/max"] == 0
+    assert 1 <= max(row["training/staleness/max"] for row in rows) <= 2
+    assert any(row["training/carried_groups"] for row in rows)
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "global_step_4")
+    assert main(["--resume", str(tmp_path / "again")]) == 0
+    assert_same_run(tmp_path / "again", tmp_path / "run")

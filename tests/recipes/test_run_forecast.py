@@ -20,7 +20,7 @@ from recipes.forecast import (
     known_cpu,
     unknown_cpu,
 )
-from recipes.run.one_step_off import LookAhead
+from recipes.run.carried_rollouts import LookAhead
 from recipes.run.run_forecast import RunForecast
 
 CONFIG = tiny_config("qwen2_5_vl")

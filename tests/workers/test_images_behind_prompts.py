@@ -32,7 +32,7 @@ def played(request):
     episodes = play_episodes(
         RandomEngine(renderer), renderer, starts, DrawnEnvironment, SAMPLING, EpisodeLimits(turns=3)
     )
-    data = episode_columns(prompts.repeat(3, interleave=True), episodes, renderer, 15, weight_version=1)
+    data = episode_columns(prompts.repeat(3, interleave=True), episodes, renderer, 15)
     data.validate()
     return tiny_model(request.param, config=renderer.builder.config), data
 

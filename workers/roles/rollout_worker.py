@@ -1,7 +1,7 @@
 """The role that turns prompts into responses."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,15 +10,27 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
+from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams, create_engine
 from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
+from rollout.environments.held_episodes import EpisodePlan, HeldEpisodes
 from rollout.pretrained import end_ids, generation_config
 from rollout.prompts import PromptBuilder
 from rollout.responses import OCCURRENCE, attach_responses, build_requests, number_occurrences, prompt_names
 from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows
 from workers.ranks.mesh import Ranks
+from workers.roles.carried_groups import (
+    GROUP,
+    join_in_order,
+    number_groups,
+    response_rows,
+    share_of,
+    shown_episodes,
+    split_groups,
+    with_begun,
+)
 from workers.roles.sharding_manager import ShardingManager, engine_group, neighbours
 from workers.training.loading import checkpoint_family
 
@@ -70,6 +82,7 @@ class RolloutWorker:
         self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self.family = checkpoint_family(config.model_path)
         self._calls = 0
+        self._held = HeldEpisodes()
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.pad_token_id = int(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -132,15 +145,86 @@ class RolloutWorker:
                     make_environment=make_environment,
                     sampling=sampling,
                     limits=limits,
+                    weight_version=sharding.version,
                 )
                 episodes = drive(self.engine, self.engine_group, played)
-                most = turns * sampling.max_tokens if tokens is None else tokens
                 repeated = shared.repeat(sampling.n, interleave=True)
-                rollouts = episode_columns(repeated, episodes, self.renderer, most, sharding.version)
+                rollouts = episode_columns(repeated, episodes, self.renderer, limits.most_tokens(sampling.max_tokens))
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE])
                 return own
+
+    @dispatch(split=split_groups, join=join_in_order)
+    def advance(
+        self,
+        samples: DataProto,
+        sampling: SamplingParams,
+        wanted: int,
+        weight_version: int,
+        due: Collection[str] = (),
+        plan: EpisodePlan | None = None,
+    ) -> DataProto:
+        """Decodes samples until ``wanted`` groups are whole: all of their samples have finished. The others can go on later.
+
+        Each data-parallel rank decodes until its share of the groups is whole. Streams are those of `generate` and `play`.
+
+        Args:
+            samples: a row for each sample, with the columns of its prompt, ``uid``, `OCCURRENCE` (the number of the sample), and
+                `BEGUN`, what an earlier call returned.
+            weight_version: written beside each token that is sampled now.
+            due: uids of groups that have to be whole.
+            plan: of episodes; without it each sample is a response.
+
+        Returns:
+            A row for each sample with `FINISHED`. Rows that have finished are those of `generate` or `play`, with
+            ``weight_version (B, R)``; of the others only `BEGUN` has a meaning.
+
+        Raises:
+            NonFiniteLogits and others: as `generate` and `play`.
+        """
+        if GROUP not in samples:
+            samples = number_groups(samples)
+        sampling = replace(sampling, n=1)
+        with self.sharding as sharding:
+            with self.ranks.fail_together():
+                shared = sharding.preprocess_data(samples, together=GROUP)
+                groups = WholeGroups([str(uid) for uid in shared["uid"]], share_of(shared, wanted), due)
+                if plan is None:
+                    rollouts = self._advance_responses(shared, sampling, groups, weight_version)
+                else:
+                    rollouts = self._advance_episodes(shared, sampling, groups, weight_version, plan)
+            with self.ranks.fail_together():
+                own = sharding.postprocess_data(rollouts)
+                own.pop(non_tensor_batch_keys=[OCCURRENCE, GROUP])
+                return own
+
+    def _advance_responses(
+        self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int
+    ) -> DataProto:
+        begun = [BegunTurn.of(turns[0]).tokens if turns else Tokens() for turns in samples[BEGUN]]
+        requests = build_requests(samples, sampling)
+        found = decode_groups(self.engine, requests, begun, sampling, groups, self.family, weight_version)
+        return response_rows(samples, found, sampling, self.family, self.pad_token_id)
+
+    def _advance_episodes(
+        self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int, plan: EpisodePlan
+    ) -> DataProto:
+        played = partial(
+            self._held.go_on,
+            renderer=self.renderer,
+            starts=episode_starts(samples, sampling),
+            begun=list(samples[BEGUN]),
+            plan=plan,
+            sampling=sampling,
+            groups=groups,
+            weight_version=weight_version,
+        )
+        episodes = drive(self.engine, self.engine_group, played)
+        most = plan.limits.most_tokens(sampling.max_tokens)
+        data = episode_columns(samples, shown_episodes(episodes), self.renderer, most)
+        ended = [episode.ended is not None for episode in episodes]
+        return with_begun(data, ended, [[] if each.ended else each.begun for each in episodes])
 
     @cached_property
     def renderer(self) -> TurnRenderer:

@@ -131,6 +131,17 @@ def rows_by_holder(holders: Sequence[int], counts: Sequence[int]) -> dict[int, i
     return rows
 
 
+def run_end(labels: Sequence[object], bound: int) -> int:
+    """The first bound from ``bound`` on that does not part neighbours with the same label.
+
+    >>> [run_end("aabbb", bound) for bound in range(6)]
+    [0, 2, 2, 5, 5, 5]
+    """
+    while 0 < bound < len(labels) and labels[bound - 1] == labels[bound]:
+        bound += 1
+    return bound
+
+
 class ShardingManager:
     """A context in which the engine is awake, holds the actor's weights, and sees the rows that its ranks share.
 
@@ -206,8 +217,11 @@ class ShardingManager:
         if self.shares_device:
             self.engine.sleep()
 
-    def preprocess_data(self, data: DataProto) -> DataProto:
+    def preprocess_data(self, data: DataProto, together: str | None = None) -> DataProto:
         """The rows for this rank's engine: its share of the rows of all dp positions in the block, in their order.
+
+        Args:
+            together: a column; neighbouring rows with the same value get the same engine.
 
         Raises:
             RowCountMismatch: ranks of one dp position have different numbers of rows; raised on all ranks of the block.
@@ -221,7 +235,10 @@ class ShardingManager:
         everything = data if len(self._rows) == 1 else _gathered(data, block, block.holders)
         engines = list(first_places(block.engines))
         number = engines.index(block.engine)
-        return everything[number * len(everything) // len(engines) : (number + 1) * len(everything) // len(engines)]
+        start, stop = (each * len(everything) // len(engines) for each in (number, number + 1))
+        if together is not None:
+            start, stop = (run_end(everything[together], bound) for bound in (start, stop))
+        return everything[start:stop]
 
     def postprocess_data(self, data: DataProto) -> DataProto:
         """This rank's rows out of those that the block's engines generated; ``n`` for each of its prompts.

@@ -8,6 +8,7 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.configs.shared.run_config import RunConfig, check_placement
 from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
@@ -74,7 +75,7 @@ class PolicyGradientConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
     keep_rollouts: int = 64  # rows of each step, in whole groups, kept in output_dir for the viewer; 0: none
-    one_step_off: bool = False  # generate the next batch during the update, on --ray.rollout-processes of its own
+    rollout: CarryingConfig = field(default_factory=CarryingConfig)  # samples that go on after their step
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -82,23 +83,8 @@ class PolicyGradientConfig:
 
     def __post_init__(self) -> None:
         check_placement(self)
-        if self.one_step_off and (
-            self.on == "local" or not self.ray.rollout_processes or self.algorithm.settings.dynamic_sampling
-        ):
-            raise InvalidConfig(
-                "one_step_off generates during the update: give the engines separate devices with --on ray "
-                "--ray.rollout-processes N, and leave dynamic sampling off"
-            )
-        if self.one_step_off and self.algorithm.compares_engine:
-            raise InvalidConfig(
-                f"algorithm.correction={self.algorithm.correction}, rejection={self.algorithm.rejection} compare the actor's old "
-                "log-probs with the engine's, which one_step_off assumes to be equal: choose one of them"
-            )
-        if self.one_step_off and self.algorithm.needs_greedy:
-            raise InvalidConfig(
-                f"algorithm.advantage={self.algorithm.settings.advantage} needs greedy responses, but with one_step_off the "
-                "engines generate the next batch: choose one of them"
-            )
+        if self.rollout.carries:
+            self.rollout.check(self.on, self.ray.rollout_processes, self._needs_own_prompts())
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
@@ -108,6 +94,14 @@ class PolicyGradientConfig:
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
             raise InvalidConfig(f"algorithm.overlong_buffer={buffer} is more than max_response_length={longest}")
+
+    def _needs_own_prompts(self) -> list[str]:
+        """Why a step can only learn from samples of its own prompts; empty if it can learn from others."""
+        settings = self.algorithm.settings
+        reasons = ["dynamic sampling draws further prompts in a step"] if settings.dynamic_sampling else []
+        if self.algorithm.needs_greedy:
+            reasons.append(f"algorithm.advantage={settings.advantage} needs greedy responses to the step's prompts")
+        return reasons
 
     @property
     def updates(self) -> dict[str, int]:

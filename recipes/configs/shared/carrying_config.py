@@ -1,0 +1,69 @@
+"""The options of samples that go on after their step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dataproto.errors import InvalidConfig
+
+
+@dataclass(frozen=True)
+class CarryingConfig:
+    """Which samples are decoded when. By default a step decodes the samples of its own prompts to their end."""
+
+    # groups decoded at a time, in batch sizes, from 1 to 2: a step ends when its batch of groups is whole, the rest go on later
+    over_ask: float = 1.0
+    ahead: bool = False  # decode the next step's groups during the update, on --ray.rollout-processes of their own
+    parts: int = 1  # a step's groups come in so many parts; with ahead, new weights come after the first one
+    max_staleness: int | None = (
+        None  # updates after which a group that has begun is waited for; default: 1, 2 with both
+    )
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.over_ask <= 2 or not math.isfinite(self.over_ask):
+            raise InvalidConfig(f"rollout.over_ask={self.over_ask}: must be from 1 to 2")
+        if self.parts < 1:
+            raise InvalidConfig(f"rollout.parts={self.parts}: must be at least 1")
+        if self.parts > 1 and not self.ahead:
+            raise InvalidConfig(f"rollout.parts={self.parts} takes new weights in between: add --rollout.ahead")
+        if self.max_staleness is not None and not self.carries:
+            raise InvalidConfig(
+                f"rollout.max_staleness={self.max_staleness} is for --rollout.over-ask above 1 and --rollout.ahead: without "
+                "them all samples are of the newest weights"
+            )
+        if self.carries and self.staleness < self._least:
+            raise InvalidConfig(
+                f"rollout.max_staleness={self.staleness}: over_ask={self.over_ask} with ahead={self.ahead} needs at least "
+                f"{self._least}, else each group would be waited for in its first step"
+            )
+
+    @property
+    def carries(self) -> bool:
+        """Whether samples go on after their step."""
+        return self.over_ask > 1 or self.ahead
+
+    @property
+    def _least(self) -> int:
+        return int(self.over_ask > 1) + int(self.ahead)
+
+    @property
+    def staleness(self) -> int:
+        """The largest number of updates between the weights that sampled a token and those that learn from it."""
+        return self._least if self.max_staleness is None else self.max_staleness
+
+    def check(self, on: str, rollout_processes: int, reasons: Sequence[str]) -> None:
+        """Raises `InvalidConfig` for a run whose samples cannot go on after their step.
+
+        Args:
+            reasons: why a step can only learn from samples of its own prompts; empty if it can learn from others.
+        """
+        if self.ahead and (on == "local" or not rollout_processes):
+            raise InvalidConfig(
+                "rollout.ahead decodes during the update: give the engines separate devices with --on ray "
+                "--ray.rollout-processes N"
+            )
+        if reasons:
+            raise InvalidConfig(
+                f"{'; '.join(reasons)}: leave out {'rollout.over_ask' if self.over_ask > 1 else 'rollout.ahead'}, with which a "
+                "step learns from groups of other prompts"
+            )

@@ -1,0 +1,330 @@
+"""Samples that go on after their step: more groups are decoded than a step learns from, or they are decoded during its update.
+
+A step takes the first groups that are whole. The samples of the others keep their tokens, log-probs, streams and environments,
+and go on with the weights of the next step. The column ``weight_version`` has the number of the weights that sampled each token.
+No group is learned from later than a given number of updates after it has begun. What has begun is part of a checkpoint.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto import DataProto, object_array
+from dataproto.packing import equally_wide
+from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.run.loop import Loader, Measure, measure_rollouts
+from recipes.run.phases import Progression
+from rollout.carried_samples import BEGUN
+from rollout.engine import SamplingParams
+from rollout.environments import EpisodeLimits, MakeEnvironment
+from rollout.environments.held_episodes import EpisodePlan
+from rollout.responses import OCCURRENCE, number_occurrences
+from workers import Roles
+from workers.roles.carried_groups import FINISHED, GROUPS
+
+
+class LookAhead:
+    """A loader that can show its next batch early. Its saved position counts only the batches that it has returned."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.current: DataProto | None = None
+        self._next: DataProto | None = None
+        self._position = loader.state_dict()
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        return self.loader.skipped
+
+    def peek(self) -> DataProto:
+        """The next batch, which the next call of ``next`` returns."""
+        if self._next is None:
+            self._position = self.loader.state_dict()
+            self._next = next(self.loader)
+        return self._next
+
+    def __next__(self) -> DataProto:
+        self.current, self._next = self.peek(), None
+        self._position = self.loader.state_dict()
+        return self.current
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self.current = self._next = None
+        self._position = self.loader.state_dict()
+
+
+@dataclass
+class CarriedSamples:
+    """The samples that a run has not learned from: they wait, have begun, or have finished before their group."""
+
+    unfinished: DataProto | None = None  # a row for each sample: its prompt's columns, `OCCURRENCE` and `BEGUN`
+    finished: DataProto | None = None  # rollout rows, with `OCCURRENCE`
+    since: dict[str, int] = field(
+        default_factory=dict
+    )  # uid of each group, in order -> weights that it began with; 0: waits
+    places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of the rows being decoded
+
+    def add(self, prompts: DataProto, n: int) -> None:
+        """Adds ``n`` samples of each prompt, which wait."""
+        samples = number_occurrences(prompts.repeat(n, interleave=True))
+        samples[BEGUN] = object_array([[] for _ in range(len(samples))])
+        self.unfinished = samples if self.unfinished is None else _joined([self.unfinished, samples])
+        self.since |= dict.fromkeys((str(uid) for uid in prompts["uid"]), 0)
+
+    @property
+    def whole(self) -> list[str]:
+        """The uids of the groups whose samples have all finished, oldest first."""
+        unfinished = set() if self.unfinished is None else set(self.unfinished["uid"])
+        return [uid for uid in self.since if uid not in unfinished]
+
+    def due(self, before: int) -> list[str]:
+        """The uids of unfinished groups that began with weights ``before`` these, or with these."""
+        whole = set(self.whole)
+        return [uid for uid, since in self.since.items() if 0 < since <= before and uid not in whole]
+
+    def begin(self, groups: int, weight_version: int) -> DataProto:
+        """The unfinished samples of the first ``groups`` groups, which are decoded from now on."""
+        assert self.unfinished is not None
+        chosen = list(self.since)[:groups]
+        self.since |= {uid: self.since[uid] or weight_version for uid in chosen}
+        self.places = np.flatnonzero(np.isin(self.unfinished["uid"].astype(str), chosen))
+        return self.unfinished[self.places]
+
+    def update(self, found: DataProto) -> None:
+        """Takes what became of the samples of `begin`."""
+        assert self.unfinished is not None
+        done = found[FINISHED].numpy()
+        begun, occurrences = self.unfinished[BEGUN].copy(), self.unfinished[OCCURRENCE][self.places]
+        begun[self.places] = found[BEGUN]
+        self.unfinished[BEGUN] = begun
+        rows = found[np.flatnonzero(done)]
+        rows.pop([FINISHED], [BEGUN])
+        rows.meta_info.pop(GROUPS, None)
+        rows[OCCURRENCE] = occurrences[done]
+        if len(rows):
+            self.finished = rows if self.finished is None else DataProto.concat([self.finished, rows])
+        left = np.setdiff1d(np.arange(len(self.unfinished)), self.places[done])
+        self.unfinished = self.unfinished[left] if len(left) else None
+        self.places = self.places[:0]
+
+    def take(self, groups: int) -> DataProto:
+        """Removes the oldest whole groups and returns their rows, in order of groups and samples."""
+        assert self.finished is not None
+        chosen = {uid: place for place, uid in enumerate(self.whole[:groups])}
+        number = np.array([chosen.get(str(uid), -1) for uid in self.finished["uid"]])
+        taken = np.flatnonzero(number >= 0)
+        data = self.finished[taken[np.lexsort((self.finished[OCCURRENCE][taken], number[taken]))]]
+        left = np.flatnonzero(number < 0)
+        self.finished = self.finished[left] if len(left) else None
+        self.since = {uid: since for uid, since in self.since.items() if uid not in chosen}
+        data.pop(non_tensor_batch_keys=[OCCURRENCE])
+        return data
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "unfinished": None if self.unfinished is None else _file_bytes(self.unfinished),
+            "finished": None if self.finished is None else _file_bytes(self.finished),
+            "since": dict(self.since),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rows = {name: state[name] for name in ("unfinished", "finished")}
+        self.unfinished, self.finished = (None if each is None else _from_file_bytes(each) for each in rows.values())
+        self.since = dict(state["since"])
+
+
+class CarryingRollout:
+    """A rollout group whose rows, for the loader's prompts, are the first groups that are whole: also those of other prompts.
+
+    Other prompts, such as those of an evaluation, it passes on. It is the loader of its run, too: its saved position includes the
+    samples.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        loader: LookAhead,
+        config: CarryingConfig,
+        updates: Callable[[], int],
+        goes_on: Callable[[], bool] = lambda: True,
+        corrected: bool = False,
+    ) -> None:
+        """Nothing is decoded before the first call.
+
+        Args:
+            updates: the number of updates so far.
+            goes_on: whether another step follows the current one.
+            corrected: whether the algorithm itself corrects for weights that sampled earlier; else ``old_log_probs`` are those
+                of the engine, so that the ratio in the loss corrects.
+        """
+        self.group, self.loader, self.config = group, loader, config
+        self.updates, self.goes_on, self.corrected = updates, goes_on, corrected
+        self.samples = CarriedSamples()
+        self._future: Any = None  # of the samples that are being decoded
+        self._has_next = False  # whether the samples of the loader's next batch have been added
+
+    # The rollout role
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """As many whole groups as there are prompts; see `workers.RolloutWorker.generate`."""
+        if prompts is not self.loader.current:
+            data: DataProto = self.group.generate(prompts, sampling)
+            return data
+        return self._groups(prompts, sampling, None)
+
+    def play(
+        self,
+        prompts: DataProto,
+        make_environment: MakeEnvironment,
+        sampling: SamplingParams,
+        turns: int,
+        tokens: int | None = None,
+        seconds: float = 60.0,
+    ) -> DataProto:
+        """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.play`."""
+        if prompts is not self.loader.current:
+            data: DataProto = self.group.play(prompts, make_environment, sampling, turns, tokens, seconds)
+            return data
+        return self._groups(prompts, sampling, EpisodePlan(make_environment, EpisodeLimits(turns, tokens, seconds)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def _groups(self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None) -> DataProto:
+        batch, updates = len(prompts), self.updates()
+        self._collect()
+        if not self._has_next:
+            self._fill(prompts, sampling.n)
+        self._has_next = False
+        due = self.samples.due(updates + 1 - self.config.staleness)
+        if due or len(self.samples.whole) < batch:
+            self._decode(batch, batch - len(self.samples.whole), due, sampling, plan)
+            self._collect()
+        data = self.samples.take(batch)
+        if not self.corrected:
+            data["old_log_probs"] = data["rollout_log_probs"]
+        if self.config.ahead and self.goes_on():
+            self._fill(self.loader.peek(), sampling.n)
+            self._has_next = True
+            due = self.samples.due(updates + 2 - self.config.staleness) if self.config.parts == 1 else []
+            wanted = ceil(batch / self.config.parts) - len(self.samples.whole)
+            if due or wanted > 0:
+                self._decode(batch, wanted, due, sampling, plan)
+        return data
+
+    def _fill(self, prompts: DataProto, n: int) -> None:
+        """Adds samples of a batch and, in the first step, of those that are decoded beyond it."""
+        self.samples.add(prompts, n)
+        while len(self.samples.since) < self._at_a_time(len(prompts)):
+            self.samples.add(next(self.loader), n)
+
+    def _at_a_time(self, batch: int) -> int:
+        return ceil(self.config.over_ask * batch)
+
+    def _decode(
+        self, batch: int, wanted: int, due: Sequence[str], sampling: SamplingParams, plan: EpisodePlan | None
+    ) -> None:
+        """Starts to decode until further ``wanted`` groups are whole."""
+        version = self.updates() + 1
+        samples = self.samples.begin(self._at_a_time(batch), version)
+        self._future = self.group.submit("advance", samples, sampling, max(wanted, 0), version, tuple(due), plan)
+
+    def _collect(self) -> None:
+        if self._future is not None:
+            future, self._future = self._future, None
+            self.samples.update(future.result())
+
+    # The loader
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Rows that could not be used."""
+        return self.loader.skipped
+
+    def __next__(self) -> DataProto:
+        return next(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position and all samples; waits for those that are being decoded."""
+        self._collect()
+        return {
+            "loader": self.loader.state_dict(),
+            "samples": self.samples.state_dict(),
+            "has_next": self._has_next,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict(state["loader"])
+        self.samples.load_state_dict(state["samples"])
+        self._has_next = bool(state["has_next"])
+
+
+def carry_samples(
+    roles: Roles, loader: LookAhead, config: CarryingConfig, progression: Progression, steps: int, corrected: bool
+) -> tuple[Loader, Measure]:
+    """Replaces the rollout group by a `CarryingRollout`, if the options say so, for a run of ``steps``.
+
+    Returns:
+        The loader of the run, and its measure, which adds ``training/staleness/{mean,max}`` (updates between the weights that
+        sampled a token and those that learn from it) and ``training/carried_groups`` (that have begun and go on).
+    """
+    if not config.carries:
+        return loader, measure_rollouts
+    goes_on: Callable[[], bool] = lambda: progression.steps + 1 < steps  # noqa: E731
+    rollout = CarryingRollout(roles.rollout, loader, config, lambda: progression.steps, goes_on, corrected)
+    roles.rollout = rollout
+
+    def measure(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
+        found = staleness(data, progression.steps) | measure_rollouts(data, metrics, devices)
+        carried = sum(since > 0 for since in rollout.samples.since.values())
+        return {"training/carried_groups": carried} | found
+
+    return rollout, measure
+
+
+def staleness(data: DataProto, updates: int) -> dict[str, float]:
+    """Updates between the weights that sampled a token and those that learned from it, in update number ``updates``.
+
+    >>> rows = {"response_mask": torch.tensor([[1, 1, 0]]), "weight_version": torch.tensor([[1, 2, 0]])}
+    >>> staleness(DataProto.from_dict(rows), updates=2)
+    {'training/staleness/mean': 0.5, 'training/staleness/max': 1.0}
+    """
+    ages = updates - data["weight_version"][data["response_mask"] != 0].double()
+    mean, most = (float(ages.mean()), float(ages.max())) if len(ages) else (0.0, 0.0)
+    return {"training/staleness/mean": mean, "training/staleness/max": most}
+
+
+def _joined(parts: Sequence[DataProto]) -> DataProto:
+    """Rows of prompts, padded to the widest. A mask of no response tokens tells where they end."""
+    marked = [part[:] for part in parts]
+    for part in marked:
+        part["response_mask"] = torch.zeros(len(part), 0, dtype=torch.int64)
+    joined = DataProto.concat(equally_wide(marked))
+    joined.pop(["response_mask"])
+    return joined
+
+
+def _file_bytes(data: DataProto) -> Tensor:
+    """The bytes ``(N,)`` uint8 of a batch's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        data.save_to_disk(path)
+        return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+
+
+def _from_file_bytes(content: Tensor) -> DataProto:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        content.numpy().tofile(path)
+        return DataProto.load_from_disk(path).writable()

@@ -1,0 +1,165 @@
+"""Samples that go on later: their tokens so far, and decoding that ends as soon as enough groups are whole.
+
+A sample that is stopped keeps its tokens, their log-probs and the weights that sampled each of them. It goes on with the next
+number of its random stream, so under equal weights it gets the tokens that it would have got without the interruption.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dataproto.vlm import VLMFamily
+from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
+
+BEGUN = "_begun"
+"""The column with what was sampled of each row so far: a list with one mapping for each turn, see `BegunTurn.plain`."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Sampled tokens.
+
+    >>> Tokens([5], [-0.5], [1]) + Tokens([7], [-1.0], [2])
+    Tokens(token_ids=[5, 7], log_probs=[-0.5, -1.0], weight_versions=[1, 2])
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+
+    @classmethod
+    def of(cls, completion: Completion, weight_version: int) -> "Tokens":
+        """The tokens of a completion, all sampled by the same weights."""
+        return cls(completion.token_ids, completion.log_probs, [weight_version] * len(completion.token_ids))
+
+    def __add__(self, later: "Tokens") -> "Tokens":
+        return Tokens(
+            [*self.token_ids, *later.token_ids],
+            [*self.log_probs, *later.log_probs],
+            [*self.weight_versions, *later.weight_versions],
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class BegunTurn:
+    """A turn of a sample that is not finished. A sample without environment has one turn."""
+
+    tokens: Tokens
+    whole: bool = False  # its action was passed on to the environment
+    before: list[int] = field(default_factory=list)  # tokens of the prompt or the observation that precedes it
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values and tensors, which a file can hold."""
+        tokens = self.tokens
+        return {
+            "token_ids": torch.tensor(tokens.token_ids, dtype=torch.int64),
+            "log_probs": torch.tensor(tokens.log_probs, dtype=torch.float64),
+            "weight_versions": torch.tensor(tokens.weight_versions, dtype=torch.int64),
+            "whole": self.whole,
+            "before": torch.tensor(self.before, dtype=torch.int64),
+        }
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "BegunTurn":
+        """The turn of which these are the plain values."""
+        ids, log_probs, versions, before = (
+            plain[name].tolist() for name in ("token_ids", "log_probs", "weight_versions", "before")
+        )
+        return cls(Tokens(ids, log_probs, versions), bool(plain["whole"]), before)
+
+
+class WholeGroups:
+    """Counts the groups of which all samples have finished.
+
+    >>> groups = WholeGroups(["a", "a", "b"], wanted=1)
+    >>> groups.finish(0)
+    >>> groups.enough
+    False
+    >>> groups.finish(2)
+    >>> groups.enough
+    True
+    """
+
+    def __init__(self, labels: Sequence[str], wanted: int, due: Collection[str] = ()) -> None:
+        """``labels`` are the groups of the samples. ``wanted`` groups, and those that are ``due``, have to be whole."""
+        self.labels, self.wanted = list(labels), wanted
+        self._left = Counter(labels)
+        self._due = set(due) & set(labels)
+        self._whole = 0
+
+    def finish(self, sample: int) -> None:
+        """Notes the end of a sample."""
+        label = self.labels[sample]
+        self._left[label] -= 1
+        if not self._left[label]:
+            self._whole += 1
+            self._due.discard(label)
+
+    @property
+    def enough(self) -> bool:
+        """Whether decoding may end."""
+        return self._whole >= self.wanted and not self._due
+
+
+def continued(request: Request, token_ids: Sequence[int], family: VLMFamily) -> Request:
+    """The request for the tokens that follow ``token_ids``, the first ones of its response."""
+    if not token_ids:
+        return request
+    count, ids = len(token_ids), torch.tensor(token_ids, dtype=torch.int64)
+    attended = torch.ones(1, len(request.input_ids), dtype=torch.int64)
+    positions = family.extend_positions(request.position_ids[None], attended, count)[0]
+    return replace(
+        request,
+        prompt_ids=[*(list(request.prompt_ids) or request.input_ids.tolist()), *token_ids],
+        input_ids=torch.cat([request.input_ids, ids]),
+        token_types=torch.cat([request.token_types, request.token_types.new_zeros(count)]),
+        position_ids=torch.cat([request.position_ids, positions], dim=-1),
+        drawn=request.drawn + count,
+    )
+
+
+def decode_groups(
+    engine: RequestEngine,
+    requests: Sequence[Request],
+    begun: Sequence[Tokens],
+    sampling: SamplingParams,
+    groups: WholeGroups,
+    family: VLMFamily,
+    weight_version: int,
+) -> list[tuple[Tokens, FinishReason]]:
+    """Decodes until there are enough whole groups.
+
+    Args:
+        begun: the first tokens of each response.
+
+    Returns:
+        For each request all its tokens, and "abort" where they are not the whole response.
+
+    Raises:
+        DataProtoError: a request failed, e.g. `NonFiniteLogits`.
+    """
+    found: list[tuple[Tokens, FinishReason]] = [(tokens, "abort") for tokens in begun]
+    running: dict[int, int] = {}  # number in the engine -> place
+    try:
+        for place, (request, tokens) in enumerate(zip(requests, begun, strict=True)):
+            rest = replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+            running[engine.submit(continued(request, tokens.token_ids, family), rest)] = place
+        while running and not groups.enough:
+            for completion in engine.poll():
+                if completion.error is not None:
+                    raise completion.error
+                place = running.pop(completion.request)
+                found[place] = found[place][0] + Tokens.of(completion, weight_version), completion.finish_reason
+                groups.finish(place)
+    finally:
+        for number, place in running.items():
+            stopped = engine.abort(number)
+            if stopped is not None:
+                found[place] = found[place][0] + Tokens.of(stopped, weight_version), "abort"
+    return found

@@ -1,0 +1,75 @@
+"""Episodes that go on later, with their environments."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.carried_samples import BegunTurn, WholeGroups
+from rollout.engine import RequestEngine, SamplingParams
+from rollout.environments.environment import MakeEnvironment
+from rollout.environments.environment_host import EnvironmentHost
+from rollout.environments.episodes import Episode, EpisodeLimits, EpisodeStart, go_on
+from rollout.environments.turn_renderer import TurnRenderer
+
+
+@dataclass(frozen=True)
+class EpisodePlan:
+    """Where episodes take place, and how long they may be."""
+
+    make_environment: MakeEnvironment
+    limits: EpisodeLimits
+
+
+class HeldEpisodes:
+    """The episodes of this process that have begun and not ended, and their environments."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, Episode] = {}  # by trajectory
+        self._host: EnvironmentHost | None = None
+
+    def go_on(
+        self,
+        engine: RequestEngine,
+        renderer: TurnRenderer,
+        starts: Sequence[EpisodeStart],
+        begun: Sequence[Sequence[Mapping[str, Any]]],
+        plan: EpisodePlan,
+        sampling: SamplingParams,
+        groups: WholeGroups,
+        weight_version: int,
+    ) -> list[Episode]:
+        """Plays episodes until there are enough whole groups, and holds those that have not ended.
+
+        An episode that is held goes on in its environment. Another one that has ``begun``, in an earlier process, is played
+        again with what was sampled then; see `rollout.environments.episodes.go_on`. Held episodes that are not among ``starts``
+        are dropped.
+        """
+        turns = [[BegunTurn.of(turn) for turn in each] for each in begun]
+        episodes = [self._taken(start, before) for start, before in zip(starts, turns, strict=True)]
+        host = self._opened(plan)
+        goes_on = {episode.start.trajectory for episode in episodes if episode.prompt is not None}
+        for name in host.episodes:
+            if name not in goes_on:
+                host.close(name)
+        host.resume()
+        go_on(engine, renderer, episodes, host, sampling, plan.limits, groups, weight_version)
+        host.pause()
+        self._episodes = {each.start.trajectory: each for each in episodes if not each.ended}
+        if not self._episodes:
+            host.shut()
+            self._host = None
+        return episodes
+
+    def _taken(self, start: EpisodeStart, begun: list[BegunTurn]) -> Episode:
+        held = self._episodes.get(start.trajectory)
+        if held is not None and held.begun == begun:
+            return held
+        return Episode(start, repeated=begun)
+
+    def _opened(self, plan: EpisodePlan) -> EnvironmentHost:
+        if self._host is None:
+            self._host = EnvironmentHost(plan.make_environment, plan.limits.seconds)
+            weakref.finalize(self, self._host.shut)  # the environments of a process that ends
+        self._host.make_environment = plan.make_environment
+        return self._host

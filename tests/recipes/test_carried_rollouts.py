@@ -1,0 +1,318 @@
+"""Samples that go on after their step: which groups a step learns from, and that a sample stays the same under equal weights."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto import DataProto
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
+from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.data.loader import PromptLoader
+from recipes.geo3k_grpo import parse
+from recipes.run.carried_rollouts import CarryingRollout, LookAhead
+from rollout.carried_samples import WholeGroups
+from rollout.engine import SamplingParams
+from rollout.environments import Episode, EpisodeLimits, Observation, play_episodes
+from rollout.environments.environment_host import EnvironmentHost
+from rollout.environments.episodes import go_on
+from rollout.prompts import PromptBuilder
+from workers.cluster.local_group import LocalGroup
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+
+BATCH = 2
+STOP = tuple(range(0, 250, 7))
+SAMPLING = SamplingParams(n=2, max_tokens=10, seed=3, stop_token_ids=STOP)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def groups(path) -> list[LocalGroup]:
+    """The rollout roles of two processes."""
+    actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
+    config = RolloutConfig(path)
+    return [LocalGroup(RolloutWorker(config, lambda dtype: actor.named_weights())) for _ in range(2)]
+
+
+class Rows:
+    """Prompts, every second one with a picture."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, place: int) -> dict:
+        if place % 2:
+            return {"prompt": f"number {place}", "images": []}
+        return {"prompt": f"<image>number {place}", "images": [picture(16 + place, 24, place)]}
+
+
+def loader_of(path: str) -> LookAhead:
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
+    return LookAhead(PromptLoader(Rows(), builder, BATCH, seed=1, shuffle=False))
+
+
+class Run:
+    """Steps of a run that learns nothing."""
+
+    def __init__(self, group: LocalGroup, path: str, config: CarryingConfig, done: int = 0) -> None:
+        self.done = done
+        self.rollout = CarryingRollout(group, loader_of(path), config, lambda: self.done)
+
+    def step(self, sample) -> DataProto:
+        data = sample(self.rollout, next(self.rollout))
+        self.done += 1
+        return data
+
+
+def generated(rollout, prompts) -> DataProto:
+    return rollout.generate(prompts, SAMPLING)
+
+
+class Corridor:
+    """As many steps as the seed and the actions say, with a picture each; it remembers all actions."""
+
+    def reset(self, row, seed):
+        self.left, self.said = 1 + seed % 3, ""
+        return Observation(["where to?", picture(16, 16, self.left)])
+
+    def step(self, action):
+        self.left -= 1
+        self.said += action
+        shown = picture(24, 16, len(self.said) % 5)
+        return Observation([shown, self.said[:8]], reward=0.5 + len(self.said), done=self.left < 0)
+
+
+def played(rollout, prompts) -> DataProto:
+    return rollout.play(prompts, Corridor, SAMPLING, turns=3, tokens=80)
+
+
+def samples_of(parts: list[DataProto]) -> dict[str, list[tuple]]:
+    """For each group, of each sample its tokens, log-probs to five digits, and score, in order."""
+    found: dict[str, list[tuple]] = {}
+    for data in parts:
+        for row, uid in enumerate(data["uid"]):
+            mask = data["attention_mask"][row, -data["responses"].shape[1] :].bool()
+            log_probs = np.round(data["rollout_log_probs"][row, mask].numpy().astype(float), 4).tolist()
+            score = data["score"][row] if "score" in data else None
+            found.setdefault(uid, []).append((data["responses"][row, mask].tolist(), log_probs, score))
+    return found
+
+
+def uninterrupted(group: LocalGroup, path: str, sample, uids) -> dict[str, list[tuple]]:
+    """The same samples, decoded to their end in one call for each batch."""
+    loader, parts = loader_of(path), []
+    while not set(uids) <= set(samples_of(parts)):
+        parts.append(sample(group, next(loader)))
+    return {uid: samples for uid, samples in samples_of(parts).items() if uid in uids}
+
+
+def close(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for uid, samples in expected.items():
+        assert [(ids, score) for ids, _, score in found[uid]] == [(ids, score) for ids, _, score in samples]
+        for (_, mine, _), (_, theirs, _) in zip(found[uid], samples, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-4)
+
+
+def reread(state, tmp_path: Path):
+    """The state as a checkpoint holds it."""
+    torch.save(state, tmp_path / "state.pt")
+    return torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sample", [generated, played])
+def test_samples_that_are_carried_over_are_those_of_an_uninterrupted_run(groups, path, sample, tmp_path):
+    """Also in a new process, where environments are made anew and get the same actions again."""
+    config = CarryingConfig(over_ask=2.0, max_staleness=3)
+    run = Run(groups[0], path, config)
+    parts = [run.step(sample) for _ in range(2)]
+    assert any(turn["token_ids"].numel() for turns in run.rollout.samples.unfinished["_begun"] for turn in turns)
+    other = Run(groups[1], path, config, run.done)
+    other.rollout.load_state_dict(reread(run.rollout.state_dict(), tmp_path))
+    versions, ends = [data["weight_version"][data["response_mask"].bool()] for data in parts], []
+    for goes_on in (run, other):
+        later = [goes_on.step(sample) for _ in range(2)]
+        versions += [data["weight_version"][data["response_mask"].bool()] for data in later]
+        assert all(len(set(data["uid"])) == BATCH and len(data) == BATCH * SAMPLING.n for data in later)
+        ends.append(samples_of([*parts, *later]))
+    assert len(ends[0]) == 4 * BATCH  # each group once
+    expected = uninterrupted(groups[0], path, sample, ends[0].keys() | ends[1].keys())
+    for found in ends:
+        close(found, {uid: expected[uid] for uid in found})
+    assert any(len(each.unique()) > 1 for each in versions)  # some went on with later weights
+
+
+class Forgetful:
+    """Shows something else each time."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.number = type(self).made
+
+    def reset(self, row, seed):
+        return Observation(["go"])
+
+    def step(self, action):
+        return Observation([f"visit {self.number}"])
+
+
+def test_an_environment_that_does_not_repeat_itself_ends_its_episode():
+    renderer, limits, sampling = renderer_of("qwen2_5_vl"), EpisodeLimits(turns=2), SamplingParams(max_tokens=5)
+    (played,) = play_episodes(RandomEngine(renderer), renderer, starts_of(1), Forgetful, sampling, limits)
+    assert played.ended == "turns"
+    again = Episode(played.start, repeated=played.begun)
+    with EnvironmentHost(Forgetful, 60.0) as host:
+        go_on(RandomEngine(renderer), renderer, [again], host, sampling, limits, WholeGroups(["a"], 1), 1)
+    assert again.ended == "invalid"
+    assert again.message == "its environment did not repeat what it showed before turn 1"
+
+
+# With an engine that answers with the number of its weights
+
+
+class Numbers:
+    """Batches of two prompts: 0 and 1, 2 and 3, ..."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.skipped: dict[int, str] = {}
+
+    def __next__(self) -> DataProto:
+        self.drawn += 1
+        numbers = [str(2 * self.drawn - 2), str(2 * self.drawn - 1)]
+        return DataProto.from_dict({"input_ids": torch.ones(2, 1)}, {"uid": np.array(numbers, dtype=object)})
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+class Group:
+    """Finishes the last groups first. Calls are answered at once, with the weights at that time."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, tuple[str, ...]]] = []
+
+    def submit(self, method, samples, sampling, wanted, weight_version, due, plan):
+        assert method == "advance"
+        self.calls.append((len(samples), wanted, due))
+        last = [uid for uid in samples["uid"] if uid not in due][::-1][: max(wanted - len(due), 0)]
+        done = torch.tensor([uid in (*last, *due) for uid in samples["uid"]])
+        found = samples[:]
+        ones = torch.ones(len(samples), 1)
+        for name in ("rollout_log_probs", "response_mask", "responses"):
+            found[name] = ones
+        found["weight_version"] = weight_version * ones
+        found["_finished"] = done
+        found["_begun"] = np.array([None] * len(samples), dtype=object)
+        return SimpleNamespace(result=lambda: found)
+
+    def generate(self, prompts, sampling):
+        return prompts
+
+
+def steps_of(config, count, state=None, done=0):
+    """The rollout, and of each step its groups, the versions of their weights, and the number of groups that were decoded."""
+    group, updates = Group(), [done]
+    rollout = CarryingRollout(group, LookAhead(Numbers()), config, lambda: updates[0], lambda: updates[0] < 5)
+    if state is not None:
+        rollout.load_state_dict(state)
+    found = []
+    for _ in range(count):
+        data = rollout.generate(next(rollout), SamplingParams())
+        assert torch.equal(data["old_log_probs"], data["rollout_log_probs"])
+        found.append(([int(uid) for uid in data["uid"]], data["weight_version"][:, 0].int().tolist()))
+        updates[0] += 1
+    return rollout, found, group.calls
+
+
+def test_a_batch_decoded_ahead_is_one_update_old():
+    _, found, calls = steps_of(CarryingConfig(ahead=True), 3)
+    assert found == [([0, 1], [1, 1]), ([2, 3], [1, 1]), ([4, 5], [2, 2])]
+    assert [wanted for _, wanted, _ in calls] == [2, 2, 2, 2]
+
+
+def test_new_weights_come_after_the_first_part():
+    _, found, _ = steps_of(CarryingConfig(ahead=True, parts=2), 3)
+    assert found == [([0, 1], [1, 1]), ([2, 3], [2, 1]), ([4, 5], [3, 2])]
+
+
+def test_the_oldest_groups_are_waited_for():
+    """By hand: four groups at a time, of which the newest finish first."""
+    _, found, calls = steps_of(CarryingConfig(over_ask=2.0, max_staleness=1), 3)
+    assert found == [([2, 3], [1, 1]), ([0, 1], [2, 2]), ([4, 5], [3, 3])]
+    assert calls == [(4, 2, ()), (4, 2, ("0", "1")), (4, 2, ("4", "5"))]
+    _, found, _ = steps_of(CarryingConfig(over_ask=2.0, max_staleness=2), 3)
+    assert found == [([2, 3], [1, 1]), ([4, 5], [2, 2]), ([0, 1], [3, 3])]
+
+
+def test_a_saved_state_holds_what_is_decoded_ahead():
+    config = CarryingConfig(over_ask=1.5, ahead=True, parts=2)
+    _, expected, _ = steps_of(config, 4)
+    rollout, first, _ = steps_of(config, 2)
+    _, second, _ = steps_of(config, 2, rollout.state_dict(), done=2)
+    assert [*first, *second] == expected
+    learned = [uid for groups, _ in expected for uid in groups]
+    assert len(set(learned)) == len(learned)
+
+
+def test_other_prompts_are_generated_for_at_once():
+    rollout, _, calls = steps_of(CarryingConfig(over_ask=2.0), 1)
+    held_out = next(Numbers())
+    assert rollout.generate(held_out, SamplingParams()) is held_out
+    assert len(calls) == 1
+    assert rollout.calls is calls  # whatever else the group has
+
+
+def test_a_saved_position_does_not_count_what_was_only_looked_at():
+    loader = LookAhead(Numbers())
+    for _ in range(3):
+        next(loader)
+    loader.peek()
+    assert loader.loader.drawn == 4
+    other = LookAhead(Numbers())
+    other.load_state_dict(loader.state_dict())
+    assert next(other)["uid"].tolist() == next(loader)["uid"].tolist() == ["6", "7"]
+
+
+APART = "--on ray --ray.rollout-processes 1 --rollout.ahead"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rollout.over-ask 0.5", "from 1 to 2"),
+        ("--rollout.over-ask 3", "from 1 to 2"),
+        ("--rollout.ahead", r"rollout\.ahead .* separate devices"),
+        ("--rollout.parts 2", "add --rollout.ahead"),
+        (f"{APART} --rollout.parts 0", "at least 1"),
+        ("--rollout.max-staleness 2", r"rollout\.max_staleness=2 is for"),
+        ("--rollout.over-ask 1.5 --rollout.max-staleness 0", r"rollout\.max_staleness=0.* at least 1"),
+        (f"{APART} --rollout.over-ask 1.5 --rollout.max-staleness 1", "at least 2"),
+        ("--rollout.over-ask 1.5 --algorithm.loss dapo", r"dynamic sampling .* leave out rollout\.over_ask"),
+        (f"{APART} --algorithm.advantage remax", r"remax needs greedy .* leave out rollout\.ahead"),
+    ],
+)
+def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, message):
+    with pytest.raises(InvalidConfig, match=message):
+        parse(options.split())
+
+
+def test_options_that_fit_are_taken():
+    assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 1
+    config = parse([*APART.split(), "--rollout.over-ask", "1.25", "--algorithm.correction", "token"])
+    assert config.rollout.staleness == 2

@@ -1,0 +1,79 @@
+"""Decoding in slices: requests that are stopped go on with the tokens that they would have sampled."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.batches import prompt_batch
+from helpers.engines import start
+from helpers.tiny_models import MODEL_TYPES, tiny_model
+from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, decode_groups
+from rollout.engine import SamplingParams
+from rollout.hf import HFEngine
+from rollout.responses import build_requests
+
+SAMPLED = SamplingParams(n=3, temperature=0.8, max_tokens=9, seed=1, stop_token_ids=tuple(range(0, 250, 9)))
+
+
+def in_slices(engine, family, requests, labels, wanted=1):
+    """All samples, decoded until ``wanted`` further groups are whole each time; each slice has a weight version."""
+    begun, reasons = [Tokens() for _ in requests], ["abort"] * len(requests)
+    slices = 0
+    while "abort" in reasons:
+        slices += 1
+        left = [place for place, reason in enumerate(reasons) if reason == "abort"]
+        groups = WholeGroups([labels[place] for place in left], wanted)
+        some = [requests[place] for place in left], [begun[place] for place in left]
+        found = decode_groups(engine, *some, SAMPLED, groups, family, weight_version=slices)
+        for place, (tokens, reason) in zip(left, found, strict=True):
+            begun[place], reasons[place] = tokens, reason
+    return begun, reasons, slices
+
+
+def assert_same(engine, family, requests, uids):
+    labels = [uid for uid in uids for _ in range(SAMPLED.n)]
+    found, reasons, slices = in_slices(engine, family, requests, labels)
+    whole = {each.request: each for each in engine.generate(requests, SAMPLED)}
+    assert slices > 1
+    assert engine.unfinished == 0
+    assert any(len(set(tokens.weight_versions)) > 1 for tokens in found)
+    for place, tokens in enumerate(found):
+        assert tokens.token_ids == whole[place].token_ids
+        assert reasons[place] == whole[place].finish_reason
+        assert len(tokens.weight_versions) == len(tokens)
+        np.testing.assert_allclose(tokens.log_probs, whole[place].log_probs, atol=3e-5)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_slices_give_the_tokens_of_one_run(model_type, tmp_path):
+    tiny_model(model_type).save_pretrained(tmp_path)
+    engine = HFEngine(str(tmp_path), device=torch.device("cpu"), max_num_seqs=7)  # some wait when decoding ends
+    prompts = prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
+    assert_same(engine, engine.family, build_requests(prompts, SAMPLED), "abc")
+
+
+@pytest.mark.vllm
+def test_slices_give_the_tokens_of_one_run_of_vllm(tmp_path):
+    setup = start("qwen2_5_vl", tmp_path, max_images=6)
+    requests = build_requests(setup.prompts, SAMPLED)
+    assert_same(setup.vllm, setup.builder.family, requests, "abcd")
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), st.integers(0, 3), st.sets(st.sampled_from("abcd")))
+def test_decoding_ends_with_the_first_sample_that_makes_enough_groups_whole(labels, wanted, due):
+    groups = WholeGroups(labels, wanted, due)
+    for sample in range(len(labels) + 1):
+        left = labels[sample:]
+        whole = set(labels) - set(left)
+        assert groups.enough == (len(whole) >= wanted and not due & set(left))
+        if left:
+            groups.finish(sample)
+
+
+def test_what_has_begun_survives_a_file(tmp_path):
+    turn = BegunTurn(Tokens([5, 7], [-0.1, -2.5], [1, 3]), True, [4, 4])
+    torch.save([turn.plain()], tmp_path / "turns")
+    (plain,) = torch.load(tmp_path / "turns", weights_only=True)
+    assert BegunTurn.of(plain) == turn

@@ -1,0 +1,116 @@
+"""How samples that go on later are spread over ranks, and their rows.
+
+Letters: B rows, R response tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataproto import DataProto, object_array
+from dataproto.collation import pad_rows, ragged_rows
+from dataproto.columns import require
+from dataproto.vlm import VLMFamily
+from rollout.carried_samples import BEGUN, BegunTurn, Tokens
+from rollout.engine import Completion, FinishReason, SamplingParams
+from rollout.environments import Episode
+from rollout.responses import attach_responses
+from workers.ranks.dispatch_modes import Arguments, join_rows
+from workers.training.mini_batches import ROW
+
+FINISHED = "_finished"
+"""The column that tells which samples have finished; what the other rows hold besides `BEGUN` has no meaning."""
+GROUP = "_group"
+"""The column with the number of each row's group in the whole batch."""
+GROUPS = "_groups"
+"""The number of groups in the whole batch, a fact."""
+
+
+def number_groups(samples: DataProto, parts: int = 1) -> DataProto:
+    """The samples with the column `GROUP` and the fact `GROUPS`. Groups are dealt to ``parts``, and numbered part after part.
+
+    >>> rows = DataProto.from_dict(non_tensors={"uid": ["a", "a", "b", "c", "c"]})
+    >>> number_groups(rows, parts=2)[GROUP].tolist()
+    [0, 0, 2, 1, 1]
+    """
+    require(samples, "uid")
+    places = {uid: place for place, uid in enumerate(dict.fromkeys(samples["uid"]))}
+    sizes = [len(range(part, len(places), parts)) for part in range(parts)]
+    numbers = {uid: sum(sizes[: place % parts]) + place // parts for uid, place in places.items()}
+    numbered = samples[:]
+    numbered[GROUP] = np.array([numbers[uid] for uid in samples["uid"]], dtype=np.int64)
+    numbered.meta_info[GROUPS] = len(places)
+    return numbered
+
+
+def split_groups(call: Arguments, parts: int) -> list[Arguments]:
+    """The call ``advance(samples, ...)`` for each of ``parts`` ranks; the rows of a group stay together."""
+    samples = call.kwargs["samples"] if "samples" in call.kwargs else call.args[0]
+    numbered = number_groups(samples, parts)
+    numbered[ROW] = np.arange(len(samples))
+    bounds = np.cumsum([0, *(len(range(part, numbered.meta_info[GROUPS], parts)) for part in range(parts))])
+    shares = []
+    for part in range(parts):
+        held = (numbered[GROUP] >= bounds[part]) & (numbered[GROUP] < bounds[part + 1])
+        shares.append(numbered[np.flatnonzero(held)])
+    if "samples" in call.kwargs:
+        return [Arguments(call.args, call.kwargs | {"samples": share}) for share in shares]
+    return [Arguments((share, *call.args[1:]), call.kwargs) for share in shares]
+
+
+def join_in_order(results: Sequence[Any]) -> Any:
+    """The rows of all ranks in the order of the whole batch."""
+    joined = join_rows(results)
+    order = np.argsort(joined[ROW])
+    joined = joined[order]
+    joined.pop(non_tensor_batch_keys=[ROW])
+    return joined
+
+
+def share_of(samples: DataProto, wanted: int) -> int:
+    """How many of the ``wanted`` groups these samples, some of all, have to contribute. The shares of all add up to ``wanted``.
+
+    >>> rows = number_groups(DataProto.from_dict(non_tensors={"uid": list("abcde")}))
+    >>> share_of(rows[:2], 4), share_of(rows[2:], 4)
+    (1, 3)
+    """
+    if not len(samples):
+        return 0
+    first, last, total = int(samples[GROUP].min()), int(samples[GROUP].max()) + 1, int(samples.meta_info[GROUPS])
+    return wanted * last // total - wanted * first // total
+
+
+def response_rows(
+    samples: DataProto,
+    found: Sequence[tuple[Tokens, FinishReason]],
+    sampling: SamplingParams,
+    family: VLMFamily,
+    pad_token_id: int,
+) -> DataProto:
+    """Rollout rows of the finished responses, with ``weight_version (B, R)``, and of the others what has begun."""
+    whole = [reason != "abort" for _, reason in found]
+    shown = [tokens if finished else Tokens() for (tokens, _), finished in zip(found, whole, strict=True)]
+    completions = [
+        Completion(place, tokens.token_ids, tokens.log_probs, "length" if reason == "abort" else reason)
+        for place, (tokens, (_, reason)) in enumerate(zip(shown, found, strict=True))
+    ]
+    data = attach_responses(samples, completions, replace(sampling, n=1), family, pad_token_id)
+    versions = ragged_rows([tokens.weight_versions for tokens in shown], name="versions")
+    data["weight_version"] = pad_rows(versions, data["responses"].shape[1], 0)[0]
+    begun = [[] if finished else [BegunTurn(tokens)] for (tokens, _), finished in zip(found, whole, strict=True)]
+    return with_begun(data, whole, begun)
+
+
+def shown_episodes(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes that have ended; in the place of each other one an episode that has not begun."""
+    return [episode if episode.ended else Episode(episode.start) for episode in episodes]
+
+
+def with_begun(data: DataProto, finished: Sequence[bool], begun: Sequence[Sequence[BegunTurn]]) -> DataProto:
+    """The rows with the columns `FINISHED` and `BEGUN`."""
+    data[FINISHED] = torch.tensor(list(finished), dtype=torch.bool)
+    data[BEGUN] = object_array([[turn.plain() for turn in turns if turn.whole or len(turn.tokens)] for turns in begun])
+    return data
