@@ -54,9 +54,9 @@ def episode_columns(
 
     The columns are those of `rollout.responses.attach_responses`, with observations and their images among the responses
     (``response_mask`` 0), and ``turn``, ``weight_version``, ``token_level_rewards`` ``(B, R)``, ``turns``, ``actions``,
-    ``score``, ``trajectory``, ``end_reason``, ``end_message``, ``response_text`` and ``info`` ``(B,)``, the numbers and texts of
-    the last one. A row whose environment failed has a ``response_mask`` of 0: nothing is learned from it, and it does not enter
-    the baseline of its group.
+    ``states``, ``score``, ``trajectory``, ``end_reason``, ``end_message``, ``response_text`` and ``info`` ``(B,)``, the numbers
+    and texts of the last one. A row whose environment failed has a ``response_mask`` of 0: nothing is learned from it, and it
+    does not enter the baseline of its group.
 
     Args:
         max_tokens: the largest number of response tokens that was allowed.
@@ -136,6 +136,7 @@ def _objects(episodes: Sequence[Episode], records: Sequence[_Record], media: Seq
         "end_message": [episode.message for episode in episodes],
         "info": [_plain(episode.info) for episode in episodes],
         "actions": [record.actions for record in records],
+        "states": [[turn.state for turn in episode.turns] for episode in episodes],
         "response_text": ["\n".join(record.actions) for record in records],
         "score": [sum(turn.reward for turn in episode.turns) for episode in episodes],
         "multi_modal_inputs": list(media),

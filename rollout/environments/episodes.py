@@ -66,6 +66,7 @@ class Turn:
     log_probs: list[float]
     reward: float = 0.0
     shown: RenderedTurn | None = None
+    state: str = ""  # digest of the observation that it answers
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Episode:
     ended: EndReason | None = None
     message: str = ""  # of a failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last observation
+    state: str = ""  # digest of the last observation
     request: Request | None = None  # of the last turn
     number: int | None = None  # of the last turn's request in the engine
 
@@ -191,6 +193,7 @@ class _Play:
         except InvalidPrompt as error:
             episode.end("invalid", f"its observation cannot be shown: {error}")
             return
+        episode.state = self.renderer.digest(outcome)
         if shown is None:
             self._submit(number, episode.request, None)
         elif self.limits.room(episode.length + len(shown.ids)) < 1:
@@ -292,7 +295,7 @@ class _Play:
         if completion.error is not None:
             raise completion.error
         episode = self.episodes[number]
-        episode.turns.append(Turn(completion.token_ids, completion.log_probs))
+        episode.turns.append(Turn(completion.token_ids, completion.log_probs, state=episode.state))
         if completion.finish_reason != "stop":
             whole = self.limits.room(episode.length) > 0
             episode.end("length" if whole else "tokens")
