@@ -137,7 +137,8 @@ COLUMNS: dict[str, Column] = {
             "B R",
             _PLAY,
             "advantages over turns, reports",
-            "number of the turn, from 1, that sampled a token or that its observation answers; 0 on padding",
+            "number of the turn, from 1, that sampled a token or that its observation answers; 0 on padding and on "
+            "turns of earlier rows",
         ),
         Column(
             "weight_version",

@@ -34,13 +34,14 @@ class EpisodesConfig:
     turns: int = 6  # of an episode
     tokens: int | None = None  # of an episode behind its prompt, observations included; default: no limit
     seconds: float = 60.0  # that the environment of an episode may take
+    last_pictures: int | None = None  # of the observations that a turn sees; default: all
     drop_cut: bool = False  # learn nothing from episodes that a limit cut: turns, tokens, or a turn's length
 
     def limits(self) -> "EpisodeLimits":
         """The limits of an episode. Raises `InvalidConfig`."""
         from rollout.environments import EpisodeLimits
 
-        return EpisodeLimits(self.turns, self.tokens, self.seconds)
+        return EpisodeLimits(self.turns, self.tokens, self.seconds, self.last_pictures)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class WalkConfig(PolicyGradientConfig):
             raise InvalidConfig("--environment and --data-path go together: the drawn grid has its own rows")
         if self.episodes.environment is not None and self.model_path is None:
             raise InvalidConfig("--environment needs --model-path: the small model knows only the words of the grid")
+        if self.episodes.last_pictures is not None and self.algorithm.needs_greedy:
+            raise InvalidConfig(
+                "--last-pictures makes several rows of an episode, but remax needs one: choose another advantage"
+            )
         if self.engine == "vllm" and self.episodes.tokens is None:
             raise InvalidConfig("engine=vllm needs --tokens: it reserves room for the longest episode")
 

@@ -84,10 +84,12 @@ def test_episodes_that_a_limit_cut_can_be_left_out(roles):
         assert dropped["response_mask"][row].equal(expected)
 
 
-def test_the_actor_scores_episodes_as_the_engine_does(roles):
+@pytest.mark.parametrize("last_pictures", [None, 1])
+def test_the_actor_scores_episodes_as_the_engine_does(roles, last_pictures):
     actor, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
-    data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    data = rollout.play(prompts, Corridor, SAMPLING, turns=3, last_pictures=last_pictures)
+    assert (len(data) > 4) == (last_pictures is not None)
     log_probs = actor.log_probs(data)["old_log_probs"]
     mask = data["response_mask"].bool()
     assert float((log_probs - data["rollout_log_probs"])[mask].abs().max()) < 1e-5
