@@ -137,7 +137,8 @@ COLUMNS: dict[str, Column] = {
             "B R",
             _PLAY,
             "advantages over turns, reports",
-            "number of the turn, from 1, that sampled a token or that its observation answers; 0 on padding",
+            "number of the turn, from 1, that sampled a token or that its observation answers; 0 on padding and on "
+            "turns of earlier rows",
         ),
         Column(
             "weight_version",
@@ -245,9 +246,17 @@ COLUMNS: dict[str, Column] = {
         Column("entropys", "float32", "B R", f"{_ACTOR}.log_probs", "reports", "entropy of the policy, if asked for"),
         Column("score", "object", "B", "RewardWorker.score", "reports", "the reward function's score"),
         Column("acc", "object", "B", "RewardWorker.score", "reports", "1 for a right answer, if the function tells"),
-        Column("trajectory", "object", "B", _PLAY, "reports", "name of the episode, shared by its rows"),
+        Column("trajectory", "object", "B", _PLAY, "advantages, reports", "name of the episode, shared by its rows"),
         Column("end_reason", "object", "B", _PLAY, "metrics, reports", "why the episode ended, see `EndReason`"),
         Column("actions", "object", "B", _PLAY, "reports", "list[str], the text of each turn"),
+        Column(
+            "states",
+            "object",
+            "B",
+            _PLAY,
+            "advantages over turns",
+            "list[str], a digest of the observation before each turn: its texts and pixels",
+        ),
         Column("info", "object", "B", _PLAY, "recipes", "numbers and texts of the environment's last info"),
         Column("end_message", "object", "B", _PLAY, "reports", "what the environment of a failed episode did"),
         Column("response_text", "object", "B", "RewardWorker.score", "reports", "the response without special tokens"),

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dataproto import DataProto
-from recipes.algorithms.advantages import gae, whiten
+from recipes.algorithms.advantages import whiten
 from recipes.algorithms.losses import value_loss
-from recipes.configs.ppo_config import PRESETS, TINY, PPOConfig, PPORunConfig, parse
+from recipes.algorithms.options import critic_advantage
+from recipes.configs.ppo_config import PRESETS, TINY, ActorCriticConfig, PPOConfig, PPORunConfig, parse
 from recipes.grpo import policy_loss
 from recipes.options import exit_status
 from recipes.run.dynamic_sampling import More
@@ -35,7 +36,7 @@ from workers.training.forward_pass import LossFn
 __all__ = ["PRESETS", "TINY", "PPOConfig", "PPORunConfig", "critic_loss", "main", "parse", "ppo_step"]
 
 
-def critic_loss(config: PPOConfig) -> LossFn:
+def critic_loss(config: ActorCriticConfig) -> LossFn:
     """The clipped error of values against returns."""
 
     def loss_fn(outputs: Values, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -47,7 +48,7 @@ def critic_loss(config: PPOConfig) -> LossFn:
 def ppo_step(
     roles: Roles,
     prompts: DataProto,
-    config: PPOConfig,
+    config: ActorCriticConfig,
     sampling: SamplingParams,
     progression: Progression | None = None,
     more: More | None = None,
@@ -91,11 +92,10 @@ def ppo_step(
     return data, metrics
 
 
-def add_advantages(data: DataProto, config: PPOConfig) -> None:
+def add_advantages(data: DataProto, config: ActorCriticConfig) -> None:
     """Adds the columns ``advantages`` and ``returns`` ``(B, R)``, from rewards and values."""
-    mask = data["response_mask"]
-    advantages, data["returns"] = gae(data["token_level_rewards"], data["values"], mask, config.gamma, config.lam)
-    data["advantages"] = whiten(advantages, mask) if config.whiten else advantages
+    advantages, data["returns"] = critic_advantage(config, data)
+    data["advantages"] = whiten(advantages, data["response_mask"]) if config.whiten else advantages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

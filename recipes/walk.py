@@ -1,4 +1,4 @@
-"""GRPO over episodes of several turns, each with a new picture: ``dataproto walk``.
+"""GRPO or PPO over episodes of several turns, each with a new picture: ``dataproto walk``.
 
 With no arguments it draws grids, makes a small Qwen2.5-VL, shows it the form of an answer, and lets it find out by itself how to
 walk to the goal, on the CPU within minutes. With ``--environment FILE.py:NAME`` and ``--model-path`` the same loop trains any
@@ -25,6 +25,7 @@ from recipes.console import start_phase
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.grpo import grpo_step
 from recipes.options import exit_status
+from recipes.ppo import ppo_step
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.run.carried_rollouts import LookAhead, carry_samples
@@ -91,11 +92,16 @@ def train_in(environment: MakeEnvironment, config: WalkConfig, model_path: str) 
     evaluate = controlled_evaluation(config, held_out, builder)
     for attempt in attempts(config.run, loader, config.max_restarts):
         progression = Progression(config.algorithm.kl_controller())
-        step = partial(grpo_step, config=config.algorithm, sampling=config.sampling(), progression=progression)
+        step = partial(
+            ppo_step if config.algorithm.needs_critic else grpo_step,
+            config=config.algorithm,
+            sampling=config.sampling(),
+            progression=progression,
+        )
         with attempt, launch_roles(config, model_path, builder) as launched:
             corrected, steps = config.algorithm.compares_engine, attempt.run.steps
             batches, measure = carry_samples(launched, loader, config.rollout, progression, steps, corrected)
-            roles = with_environment(launched, environment, limits)
+            roles = with_environment(launched, environment, limits, config.episodes.drop_cut)
             train(attempt.run, roles, batches, step, evaluate, builder, progression, measure, kept)
 
 

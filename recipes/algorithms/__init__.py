@@ -14,13 +14,12 @@ if TYPE_CHECKING:
         length_weighted_advantage,
         reinforce_plus_plus,
         reinforce_plus_plus_baseline,
-        reverse_kl_advantage,
         whiten,
     )
     from recipes.algorithms.correction import importance_weights, kept_tokens
     from recipes.algorithms.covariances import highest_covariance, random_high_covariance
     from recipes.algorithms.datum_losses import datum_loss
-    from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, unbiased_k3_kl
+    from recipes.algorithms.kl import k1_kl, k2_kl, k3_kl, reverse_kl_advantage, unbiased_k3_kl
     from recipes.algorithms.losses import (
         clip_cov_loss,
         clipped_policy_loss,
@@ -31,9 +30,22 @@ if TYPE_CHECKING:
         value_loss,
     )
     from recipes.algorithms.mismatch import Differences, correction_metrics, difference_metrics, differences
-    from recipes.algorithms.options import AlgorithmConfig, NamedLoss, add_loss_columns, outcome_advantage
+    from recipes.algorithms.options import (
+        AlgorithmConfig,
+        NamedLoss,
+        add_loss_columns,
+        critic_advantage,
+        outcome_advantage,
+    )
     from recipes.algorithms.penalties import KLController, overlong_penalty, penalised_rewards
     from recipes.algorithms.registry import ADVANTAGES, LOSSES, Settings
+    from recipes.algorithms.turn_advantages import (
+        bi_level_gae,
+        gigpo_advantage,
+        turn_gae,
+        turn_returns_advantage,
+        uncut_tokens,
+    )
 
 __all__ = [
     "ADVANTAGES",
@@ -44,15 +56,18 @@ __all__ = [
     "NamedLoss",
     "Settings",
     "add_loss_columns",
+    "bi_level_gae",
     "clip_cov_loss",
     "clipped_policy_loss",
     "clipped_weight_loss",
     "correction_metrics",
+    "critic_advantage",
     "datum_loss",
     "difference_metrics",
     "differences",
     "gae",
     "gated_policy_loss",
+    "gigpo_advantage",
     "greedy_baseline_advantage",
     "group_advantage",
     "highest_covariance",
@@ -73,7 +88,10 @@ __all__ = [
     "reinforce_plus_plus_baseline",
     "reverse_kl_advantage",
     "sequence_policy_loss",
+    "turn_gae",
+    "turn_returns_advantage",
     "unbiased_k3_kl",
+    "uncut_tokens",
     "value_loss",
     "whiten",
 ]

@@ -12,13 +12,17 @@ zero where ``response_mask`` is zero.
 | `reinforce_plus_plus` | the mean of the batch | token | REINFORCE++ |
 | `reinforce_plus_plus_baseline` | the mean of the row's group, then the mean of the batch | row | REINFORCE++ |
 | `gae` | the critic's values | token | GAE |
-| `reverse_kl_advantage` | none: the teacher's log-prob against the policy's | token | on-policy distillation |
 
-`informative_rows` finds the groups whose advantages are not all zero.
+`reverse_kl_advantage` of on-policy distillation is in `recipes.algorithms.kl`, those over turns are in
+`recipes.algorithms.turn_advantages`. `informative_rows` finds the groups whose advantages are not all zero.
+
+The rows of a trajectory, see `RolloutWorker.play`, are one response: it has one score, counts once in its group, and its tokens
+follow each other in the order of its rows. Without ``trajectory`` each row is a response of its own.
 """
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,6 +37,7 @@ def group_advantage(
     response_mask: Tensor,
     normalise_std: bool = True,
     eps: float = 1e-6,
+    trajectory: Iterable[Hashable] | None = None,
 ) -> Tensor:
     """GRPO: the score of a response relative to all responses to the same prompt, itself included.
 
@@ -54,6 +59,7 @@ def group_advantage(
         response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
         normalise_std: whether to divide by the standard deviation of the group.
         eps: added to the standard deviation.
+        trajectory: B hashables, equal for the rows of one response.
 
     Returns:
         (B, R) float32, without gradient.
@@ -69,15 +75,20 @@ def group_advantage(
             [ 0.0000,  0.0000],
             [ 0.0000,  0.0000]])
     """
-    group = _group_index(uid, token_level_rewards, response_mask)
-    centred, size = _centred(token_level_rewards, group, response_mask)
+    responses = _Responses.find(token_level_rewards, uid, response_mask, trajectory)
+    group, (centred, size) = responses.group, responses.centred()
     if normalise_std:
         variance = torch.zeros_like(centred).index_add(0, group, centred.square()) / (size - 1).clamp(min=1)
         centred = torch.where(centred == 0, 0.0, centred / (variance.sqrt()[group] + eps))
-    return _spread(centred, response_mask)
+    return _spread(centred[responses.of], response_mask)
 
 
-def leave_one_out_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable], response_mask: Tensor) -> Tensor:
+def leave_one_out_advantage(
+    token_level_rewards: Tensor,
+    uid: Iterable[Hashable],
+    response_mask: Tensor,
+    trajectory: Iterable[Hashable] | None = None,
+) -> Tensor:
     """RLOO: the score of a response minus the mean score of the other responses to the same prompt (arXiv:2402.14740).
 
     With the score r_i = the sum of a row's token-level rewards, and n rows in its group,
@@ -94,12 +105,18 @@ def leave_one_out_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable]
     >>> leave_one_out_advantage(rewards, ["a", "a", "a"], mask).squeeze(1)
     tensor([ 0.7500, -0.7500,  0.0000])
     """
-    group = _group_index(uid, token_level_rewards, response_mask)
-    centred, size = _centred(token_level_rewards, group, response_mask)
-    return _spread(centred * (size / (size - 1).clamp(min=1))[group], response_mask)
+    responses = _Responses.find(token_level_rewards, uid, response_mask, trajectory)
+    centred, size = responses.centred()
+    scaled = centred * (size / (size - 1).clamp(min=1))[responses.group]
+    return _spread(scaled[responses.of], response_mask)
 
 
-def length_weighted_advantage(token_level_rewards: Tensor, uid: Iterable[Hashable], response_mask: Tensor) -> Tensor:
+def length_weighted_advantage(
+    token_level_rewards: Tensor,
+    uid: Iterable[Hashable],
+    response_mask: Tensor,
+    trajectory: Iterable[Hashable] | None = None,
+) -> Tensor:
     """OPO: the score of a response minus the length-weighted mean score of its group (arXiv:2505.23585, section 3).
 
     This baseline has the least variance if the squared norm of a response's gradient is proportional to its length. With the
@@ -118,15 +135,20 @@ def length_weighted_advantage(token_level_rewards: Tensor, uid: Iterable[Hashabl
     tensor([[ 0.3333,  0.3333],
             [-0.6667,  0.0000]])
     """
-    group = _group_index(uid, token_level_rewards, response_mask)
-    lengths = (response_mask != 0).sum(-1).double()
-    centred, size = _centred(token_level_rewards, group, response_mask)
+    responses = _Responses.find(token_level_rewards, uid, response_mask, trajectory)
+    group, lengths, (centred, size) = responses.group, responses.lengths, responses.centred()
     total = torch.zeros_like(centred).index_add(0, group, lengths)
     weighted = torch.zeros_like(centred).index_add(0, group, lengths * centred) / total.clamp(min=1)
-    return _spread(torch.where((lengths > 0) & (size[group] > 1), centred - weighted[group], 0.0), response_mask)
+    found = torch.where((lengths > 0) & (size[group] > 1), centred - weighted[group], 0.0)
+    return _spread(found[responses.of], response_mask)
 
 
-def greedy_baseline_advantage(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> Tensor:
+def greedy_baseline_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    trajectory: Iterable[Hashable] | None = None,
+) -> Tensor:
     """ReMax: the reward-to-go minus the score of the greedy response to the same prompt (arXiv:2310.10505, algorithm 1).
 
         A_t = sum(r_k, k = t .. T) - b
@@ -138,6 +160,7 @@ def greedy_baseline_advantage(token_level_rewards: Tensor, reward_baselines: Ten
         token_level_rewards: (B, R) float.
         reward_baselines: (B,), the score b of the greedy response to the row's prompt.
         response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
+        trajectory: B hashables, equal for the rows of one response.
 
     Returns:
         (B, R) float32, zero where the mask is zero.
@@ -154,11 +177,17 @@ def greedy_baseline_advantage(token_level_rewards: Tensor, reward_baselines: Ten
     if baselines.shape != token_level_rewards.shape[:1]:
         raise RowCountMismatch(f"{tuple(baselines.shape)} baselines for rewards {tuple(token_level_rewards.shape)}")
     _same_shape(token_level_rewards, response_mask)
-    returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask)
+    zeros = torch.zeros_like(token_level_rewards)
+    returns, _ = gae(token_level_rewards, zeros, response_mask, trajectory=trajectory)
     return torch.where(response_mask != 0, returns - baselines.to(returns.device)[:, None], 0.0)
 
 
-def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
+def reinforce_plus_plus(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    gamma: float = 1.0,
+    trajectory: Iterable[Hashable] | None = None,
+) -> Tensor:
     """REINFORCE++: the discounted reward-to-go, whitened over all sampled tokens of the batch (arXiv:2501.03262).
 
         G_t = sum(gamma^(k - t) r_k, k = t .. T),    A = whiten(G)
@@ -172,11 +201,17 @@ def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamm
     tensor([[ 0.8660,  0.8660],
             [-0.8660, -0.8660]])
     """
-    returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, gamma, lam=1.0)
+    zeros = torch.zeros_like(token_level_rewards)
+    returns, _ = gae(token_level_rewards, zeros, response_mask, gamma, lam=1.0, trajectory=trajectory)
     return whiten(returns, response_mask)
 
 
-def reinforce_plus_plus_baseline(token_level_rewards: Tensor, uid: Iterable[Hashable], response_mask: Tensor) -> Tensor:
+def reinforce_plus_plus_baseline(
+    token_level_rewards: Tensor,
+    uid: Iterable[Hashable],
+    response_mask: Tensor,
+    trajectory: Iterable[Hashable] | None = None,
+) -> Tensor:
     """REINFORCE++ with baseline: scores minus the mean of their group, whitened over all sampled tokens of the batch.
 
     This is the variant of arXiv:2501.03262 for several samples of each prompt. It divides by the standard deviation of the
@@ -188,11 +223,17 @@ def reinforce_plus_plus_baseline(token_level_rewards: Tensor, uid: Iterable[Hash
     >>> reinforce_plus_plus_baseline(rewards, ["a", "a", "b", "b"], mask).squeeze(1)
     tensor([ 1.2247, -1.2247,  0.0000,  0.0000])
     """
-    return whiten(group_advantage(token_level_rewards, uid, response_mask, normalise_std=False), response_mask)
+    centred = group_advantage(token_level_rewards, uid, response_mask, normalise_std=False, trajectory=trajectory)
+    return whiten(centred, response_mask)
 
 
 def gae(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float = 1.0, lam: float = 1.0
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    trajectory: Iterable[Hashable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), and the returns that the critic learns.
 
@@ -212,6 +253,7 @@ def gae(
         response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
         gamma: discount, from 0 to 1.
         lam: from 0 (one-step errors of the critic) to 1 (the full reward-to-go).
+        trajectory: B hashables, equal for the rows of one response, which are in order.
 
     Returns:
         The advantages and the returns, each (B, R) float32 and zero where the mask is zero.
@@ -226,6 +268,11 @@ def gae(
     _same_shape(token_level_rewards, response_mask, values=values)
     sampled = response_mask != 0
     rewards, values = (torch.where(sampled, each.detach().float(), 0.0) for each in (token_level_rewards, values))
+    if trajectory is not None:
+        cells, joined = _joined(sampled, trajectory)
+        found, _ = gae(rewards.flatten()[cells], values.flatten()[cells], joined, gamma, lam)
+        advantages = torch.zeros_like(rewards).flatten().index_put((cells[joined],), found[joined]).view_as(rewards)
+        return advantages, advantages + values
     advantages = torch.zeros_like(rewards)
     next_advantage = next_value = rewards.new_zeros(rewards.shape[0])  # of the next sampled token
     for t in reversed(range(rewards.shape[1])):
@@ -267,31 +314,6 @@ def whiten(values: Tensor, response_mask: Tensor, eps: float = 1e-8) -> Tensor:
     return whitened.masked_scatter(sampled, (centred / (variance + eps).sqrt()).float())
 
 
-def reverse_kl_advantage(old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """On-policy distillation: how much likelier the teacher finds a sampled token than the policy that sampled it.
-
-        A_t = -(log p_policy(y_t | x, y_<t) - log p_teacher(y_t | x, y_<t))
-
-    Its negative is the k1 estimate of the reverse KL divergence at a token. With these advantages and a discount of 0 the policy
-    gradient is that of KL(policy || teacher) at each token of the policy's own responses: on-policy distillation with reverse KL
-    (GKD, arXiv:2306.13649, section 3, lambda = 1), and the estimator of Thinking Machines' "On-Policy Distillation" (2025).
-
-    Args:
-        old_log_probs: (B, R) float, of the policy that sampled.
-        ref_log_prob: (B, R) float, of the teacher, for the same tokens at the same temperature.
-        response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
-
-    Returns:
-        (B, R) float32, without gradient.
-
-    >>> policy, teacher = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.5, 1.0, 0.25]]).log()
-    >>> reverse_kl_advantage(policy, teacher, torch.tensor([[1, 1, 0]]))
-    tensor([[0.0000, 0.6931, 0.0000]])
-    """
-    difference = ref_log_prob.detach().float() - old_log_probs.detach().float()
-    return torch.where(response_mask != 0, difference, 0.0)
-
-
 def informative_rows(scores: Sequence[float], uid: Sequence[Hashable]) -> np.ndarray:
     """Selects the rows whose group has different scores: those that DAPO's dynamic sampling keeps (arXiv:2503.14476, eq. 11).
 
@@ -316,18 +338,58 @@ def informative_rows(scores: Sequence[float], uid: Sequence[Hashable]) -> np.nda
     return np.array([len(distinct[name]) > 1 for name in uid], dtype=bool)
 
 
-def _centred(rewards: Tensor, group: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores minus the mean of their group, (B,) float64, and the number of rows of each group, (B,) with unused entries zero.
+@dataclass(frozen=True)
+class _Responses:
+    """The responses of a batch, E in all: each is a row, or the rows of a trajectory."""
 
-    Rows without sampled tokens, and groups of one row, get 0.
+    of: Tensor  # (B,) int64, the response of each row
+    group: Tensor  # (E,) int64
+    scores: Tensor  # (E,) float64, the sum of the rewards
+    lengths: Tensor  # (E,) float64, the number of sampled tokens
+
+    @classmethod
+    def find(
+        cls, rewards: Tensor, uid: Iterable[Hashable], mask: Tensor, trajectory: Iterable[Hashable] | None
+    ) -> "_Responses":
+        group, rows = _group_index(uid, rewards, mask), torch.arange(len(rewards), device=rewards.device)
+        if trajectory is None:
+            of, first = rows, rows
+        else:
+            of = _group_index(trajectory, rewards, mask, "trajectories")
+            count = int(of.max()) + 1 if len(of) else 0
+            first = torch.full((count,), len(rows), device=rewards.device).scatter_reduce(0, of, rows, "amin")
+        zeros = torch.zeros(len(first), dtype=torch.float64, device=rewards.device)
+        scores = zeros.index_add(0, of, rewards.detach().sum(-1).double())
+        return cls(of, group[first], scores, zeros.index_add(0, of, (mask != 0).sum(-1).double()))
+
+    def centred(self) -> tuple[Tensor, Tensor]:
+        """Scores minus the mean of their group, (E,) float64, and the number of responses of each group, (E,) with unused
+        entries zero.
+
+        Responses without sampled tokens, and groups of one response, get 0.
+        """
+        group, counts = self.group, (self.lengths > 0).double()
+        scores = torch.where(counts > 0, self.scores, torch.inf)
+        lowest = torch.full_like(scores, torch.inf).scatter_reduce(0, group, scores, "amin")
+        offsets = torch.where(counts > 0, scores - lowest[group], 0.0)
+        size = torch.zeros_like(scores).index_add(0, group, counts)
+        mean = torch.zeros_like(scores).index_add(0, group, offsets) / size.clamp(min=1)
+        return torch.where((counts > 0) & (size[group] > 1), offsets - mean[group], 0.0), size
+
+
+def _joined(sampled: Tensor, trajectory: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
+    """The sampled tokens of each of E trajectories in order: (E, T) int64 indices into the flattened (B, R), and (E, T) bool
+    where there is one.
     """
-    counts = (mask != 0).any(-1).double()
-    scores = torch.where(counts > 0, rewards.detach().sum(-1).double(), torch.inf)
-    lowest = torch.full_like(scores, torch.inf).scatter_reduce(0, group, scores, "amin")
-    offsets = torch.where(counts > 0, scores - lowest[group], 0.0)
-    size = torch.zeros_like(scores).index_add(0, group, counts)
-    mean = torch.zeros_like(scores).index_add(0, group, offsets) / size.clamp(min=1)
-    return torch.where((counts > 0) & (size[group] > 1), offsets - mean[group], 0.0), size
+    of = _group_index(trajectory, sampled, sampled, "trajectories")
+    row, column = sampled.nonzero(as_tuple=True)
+    order = of[row].argsort(stable=True)
+    episode, tokens = of[row][order], (row * sampled.shape[1] + column)[order]
+    lengths = torch.bincount(episode, minlength=int(of.max()) + 1 if len(of) else 0)
+    place = torch.arange(len(episode), device=of.device) - (lengths.cumsum(0) - lengths)[episode]
+    shape = len(lengths), int(lengths.max()) if len(lengths) else 0
+    cells = torch.zeros(shape, dtype=torch.int64, device=of.device).index_put((episode, place), tokens)
+    return cells, torch.arange(shape[1], device=of.device) < lengths[:, None]
 
 
 def _spread(scores: Tensor, mask: Tensor) -> Tensor:
@@ -335,13 +397,13 @@ def _spread(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask != 0, scores.reshape(-1, 1), 0.0).float()
 
 
-def _group_index(uid: Iterable[Hashable], rewards: Tensor, mask: Tensor) -> Tensor:
-    """Numbers the groups in order of appearance: (B,) int64."""
+def _group_index(labels: Iterable[Hashable], rewards: Tensor, mask: Tensor, what: str = "uids") -> Tensor:
+    """Numbers the distinct labels in order of appearance: (B,) int64."""
     numbers: dict[Hashable, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in uid]
+    index = [numbers.setdefault(name, len(numbers)) for name in labels]
     if rewards.shape != mask.shape or len(index) != rewards.shape[0]:
         raise RowCountMismatch(
-            f"rewards {tuple(rewards.shape)}, response_mask {tuple(mask.shape)} and {len(index)} uids differ in rows or shape"
+            f"rewards {tuple(rewards.shape)}, response_mask {tuple(mask.shape)} and {len(index)} {what} differ in rows or shape"
         )
     return torch.tensor(index, dtype=torch.int64, device=rewards.device)
 

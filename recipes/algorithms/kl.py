@@ -70,3 +70,28 @@ def unbiased_k3_kl(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
     """
     gradient = k2_kl(log_probs, ref_log_prob)
     return gradient - gradient.detach() + k3_kl(log_probs, ref_log_prob).detach()
+
+
+def reverse_kl_advantage(old_log_probs: Tensor, ref_log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """On-policy distillation: how much likelier the teacher finds a sampled token than the policy that sampled it.
+
+        A_t = -(log p_policy(y_t | x, y_<t) - log p_teacher(y_t | x, y_<t))
+
+    Its negative is the k1 estimate of the reverse KL divergence at a token. With these advantages and a discount of 0 the policy
+    gradient is that of KL(policy || teacher) at each token of the policy's own responses: on-policy distillation with reverse KL
+    (GKD, arXiv:2306.13649, section 3, lambda = 1), and the estimator of Thinking Machines' "On-Policy Distillation" (2025).
+
+    Args:
+        old_log_probs: (B, R) float, of the policy that sampled.
+        ref_log_prob: (B, R) float, of the teacher, for the same tokens at the same temperature.
+        response_mask: (B, R) of any dtype, nonzero where the policy sampled the token.
+
+    Returns:
+        (B, R) float32, without gradient.
+
+    >>> policy, teacher = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.5, 1.0, 0.25]]).log()
+    >>> reverse_kl_advantage(policy, teacher, torch.tensor([[1, 1, 0]]))
+    tensor([[0.0000, 0.6931, 0.0000]])
+    """
+    difference = ref_log_prob.detach().float() - old_log_probs.detach().float()
+    return torch.where(response_mask != 0, difference, 0.0)

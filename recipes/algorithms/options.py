@@ -50,9 +50,13 @@ class AlgorithmConfig:
     minibatch: int | None = None  # prompts of each optimizer step; by default the whole batch
     epochs: int = 1  # passes over each batch
     # baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
-    # opo, in distil reverse_kl, or FILE.py:FUNCTION; default: the loss's, or grpo
+    # opo, over turns gigpo and turn_returns, in distil reverse_kl, with a critic gae, turn_gae and bi_level_gae, or
+    # FILE.py:FUNCTION; default: the loss's, or grpo
     advantage: str | None = None
-    gamma: float = 1.0  # discount of rewards, for reinforce_plus_plus and gae
+    gamma: float = 1.0  # discount of rewards a token, for reinforce_plus_plus, gae and bi_level_gae
+    # discount of rewards a turn, for gigpo, turn_returns, turn_gae and bi_level_gae; default: the advantage's, or 1
+    turn_gamma: float | None = None
+    step_weight: float = 1.0  # of gigpo: weight of the comparison of turns that begin in the same state
     # loss of log-probs and advantages: ppo, grpo, dr_grpo, dapo, gspo, cispo, sapo, clip_cov, kl_cov or FILE.py:FUNCTION;
     # a name also sets the other options of its paper, unless they are given
     loss: str = "ppo"
@@ -126,16 +130,26 @@ class AlgorithmConfig:
     def _check_advantage(self) -> None:
         name = self.settings.advantage
         function = ADVANTAGES.find(name)
-        if self.n < 2 and name != "gae" and function.takes("uid"):  # a critic needs no other samples
+        if self.n < 2 and not function.critic and function.takes("uid"):  # a critic needs no other samples
             raise InvalidConfig(f"algorithm.n={self.n}: {name} compares the samples of a prompt and needs at least 2")
         if self.n < 2 and self.settings.dynamic_sampling:
             raise InvalidConfig(f"algorithm.n={self.n}: dynamic sampling needs groups of at least 2")
-        if not 0 <= self.gamma <= 1:
-            raise InvalidConfig(f"algorithm.gamma={self.gamma}: must be from 0 to 1")
+        for option, value in (("gamma", self.gamma), ("turn_gamma", self.settings.turn_gamma)):
+            if not 0 <= value <= 1:
+                raise InvalidConfig(f"algorithm.{option}={value}: must be from 0 to 1")
         if self.gamma != 1 and not function.takes("gamma"):
             raise InvalidConfig(
-                f"algorithm.gamma={self.gamma}: {name} gives all tokens of a response the same advantage; only "
-                "reinforce_plus_plus and gae have a discount"
+                f"algorithm.gamma={self.gamma}: {name} has no discount for each token; reinforce_plus_plus, gae and "
+                "bi_level_gae have one"
+            )
+        if self.turn_gamma not in (None, 1) and not function.takes("turn_gamma"):
+            raise InvalidConfig(
+                f"algorithm.turn_gamma={self.turn_gamma}: {name} has no discount for each turn; gigpo, turn_returns, turn_gae "
+                "and bi_level_gae have one"
+            )
+        if self.step_weight < 0 or (self.step_weight != 1 and not function.takes("step_weight")):
+            raise InvalidConfig(
+                f"algorithm.step_weight={self.step_weight}: must be at least 0, and is an option of gigpo"
             )
 
     def _check_loss(self) -> None:
@@ -228,6 +242,11 @@ class AlgorithmConfig:
         return self.settings.kl_coef > 0 or ADVANTAGES.find(self.settings.advantage).takes("ref_log_prob")
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage needs the values of a critic."""
+        return ADVANTAGES.find(self.settings.advantage).critic
+
+    @property
     def needs_greedy(self) -> bool:
         """Whether the advantage needs the score of the greedy response to each prompt."""
         return ADVANTAGES.find(self.settings.advantage).takes("reward_baselines")
@@ -264,20 +283,34 @@ def outcome_advantage(config: AlgorithmConfig, data: DataProto) -> Tensor:
     """The advantages (B, R) from the columns of a batch, without a critic.
 
     Raises:
-        InvalidConfig: the advantage function has an argument that is neither a column nor an option.
+        InvalidConfig: the advantage function has an argument that is neither a column nor an option, or needs a critic.
         InvalidColumn: it returned another shape.
     """
+    if config.needs_critic:
+        raise InvalidConfig(f"{config.settings.advantage} needs the values of a critic")
+    advantages: Tensor = _advantage(config, data)
+    _check_shape(f"algorithm.advantage={config.settings.advantage}", advantages, data["response_mask"])
+    return advantages
+
+
+def critic_advantage(config: AlgorithmConfig, data: DataProto) -> tuple[Tensor, Tensor]:
+    """The advantages (B, R), and the returns (B, R) that the critic learns, from the columns of a batch with ``values``.
+
+    Raises:
+        InvalidConfig: the advantage function has an argument that is neither a column nor an option.
+    """
+    found: tuple[Tensor, Tensor] = _advantage(config, data)
+    return found
+
+
+def _advantage(config: AlgorithmConfig, data: DataProto) -> Any:
+    """What the function that ``config`` names makes of the columns and the options."""
     name = config.settings.advantage
     function = ADVANTAGES.find(name).function
-    if name == "gae":
-        raise InvalidConfig("gae needs the values of a critic")
     what = f"algorithm.advantage={name}"
     given = arguments_by_name(what, function, _columns(data), config.options())
     with in_users_function(what, function):
-        found = function(**given)
-    _check_shape(what, found, data["response_mask"])
-    advantages: Tensor = found
-    return advantages
+        return function(**given)
 
 
 def add_loss_columns(config: AlgorithmConfig, data: DataProto, seed: tuple[int, int]) -> None:

@@ -2,7 +2,7 @@
 
 The names of a function's arguments say what it is called with: columns of the batch (`dataproto.COLUMNS`, or any other),
 options of `AlgorithmConfig`, and, for a loss, ``log_probs`` and ``entropy`` of the update. A loss returns the loss of each token
-``(B, R)`` and metrics of the same shape; an advantage returns ``(B, R)``.
+``(B, R)`` and metrics of the same shape; an advantage returns ``(B, R)``, one with a critic the returns ``(B, R)`` too.
 
 >>> def reinforce(log_probs, advantages):
 ...     return -advantages * log_probs, {}
@@ -29,11 +29,13 @@ from recipes.algorithms.function_files import load_named_function
 from workers.model.model_config import AggregationMode
 
 if TYPE_CHECKING:
-    from recipes.algorithms import advantages, covariances, losses
+    from recipes.algorithms import advantages, covariances, kl, losses, turn_advantages
 else:  # their names are options, which are read without torch
     advantages = LazyModule("recipes.algorithms.advantages")
     covariances = LazyModule("recipes.algorithms.covariances")
+    kl = LazyModule("recipes.algorithms.kl")
     losses = LazyModule("recipes.algorithms.losses")
+    turn_advantages = LazyModule("recipes.algorithms.turn_advantages")
 
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 
@@ -50,6 +52,7 @@ class Settings:
     kl: Estimator = "k3"
     dynamic_sampling: int = 0
     overlong_buffer: float = 0
+    turn_gamma: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,14 @@ class Algorithm:
         columns: further columns that the function reads, each with the function that computes it from the whole batch before
             an update.
         arguments: some of the function's arguments, so that asking for them does not import it.
+        critic: of an advantage: it needs the column ``values`` of a critic, and returns the advantages and the critic's returns.
     """
 
     function: Callable[..., Any]
     paper: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    critic: bool = False
 
     def takes(self, name: str) -> bool:
         """Whether the function, or one that computes a column for it, has an argument ``name``."""
@@ -181,8 +186,18 @@ ADVANTAGES = Registry(
         ),
         "remax": Algorithm(advantages.greedy_baseline_advantage, {"kl_coef": 0.001, "kl_in": "reward"}),
         "opo": Algorithm(advantages.length_weighted_advantage, {"kl_coef": 0.0}),
-        "gae": Algorithm(advantages.gae, arguments=("gamma",)),
-        "reverse_kl": Algorithm(advantages.reverse_kl_advantage, {"kl_coef": 0.0}),
+        "gigpo": Algorithm(
+            turn_advantages.gigpo_advantage,
+            {"turn_gamma": 0.95, "kl_coef": 0.01},
+            arguments=("turn_gamma", "step_weight"),
+        ),
+        "turn_returns": Algorithm(turn_advantages.turn_returns_advantage, arguments=("turn_gamma",)),
+        "gae": Algorithm(advantages.gae, arguments=("gamma",), critic=True),
+        "turn_gae": Algorithm(turn_advantages.turn_gae, arguments=("turn_gamma",), critic=True),
+        "bi_level_gae": Algorithm(
+            turn_advantages.bi_level_gae, {"turn_gamma": 0.99}, arguments=("gamma", "turn_gamma"), critic=True
+        ),
+        "reverse_kl": Algorithm(kl.reverse_kl_advantage, {"kl_coef": 0.0}),
     },
 )
 """The advantages by name."""

@@ -20,9 +20,10 @@ class GRPOConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.settings.advantage == "gae":
+        if self.needs_critic:
             raise InvalidConfig(
-                "algorithm.advantage=gae needs the values of a critic: run recipes.ppo or recipes.geo3k_ppo"
+                f"algorithm.advantage={self.settings.advantage} needs the values of a critic: run recipes.ppo or "
+                "recipes.geo3k_ppo"
             )
         if self.settings.advantage == "reverse_kl":
             raise InvalidConfig("algorithm.advantage=reverse_kl needs a teacher: run recipes.distil")

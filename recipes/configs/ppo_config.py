@@ -21,12 +21,10 @@ OUTPUT_DIR = Path("outputs/ppo")
 
 
 @dataclass(frozen=True)
-class PPOConfig(AlgorithmConfig):
-    """The algorithm's settings; verl's defaults where they exist."""
+class ActorCriticConfig(AlgorithmConfig):
+    """The settings of algorithms whose advantage may need a critic."""
 
-    n: int = 1  # samples of each prompt
-    advantage: str | None = "gae"  # baseline of a token: the critic's value
-    lam: float = 1.0  # of gae: 0 trusts the critic alone, 1 the rewards alone
+    lam: float = 1.0  # of these: 0 trusts the critic alone, 1 the rewards alone
     whiten: bool = True  # shift and scale the batch's advantages to mean 0 and variance 1
     critic_epochs: int = 1  # passes of the critic over each batch, in the policy's mini-batches
     value_clip: float | None = 0.5  # largest change of a value in one update that the loss rewards; None: no limit
@@ -34,10 +32,6 @@ class PPOConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.settings.advantage != "gae":
-            raise InvalidConfig(
-                f"algorithm.advantage={self.settings.advantage} does not use a critic: run recipes.grpo or recipes.geo3k_grpo"
-            )
         if not 0 <= self.lam <= 1:
             raise InvalidConfig(f"algorithm.lam={self.lam}: must be from 0 to 1")
         if self.critic_epochs < 1 or self.critic_warmup < 0:
@@ -47,6 +41,21 @@ class PPOConfig(AlgorithmConfig):
             )
         if self.value_clip is not None and self.value_clip <= 0:
             raise InvalidConfig(f"algorithm.value_clip={self.value_clip}: must be above 0")
+
+
+@dataclass(frozen=True)
+class PPOConfig(ActorCriticConfig):
+    """The algorithm's settings; verl's defaults where they exist."""
+
+    n: int = 1  # samples of each prompt
+    advantage: str | None = "gae"  # with the critic's values: of tokens gae, over turns turn_gae and bi_level_gae
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.needs_critic:
+            raise InvalidConfig(
+                f"algorithm.advantage={self.settings.advantage} does not use a critic: run recipes.grpo or recipes.geo3k_grpo"
+            )
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,14 @@ IDLE_RULES = (
         "the rate is constant: add --optimizer.schedule linear or cosine",
     ),
     IdleRule(
+        (
+            *("critic-optimizer.", "algorithm.lam", "algorithm.whiten", "algorithm.critic-epochs"),
+            *("algorithm.critic-warmup", "algorithm.value-clip"),
+        ),
+        lambda c: c.critic is None,
+        "there is no critic: add --algorithm.advantage gae, or over turns turn_gae or bi_level_gae",
+    ),
+    IdleRule(
         ("critic-optimizer.min-lr-ratio", "critic-optimizer.total-steps"),
         lambda c: c.critic_optimizer.schedule == "constant",
         "the critic's rate is constant: add --critic-optimizer.schedule linear or cosine",

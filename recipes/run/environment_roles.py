@@ -9,6 +9,7 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
+from recipes.algorithms.turn_advantages import uncut_tokens
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
 from workers import Roles
@@ -23,13 +24,18 @@ def load_environment(name: str) -> MakeEnvironment:
     return load_named_function(name, "environment", InvalidConfig)
 
 
-def with_environment(roles: Roles, make_environment: MakeEnvironment, limits: EpisodeLimits) -> Roles:
+def with_environment(
+    roles: Roles, make_environment: MakeEnvironment, limits: EpisodeLimits, drop_cut: bool = False
+) -> Roles:
     """The same roles, except that ``roles.rollout.generate`` plays episodes and ``roles.reward.score`` leaves their rewards.
 
     So every recipe that samples and scores trains on episodes.
+
+    Args:
+        drop_cut: learn nothing from episodes that a limit cut, see `uncut_tokens`.
     """
     optional = {**roles.optional, "reward": EnvironmentReward()}
-    return replace(roles, rollout=PlayingRollout(roles.rollout, make_environment, limits), optional=optional)
+    return replace(roles, rollout=PlayingRollout(roles.rollout, make_environment, limits, drop_cut), optional=optional)
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,13 @@ class PlayingRollout:
     rollout: Any
     make_environment: MakeEnvironment
     limits: EpisodeLimits
+    drop_cut: bool = False
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
         played: DataProto = self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits))
+        if self.drop_cut:
+            played["response_mask"] = uncut_tokens(played["response_mask"], played["end_reason"])
         infos = played["info"]
         numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
         for name in dict.fromkeys(numbers):

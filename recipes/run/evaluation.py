@@ -12,7 +12,7 @@ from recipes.configs.shared.run_config import Measured
 from recipes.data.loader import EvaluationLoader
 from recipes.report.samples import rollout_samples, save_rollouts
 from recipes.rewards.geometry3k import boxed_answer
-from recipes.run.metrics import timed, validation_metrics
+from recipes.run.metrics import last_rows, timed, validation_metrics
 from rollout.engine import SamplingParams
 from workers import Roles
 
@@ -47,7 +47,7 @@ def evaluate_samples(
         for prompts in held_out:
             data = roles.rollout.generate(prompts, sampling)
             data |= roles.reward.score(data)
-            batches.append(data)
+            batches.append(last_rows(data))
     firsts = (data[:: sampling.n] for data in batches)  # of each problem
     samples = [sample for data in firsts for sample in rollout_samples(data, REPORTED_ROLLOUTS)]
     save_rollouts(output_dir, step, samples[:REPORTED_ROLLOUTS])

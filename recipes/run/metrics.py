@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dataproto import DataProto
@@ -38,12 +39,31 @@ def timed(metrics: MutableMapping[str, float], stage: str) -> Iterator[None]:
         metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
 
 
+def last_rows(data: DataProto) -> DataProto:
+    """The last row of each trajectory, which knows how its episode ended; all rows of a batch without trajectories."""
+    if "trajectory" not in data:
+        return data
+    last = {name: row for row, name in enumerate(data["trajectory"])}
+    return data[sorted(last.values())]
+
+
+def _of_responses(values: Tensor, data: DataProto) -> Tensor:
+    """The sum over the rows of each response, in order of their last rows: (B,) to (E,)."""
+    if "trajectory" not in data:
+        return values
+    last = {name: row for row, name in enumerate(data["trajectory"])}
+    places = {name: place for place, name in enumerate(sorted(last, key=lambda name: last[name]))}
+    index = torch.tensor([places[name] for name in data["trajectory"]], dtype=torch.int64, device=values.device)
+    return values.new_zeros(len(places)).index_add(0, index, values)
+
+
 def rollout_metrics(
     data: DataProto, max_prompt_length: int | None = None, max_response_length: int | None = None
 ) -> dict[str, float]:
     """Statistics of a scored rollout batch.
 
-    As in verl, scores and rewards are those of the rows with a response; without any row a statistic is NaN.
+    As in verl, scores and rewards are those of the rows with a response; without any row a statistic is NaN. The rows of an
+    episode are one response in all but the lengths.
 
     Args:
         data: with ``attention_mask`` (B, P + R), ``response_mask`` (B, R), ``token_level_rewards`` (B, R); if present,
@@ -62,9 +82,10 @@ def rollout_metrics(
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]
     scores = data["token_level_scores"] if "token_level_scores" in data else rewards
-    answered = response > 0
-    metrics = _statistics("critic/score", scores.sum(-1)[answered])
-    metrics |= _statistics("critic/rewards", rewards.sum(-1)[answered])
+    totals, ends = _of_responses(scores.sum(-1), data), last_rows(data)
+    answered = _of_responses(response, data) > 0
+    metrics = _statistics("critic/score", totals[answered])
+    metrics |= _statistics("critic/rewards", _of_responses(rewards.sum(-1), data)[answered])
     if "advantages" in data:
         metrics |= _statistics("critic/advantages", data["advantages"][mask])
     if "values" in data and "returns" in data:
@@ -72,7 +93,7 @@ def rollout_metrics(
         metrics |= _statistics("critic/values", values) | _statistics("critic/returns", returns)
         metrics["critic/vf_explained_var"] = float(1 - (returns - values).var() / (returns.var() + 1e-5))
     if "acc" in data:
-        judged = zip(data["acc"], answered.tolist(), strict=True)
+        judged = zip(ends["acc"], answered.tolist(), strict=True)
         right = [float(value) for value, kept in judged if kept and value is not None]
         metrics["reward/acc"] = math.fsum(right) / len(right) if right else math.nan
     width = mask.shape[1]
@@ -81,13 +102,13 @@ def rollout_metrics(
         metrics |= _statistics(name, lengths)
         metrics[f"{name}/clip_ratio"] = _mean(lengths == limit)
     if "uid" in data:
-        metrics |= _equal_groups(scores.sum(-1).tolist(), list(data["uid"]))
+        metrics |= _equal_groups(totals.tolist(), list(ends["uid"]))
     if "truncated" in data:
-        metrics["response/truncated_ratio"] = _mean(data["truncated"])
+        metrics["response/truncated_ratio"] = _mean(ends["truncated"])
     if "turns" in data and "end_reason" in data:
-        metrics |= _statistics("episode/turns", data["turns"])
-        ends = Counter(data["end_reason"].tolist())
-        metrics |= {f"episode/ended/{reason}": count / len(data) for reason, count in sorted(ends.items())}
+        metrics |= _statistics("episode/turns", ends["turns"])
+        reasons = Counter(ends["end_reason"].tolist())
+        metrics |= {f"episode/ended/{reason}": count / len(ends) for reason, count in sorted(reasons.items())}
     return metrics | {"response/aborted_ratio": _mean(~answered)}
 
 

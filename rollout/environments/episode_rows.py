@@ -1,5 +1,7 @@
 """Rows of prompts to episodes, and episodes to rows of a rollout batch: prompt | sampled | observation | sampled | ...
 
+A row that goes on with an episode has its history between the prompt and the first sampled token.
+
 Letters: B rows, P prompt tokens, R response tokens, L = P + R.
 """
 
@@ -17,6 +19,7 @@ from dataproto.packing import MAX_TOKENS, PAD_TOKEN
 from dataproto.vlm import media_grids
 from rollout.engine import SamplingParams
 from rollout.environments.episodes import Episode, EpisodeStart
+from rollout.environments.shown_history import EpisodeRow
 from rollout.environments.turn_renderer import TurnRenderer
 from rollout.responses import OCCURRENCE, number_occurrences, prompt_names
 from rollout.sampling import derive_seed
@@ -50,19 +53,23 @@ def episode_starts(prompts: DataProto, sampling: SamplingParams, call: int = 0) 
 def episode_columns(
     prompts: DataProto, episodes: Sequence[Episode], renderer: TurnRenderer, max_tokens: int
 ) -> DataProto:
-    """The rollout batch of episodes, each from the row of ``prompts`` at its place.
+    """The rollout batch of episodes, each from the row of ``prompts`` at its place: a row each, or several.
+
+    An episode has several rows if it left out pictures: each row has a ``response_mask`` of 1 on the turns that were sampled in
+    it, and begins with what the policy saw of the turns before. Rows of one ``uid`` then have the same prompt: what they all
+    begin with. ``actions`` are those of the row, the other columns of objects are of the episode.
 
     The columns are those of `rollout.responses.attach_responses`, with observations and their images among the responses
     (``response_mask`` 0), and ``turn``, ``weight_version``, ``token_level_rewards`` ``(B, R)``, ``turns``, ``actions``,
-    ``score``, ``trajectory``, ``end_reason``, ``end_message``, ``response_text`` and ``info`` ``(B,)``, the numbers and texts of
-    the last one. A row whose environment failed has a ``response_mask`` of 0: nothing is learned from it, and it does not enter
-    the baseline of its group.
+    ``states``, ``score``, ``trajectory``, ``end_reason``, ``end_message``, ``response_text`` and ``info`` ``(B,)``, the numbers
+    and texts of the last one. A row whose environment failed has a ``response_mask`` of 0: nothing is learned from it, and it
+    does not enter the baseline of its group.
 
     Args:
         max_tokens: the largest number of response tokens that was allowed.
     """
     builder = renderer.builder
-    records = [_Record(episode, renderer) for episode in episodes]
+    records = _records(episodes, renderer)
     width = max((len(record.ids) for record in records), default=0) or 1
     prompt_ids = _pad_left([record.prompt_ids for record in records], builder.pad_token_id)
     prompt_mask = _pad_left([np.ones_like(record.prompt_ids) for record in records], 0)
@@ -88,11 +95,14 @@ def episode_columns(
         "token_level_rewards": _pad_right([record.rewards for record in records], width, 0, "f")[0],
         "turn": _pad_right([record.turn for record in records], width, 0)[0],
         "weight_version": _pad_right([record.weight_versions for record in records], width, 0)[0],
-        "turns": torch.tensor([len(episode.turns) for episode in episodes]),
-        "truncated": torch.tensor([episode.ended in ("length", "tokens") for episode in episodes]),
+        "turns": torch.tensor([len(record.episode.turns) for record in records]),
+        "truncated": torch.tensor(
+            [record.is_last and record.episode.ended in ("length", "tokens") for record in records]
+        ),
     }
-    data = prompts.select(non_tensor_batch_keys=list(prompts.non_tensor_batch), batch_keys=[])[:]
-    for name, values in (_objects(episodes, records, media)).items():
+    names, places = list(prompts.non_tensor_batch), np.array([record.place for record in records], dtype=np.int64)
+    data = prompts.select(non_tensor_batch_keys=names, batch_keys=[])[places]
+    for name, values in _objects(records).items():
         data[name] = object_array(values)
     for name, tensor in tensors.items():
         data[name] = tensor
@@ -100,47 +110,105 @@ def episode_columns(
     return data
 
 
-class _Record:
-    """The tokens of an episode behind its prompt, and a value of each; empty for one that did not begin."""
+def _records(episodes: Sequence[Episode], renderer: TurnRenderer) -> list["_Record"]:
+    """The rows of all episodes, those of an episode behind each other."""
+    shared = _shared_prompts(episodes)
+    records = []
+    for place, episode in enumerate(episodes):
+        begun = [row for row in episode.rows if row.first in (0, *range(len(episode.turns)))]
+        rows: Sequence[EpisodeRow | None] = begun or [None]
+        bounds = [*(row.first for row in begun[1:]), len(episode.turns)]
+        for number, (row, stop) in enumerate(zip(rows, bounds, strict=True)):
+            is_last = number == len(rows) - 1
+            records.append(_Record(place, episode, row, stop, is_last, shared.get(episode.start.uid), renderer))
+    return records
 
-    def __init__(self, episode: Episode, renderer: TurnRenderer) -> None:
-        prompt, request, turns = episode.prompt, episode.request, episode.turns
-        nothing = np.array([renderer.builder.pad_token_id])
-        self.prompt_ids = nothing if prompt is None else prompt.input_ids
-        self.prompt_types = 0 * nothing if prompt is None else prompt.token_types.astype(np.int64)
-        parts = () if request is None else media_parts(request.multi_modal_inputs)
+
+def _shared_prompts(episodes: Sequence[Episode]) -> dict[str, int]:
+    """For each uid with an episode in several rows the number of tokens with which all its rows begin, at least 1.
+
+    These are the prompt of the rows, so that training computes them once.
+    """
+    divided = {episode.start.uid for episode in episodes if len(episode.rows) > 1}
+    rows: dict[str, list[Tensor]] = {uid: [] for uid in divided}
+    for episode in episodes:
+        if episode.start.uid in divided:
+            rows[episode.start.uid] += [row.begins.input_ids for row in episode.rows]
+    return {uid: max(_common_length(ids), 1) for uid, ids in rows.items()}
+
+
+def _common_length(rows: Sequence[Tensor]) -> int:
+    """The number of tokens with which all rows begin.
+
+    >>> _common_length([torch.tensor([1, 2, 3]), torch.tensor([1, 2]), torch.tensor([1, 2, 4])])
+    2
+    """
+    common = rows[0]
+    for row in rows[1:]:
+        length = min(len(common), len(row))
+        differs = (common[:length] != row[:length]).nonzero()
+        common = common[: int(differs[0]) if len(differs) else length]
+    return len(common)
+
+
+class _Record:
+    """A row of an episode: the tokens behind its prompt, and a value of each; empty for an episode that did not begin."""
+
+    def __init__(
+        self,
+        place: int,
+        episode: Episode,
+        row: EpisodeRow | None,
+        stop: int,
+        is_last: bool,
+        prompt: int | None,
+        renderer: TurnRenderer,
+    ) -> None:
+        """``stop``: index of the turn behind the row's last one. ``prompt``: length of its prompt, if not what came before its
+        first turn.
+        """
+        self.place, self.episode, self.is_last = place, episode, is_last
+        first = 0 if row is None else row.first
+        turns = episode.turns[first:stop]
+        context = np.array([renderer.builder.pad_token_id]) if row is None else row.begins.input_ids.numpy()
+        kinds = 0 * context if row is None else row.begins.token_types.numpy().astype(np.int64)
+        self.prompt_ids, history = context[:prompt], context[len(context) if prompt is None else prompt :]
+        self.prompt_types, history_types = kinds[:prompt], kinds[len(self.prompt_ids) :]
+        parts = () if row is None else media_parts(row.ends.multi_modal_inputs)
         self.media: RowMedia = parts if len(parts) > 1 else dict(parts[0]) if parts else {}
-        self.objects = {} if request is None else dict(request.multi_modal_data)
+        self.objects = {} if row is None else dict(row.ends.multi_modal_data)
         own = np.array([len(turn.token_ids) for turn in turns], dtype=np.int64)
         shown = np.array([0 if turn.shown is None else len(turn.shown.ids) for turn in turns], dtype=np.int64)
-        length = int((own + shown).sum())
-        self.turn = np.repeat(np.arange(1, len(turns) + 1), own + shown)
-        self.sampled = np.repeat(np.tile([1, 0], len(turns)), np.stack([own, shown], 1).ravel())
+        lengths = [len(history), *np.stack([own, shown], 1).ravel()]
+        self.turn = np.repeat([0, *np.repeat(np.arange(first, stop) + 1, 2)], lengths)
+        self.sampled = np.repeat([0, *np.tile([1, 0], len(turns))], lengths)
         self.mask = self.sampled * (not episode.failed)
         places, observed = self.sampled.astype(bool), [turn.shown for turn in turns if turn.shown is not None]
-        self.ids, self.types = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
+        self.ids, self.types = np.zeros(len(places), dtype=np.int64), np.zeros(len(places), dtype=np.int64)
         self.ids[places] = [token for turn in turns for token in turn.token_ids]
-        self.ids[~places] = [token for each in observed for token in each.ids]
-        self.types[~places] = [kind for each in observed for kind in each.token_types]
-        self.log_probs, self.rewards = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.float32)
+        self.ids[~places] = [*history, *(token for each in observed for token in each.ids)]
+        self.types[~places] = [*history_types, *(kind for each in observed for kind in each.token_types)]
+        self.log_probs, self.rewards = np.zeros(len(places), dtype=np.float32), np.zeros(len(places), dtype=np.float32)
         self.log_probs[places] = [value for turn in turns for value in turn.log_probs]
-        self.weight_versions = np.zeros(length, dtype=np.int64)
+        self.weight_versions = np.zeros(len(places), dtype=np.int64)
         self.weight_versions[places] = [version for turn in turns for version in turn.weight_versions]
-        self.rewards[np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
+        self.rewards[len(history) + np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
         decode = renderer.builder.tokenizer.decode
         self.actions = [decode(turn.token_ids, skip_special_tokens=True) for turn in turns]
 
 
-def _objects(episodes: Sequence[Episode], records: Sequence[_Record], media: Sequence[Any]) -> dict[str, list[Any]]:
+def _objects(records: Sequence[_Record]) -> dict[str, list[Any]]:
+    episodes = [record.episode for record in records]
     return {
         "trajectory": [episode.start.trajectory for episode in episodes],
         "end_reason": [episode.ended for episode in episodes],
         "end_message": [episode.message for episode in episodes],
         "info": [_plain(episode.info) for episode in episodes],
         "actions": [record.actions for record in records],
+        "states": [[turn.state for turn in episode.turns] for episode in episodes],
         "response_text": ["\n".join(record.actions) for record in records],
         "score": [sum(turn.reward for turn in episode.turns) for episode in episodes],
-        "multi_modal_inputs": list(media),
+        "multi_modal_inputs": [record.media for record in records],
         "multi_modal_data": [record.objects for record in records],
         "raw_prompt": [_messages(episode) for episode in episodes],
     }

@@ -14,6 +14,7 @@ from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
+from rollout.environments.shown_history import EpisodeRow, last_pictures
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
 from rollout.prompts.prepared_rows import in_prompt_order, media_objects
@@ -31,17 +32,20 @@ EndReason = Literal["done", "turns", "tokens", "length"] | Failure
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How long an episode may be."""
+    """How long an episode may be, and what the policy sees of it."""
 
     turns: int  # of the policy
-    tokens: int | None = None  # behind the prompt, sampled ones and observations; None: no limit
+    tokens: int | None = None  # of a row behind the prompt, sampled ones and observations; None: no limit
     seconds: float = 60.0  # that the environment may take, all its calls together
+    last_pictures: int | None = None  # of the observations that a turn sees; None: all
 
     def __post_init__(self) -> None:
         if self.turns < 1 or (self.tokens is not None and self.tokens < 1) or not self.seconds > 0:
             raise InvalidConfig(
                 f"turns={self.turns}, tokens={self.tokens} must be at least 1, seconds={self.seconds} above 0"
             )
+        if self.last_pictures is not None and self.last_pictures < 1:
+            raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
 
     def most_tokens(self, most_of_turn: int) -> int:
         """The largest number of sampled tokens, or of tokens behind the prompt if those are limited."""
@@ -72,6 +76,7 @@ class Turn:
     reward: float = 0.0
     shown: RenderedTurn | None = None
     weight_versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+    state: str = ""  # digest of the observation that it answers
 
 
 @dataclass
@@ -84,6 +89,9 @@ class Episode:
     ended: EndReason | None = None
     message: str = ""  # of a failure
     info: dict[str, Any] = field(default_factory=dict)  # of the last observation
+    state: str = ""  # digest of the last observation
+    observations: list[Observation] = field(default_factory=list)  # that were shown
+    rows: list[EpisodeRow] = field(default_factory=list)
     request: Request | None = None  # of the last turn
     number: int | None = None  # of the last turn's request in the engine
     partial: Tokens | None = None  # of a turn that was stopped
@@ -94,11 +102,14 @@ class Episode:
         """What was sampled so far, for an episode that goes on later."""
         if self.prompt is None:
             return list(self.repeated)
-        befores = [self.prompt.input_ids.tolist(), *(turn.shown.ids.tolist() for turn in self.turns if turn.shown)]
+        befores = [turn.shown.ids.tolist() if turn.shown else [] for turn in self.turns]  # before the next turn
+        befores.insert(0, self.prompt.input_ids.tolist())
+        for row in self.rows:
+            befores[row.first] = row.begins.input_ids.tolist()
         sampled = [Tokens(turn.token_ids, turn.log_probs, turn.weight_versions) for turn in self.turns]
         turns = [BegunTurn(tokens, True, before) for tokens, before in zip(sampled, befores, strict=False)]
         if self.partial is not None:
-            turns.append(BegunTurn(self.partial, False, befores[-1]))
+            turns.append(BegunTurn(self.partial, False, befores[len(self.turns)]))
         return [*turns, *self.repeated]
 
     @property
@@ -108,8 +119,14 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Number of tokens behind the prompt."""
-        return sum(len(turn.token_ids) + (0 if turn.shown is None else len(turn.shown.ids)) for turn in self.turns)
+        """Number of tokens behind the prompt, in the row that grows."""
+        if self.prompt is None:
+            return 0
+        row, before = self.rows[-1], len(self.prompt.input_ids)
+        added = (
+            len(turn.token_ids) + (0 if turn.shown is None else len(turn.shown.ids)) for turn in self.turns[row.first :]
+        )
+        return len(row.begins.input_ids) - before + sum(added)
 
     def end(self, reason: EndReason, message: str = "") -> None:
         """Ends the episode."""
@@ -251,12 +268,16 @@ class _Play:
         if outcome.done or len(episode.turns) == self.limits.turns:
             self._end(episode, outcome)
             return
+        episode.observations.append(outcome)
         try:
-            shown = self._shown(episode, outcome)
+            shown, row = self._shown(episode, outcome), self._new_row(episode)
         except InvalidPrompt as error:
             episode.end("invalid", f"its observation cannot be shown: {error}")
             return
-        if shown is None:
+        episode.state = self.renderer.digest(outcome)
+        if row is not None:
+            self._begin_row(number, row)
+        elif shown is None:
             self._submit(number, episode.request, None)
         elif self.limits.room(episode.length + len(shown.ids)) < 1:
             episode.end("tokens")
@@ -273,14 +294,45 @@ class _Play:
         """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
         if episode.turns:
             return self.renderer.turn(observation, ended=episode.turns[-1].token_ids[-1] in self.renderer.end_ids)
-        start = episode.start
+        episode.prompt, request = self._first_prompt(episode.start, observation)
+        episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
+        episode.rows = [EpisodeRow(0, episode.request, episode.request)]
+        return None
+
+    def _first_prompt(self, start: EpisodeStart, observation: Observation) -> tuple[Prompt, Request]:
+        """The prompt of an episode that begins with this observation, and its first request, without a seed."""
         key = (id(start.row), observation.role, *self.renderer.content_key(observation))
         if key not in self.first:
             prompt = self.renderer.prompt(start.row, observation)
-            self.first[key] = prompt, self._first_request(prompt)
-        episode.prompt, request = self.first[key]
-        episode.request = replace(request, seed=turn_seed(start.seed, 0), uid=start.uid)
-        return None
+            self.first[key] = prompt, self._first_request(prompt, observation)
+        return self.first[key]
+
+    def _new_row(self, episode: Episode) -> EpisodeRow | None:
+        """The row in which the episode goes on if it has to leave out pictures that its present row shows."""
+        if self.limits.last_pictures is None or not episode.turns:
+            return None
+        (first, *others), omitted = last_pictures(episode.observations, self.limits.last_pictures)
+        if omitted == episode.rows[-1].omitted:
+            return None
+        _, request = self._first_prompt(episode.start, first)
+        for turn, observation in zip(episode.turns, others, strict=True):
+            shown = self.renderer.turn(observation, ended=turn.token_ids[-1] in self.renderer.end_ids)
+            request = self._continued(request, turn.token_ids, shown)
+        request = replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
+        return EpisodeRow(len(episode.turns), request, request, omitted)
+
+    def _begin_row(self, number: int, row: EpisodeRow) -> None:
+        """Starts the next turn in a new row."""
+        episode = self.episodes[number]
+        assert episode.prompt is not None
+        if self.limits.room(len(row.begins.input_ids) - len(episode.prompt.input_ids)) < 1:
+            episode.end("tokens")
+            return
+        episode.rows.append(row)
+        if episode.number is not None:
+            self.engine.abort(episode.number)
+            episode.number = None
+        self._submit(number, row.begins, None)
 
     def _submit(self, number: int, request: Request | None, shown: RenderedTurn | None) -> None:
         """Starts the next turn, which ``shown`` precedes."""
@@ -320,15 +372,18 @@ class _Play:
         self._shown_before(episode, request, shown)
 
     def _shown_before(self, episode: Episode, request: Request, shown: RenderedTurn | None) -> None:
-        episode.request = request
+        episode.request = episode.rows[-1].ends = request
         if shown is not None:
             episode.turns[-1] = replace(episode.turns[-1], shown=shown)
 
     # Requests
 
-    def _first_request(self, prompt: Prompt) -> Request:
-        media = self.renderer.media(in_prompt_order(prompt.conversation, prompt.images, prompt.videos))
-        parts = (media,) if media else ()
+    def _first_request(self, prompt: Prompt, observation: Observation) -> Request:
+        media = list(in_prompt_order(prompt.conversation, prompt.images, prompt.videos))
+        shown = sum(not isinstance(part, str) for part in observation.content)
+        # Media of the task and of the observation are apart, so that rows that do not show the latter share the former.
+        cut = len(media) if self.limits.last_pictures is None else len(media) - shown
+        parts = tuple(self.renderer.media(part) for part in (media[:cut], media[cut:]) if part)
         return Request(
             prompt.raw_ids,
             torch.from_numpy(prompt.input_ids),
@@ -339,9 +394,13 @@ class _Play:
         )
 
     def _next_request(self, episode: Episode, shown: RenderedTurn) -> Request:
-        earlier = episode.request
-        assert earlier is not None
-        sampled = torch.tensor(episode.turns[-1].token_ids)
+        assert episode.request is not None
+        request = self._continued(episode.request, episode.turns[-1].token_ids, shown)
+        return replace(request, seed=turn_seed(episode.start.seed, len(episode.turns)), uid=episode.start.uid)
+
+    def _continued(self, earlier: Request, token_ids: Sequence[int], shown: RenderedTurn) -> Request:
+        """The request behind an earlier one, what was sampled for it, and an observation."""
+        sampled = torch.tensor(token_ids)
         types = torch.zeros_like(sampled, dtype=torch.int8)
         data = dict(earlier.multi_modal_data)
         for kind, objects in media_objects(shown.images).items():
@@ -353,8 +412,6 @@ class _Play:
             self._positions(earlier.position_ids, len(sampled), shown.position_ids),
             multi_modal_data=data,
             multi_modal_inputs=(*media_parts(earlier.multi_modal_inputs), *([shown.media] if shown.media else [])),
-            seed=turn_seed(episode.start.seed, len(episode.turns)),
-            uid=episode.start.uid,
         )
         check_growth(earlier, sampled, request)
         return request
@@ -387,7 +444,8 @@ class _Play:
     def _sampled(self, number: int, tokens: Tokens, reason: FinishReason) -> None:
         """Adds a turn and, unless the episode ends with it, passes its action on."""
         episode = self.episodes[number]
-        episode.turns.append(Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions))
+        turn = Turn(tokens.token_ids, tokens.log_probs, weight_versions=tokens.weight_versions, state=episode.state)
+        episode.turns.append(turn)
         if reason != "stop":
             whole = self.limits.room(episode.length) > 0
             episode.end("length" if whole else "tokens")

@@ -130,6 +130,14 @@ class TurnRenderer:
         """A value that is equal for equal content; it identifies images until `forget`."""
         return tuple(part if isinstance(part, str) else id(self._image(part)) for part in observation.content)
 
+    def digest(self, observation: Observation) -> str:
+        """A digest of the content, equal for equal texts and pixels in any process."""
+        found = blake2b(digest_size=16)
+        for part in observation.content:
+            data = part.encode() if isinstance(part, str) else self._image(part).key
+            found.update(f"{type(part) is str} {len(data)} ".encode() + data)
+        return found.hexdigest()
+
     def _image(self, image: Image.Image) -> ProcessedImage:
         if image.mode in ("P", "PA"):  # palette indices do not define the colours
             image = image.convert("RGBA")

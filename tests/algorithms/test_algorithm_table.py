@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from dataproto.columns import COLUMNS
-from recipes import distil, geo3k_grpo, geo3k_ppo
+from recipes import distil, geo3k_grpo, geo3k_ppo, walk
 from recipes.algorithms.correction import Correction, Rejection
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
@@ -19,7 +19,7 @@ from recipes.ppo import PPOConfig
 from workers.training.aggregation import MODES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-RECIPES = {"geo3k_grpo": geo3k_grpo, "geo3k_ppo": geo3k_ppo, "distil": distil}
+RECIPES = {"geo3k_grpo": geo3k_grpo, "geo3k_ppo": geo3k_ppo, "distil": distil, "walk": walk}
 
 
 def table(heading: str) -> list[list[str]]:
@@ -51,7 +51,7 @@ def test_commands_parse_and_need_the_listed_roles(row):
     config = RECIPES[recipe].parse(["--model-path", "anything", *given])
     needed = [
         role
-        for role, is_needed in (("critic", recipe == "geo3k_ppo"), ("reference", config.algorithm.needs_reference))
+        for role, is_needed in (("critic", config.critic is not None), ("reference", config.algorithm.needs_reference))
         if is_needed
     ]
     assert roles == (", ".join(needed) or "none")
@@ -64,7 +64,7 @@ def test_commands_parse_and_need_the_listed_roles(row):
 
 def test_the_table_lists_exactly_the_values_of_each_choice():
     listed = {option.strip("`"): set(re.findall(r"`([\w-]+)`", values)) for option, values, _ in OPTIONS}
-    assert listed["advantage"] == set(ADVANTAGES.names) | {"geo3k_ppo", "distil"}
+    assert listed["advantage"] == set(ADVANTAGES.names) | {"distil"}
     assert listed["loss"] == set(LOSSES.names)
     assert listed["aggregation"] == set(MODES)
     assert listed["correction`, `correction_limit"] == set(get_args(Correction))
@@ -106,7 +106,7 @@ def test_the_table_lists_exactly_the_options():
     of_ppo = {
         name
         for option, _, use in OPTIONS
-        if use.startswith("of `geo3k_ppo`")
+        if use.startswith("of `geo3k_ppo` and `walk`")
         for name in re.findall(r"`(\w+)`", option)
     }
     assert listed - of_ppo == {field.name for field in fields(AlgorithmConfig)}

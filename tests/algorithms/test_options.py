@@ -22,7 +22,7 @@ from workers.model.packed_model import Outputs
         ({"advantage": "reinforce_plus_plus", "n": 1, "dynamic_sampling": 3}, "groups"),
         ({"dynamic_sampling": 1}, "at least 2 generations"),
         ({"dynamic_sampling": -1}, "at least 2 generations"),
-        ({"gamma": 0.9}, "same advantage"),
+        ({"gamma": 0.9}, "grpo has no discount for each token"),
         ({"advantage": "reinforce_plus_plus", "gamma": 1.1}, "from 0 to 1"),
         ({"loss": "gspo", "dual_clip": 2.0}, "gspo does not have this option; it is for ppo"),
         ({"loss": "cispo", "dual_clip": 2.0}, "it is for ppo"),
@@ -68,7 +68,7 @@ VERL = {
     "kl_in": "loss",
     "kl": "k3",
 }
-VERL |= {"dynamic_sampling": 0, "overlong_buffer": 0}
+VERL |= {"turn_gamma": 1.0, "dynamic_sampling": 0, "overlong_buffer": 0}
 SEQUENCES = {"aggregation": "seq-mean-token-mean"}
 CONSTANT = {"aggregation": "seq-mean-token-sum-norm"}
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import DrawnEnvironment, RandomEngine, picture, renderer_of, starts_of
+from recipes.run.environment_roles import PlayingRollout
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, play_episodes
 from rollout.prompts import PromptBuilder
@@ -64,12 +66,30 @@ def test_a_row_holds_an_episode(roles):
     assert all(len(data["multi_modal_data"][row]["image"]) == 2 for row in finished)
     again = rollout.play(prompts, Corridor, SAMPLING, turns=3)
     assert again["responses"].equal(data["responses"])
+    assert [len(states) for states in data["states"]] == data["turns"].tolist()
+    assert len({states[0] for states in data["states"]}) == 1  # the corridor begins alike for everybody
+    assert all(len(set(states)) == len(states) for states in data["states"])
+    assert again["states"].tolist() == data["states"].tolist()
 
 
-def test_the_actor_scores_episodes_as_the_engine_does(roles):
+def test_episodes_that_a_limit_cut_can_be_left_out(roles):
+    _, rollout, builder = roles
+    prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
+    sampling, limits = replace(SAMPLING, n=6, max_tokens=1), EpisodeLimits(turns=2)
+    kept = PlayingRollout(rollout, Corridor, limits).generate(prompts, sampling)
+    dropped = PlayingRollout(rollout, Corridor, limits, drop_cut=True).generate(prompts, sampling)
+    assert {"done", "length"} <= set(kept["end_reason"])
+    for row, reason in enumerate(kept["end_reason"]):
+        expected = kept["response_mask"][row] * (reason == "done")
+        assert dropped["response_mask"][row].equal(expected)
+
+
+@pytest.mark.parametrize("last_pictures", [None, 1])
+def test_the_actor_scores_episodes_as_the_engine_does(roles, last_pictures):
     actor, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
-    data = rollout.play(prompts, Corridor, SAMPLING, turns=3)
+    data = rollout.play(prompts, Corridor, SAMPLING, turns=3, last_pictures=last_pictures)
+    assert (len(data) > 4) == (last_pictures is not None)
     log_probs = actor.log_probs(data)["old_log_probs"]
     mask = data["response_mask"].bool()
     assert float((log_probs - data["rollout_log_probs"])[mask].abs().max()) < 1e-5

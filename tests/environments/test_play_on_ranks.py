@@ -55,7 +55,7 @@ def played(ranks, tensor_parallel, rows):
     worker = RolloutWorker(config, lambda dtype: [], ranks)
     worker.sharding.stale = False  # the engine has read its weights from the checkpoint
     prompts = PromptBuilder.from_pretrained(path, 300)([{"prompt": f"Go {row}.", "uid": f"u{row}"} for row in rows])
-    data = worker.play(prompts, Corridor, SAMPLING, turns=3)
+    data = worker.play(prompts, Corridor, SAMPLING, turns=3, last_pictures=1)  # episodes of one row, and of two
     texts = [(data["uid"][row], data["end_reason"][row], data["turns"][row].item()) for row in range(len(data))]
     kept = data["response_mask"].sum(1).tolist(), data["responses"].sum(1).tolist(), data["score"].tolist()
     return [*zip(texts, *kept, strict=True)], worker.engine.prefilled_tokens
@@ -73,6 +73,7 @@ def test_an_engine_of_two_ranks_plays_what_one_process_plays(tmp_path: Path, mon
     assert not isinstance(second, str), second
     rows, tokens = played(Ranks(), 1, [0, 1, 2])
     assert first[0] + second[0] == rows
+    assert len(rows) > 6  # there are six episodes
     assert first[1] == second[1] > 0  # both computed all
     assert tokens > 0
 

@@ -8,10 +8,10 @@ import pytest
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import assert_same_run, rows_of
-from recipes.configs.walk_config import parse
+from recipes.configs.walk_config import WarmUpPhaseConfig, parse
 from recipes.run.environment_roles import load_environment
 from recipes.synthetic.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
-from recipes.walk import main
+from recipes.walk import main, tiny_walker
 
 SMALL = (
     "--batch-size 2 --algorithm.n 2 --eval-rows 3 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0"
@@ -44,6 +44,33 @@ def test_a_run_walks_measures_the_controls_and_goes_on_after_an_interruption(tmp
     shutil.rmtree(again / "global_step_2")
     assert main(["--resume", str(again)]) == 0
     assert_same_run(again, directory)
+
+
+@pytest.fixture(scope="module")
+def walker(tmp_path_factory):
+    return tiny_walker(tmp_path_factory.mktemp("walker") / "model", 0, WarmUpPhaseConfig(steps=2, batch_size=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("advantage", "others"),
+    [
+        ("gigpo", "--drop-cut"),
+        ("turn_returns", "--algorithm.turn-gamma 0.5"),
+        ("turn_gae", "--algorithm.lam 0.9"),
+        ("bi_level_gae", "--critic-optimizer.lr 0.01"),
+    ],
+)
+def test_a_run_compares_turns(advantage, others, walker, tmp_path):
+    small = "--batch-size 2 --algorithm.n 2 --eval-rows 2 --steps 2 --save-every 0 --max-response-length 3"
+    options = f"{small} --algorithm.advantage {advantage} {others} --max-prompt-length 64 --model-path {walker}"
+    assert main([*options.split(), "--output-dir", str(tmp_path / "run")]) == 0
+    row = rows_of(tmp_path / "run")[-1]
+    if (
+        advantage != "gigpo"
+    ):  # a model that knows nothing ends few turns: with --drop-cut there may be nothing to learn from
+        assert row["actor/grad_norm"] >= 0
+    assert ("critic/vf_loss" in row) == ("gae" in advantage)
 
 
 OWN = """
@@ -92,6 +119,8 @@ def test_an_environment_of_ones_own(name, tmp_path):
         ("--environment own.py:Say", "go together"),
         ("--reward mine.py:score", "come from their environment"),
         ("--warm-up.steps 0", "at least 1"),
+        ("--algorithm.lam 0.9", "there is no critic: add --algorithm.advantage gae"),
+        ("--algorithm.advantage reverse_kl", "run recipes.distil"),
         ("--engine vllm", "needs --tokens"),
     ],
 )

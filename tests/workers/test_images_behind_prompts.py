@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,18 +24,24 @@ SAMPLING = SamplingParams(n=3, max_tokens=5)
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "smolvlm")
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+@pytest.fixture(
+    scope="module", params=[*((each, None) for each in MODEL_TYPES), ("qwen2_5_vl", 2), ("qwen3_vl", 2)], ids=str
+)
 def played(request):
-    """A model, and three episodes of each of three prompts; those of a prompt begin alike, and go on with different pictures."""
-    renderer = renderer_of(request.param)
+    """A model, and three episodes of each of three prompts; those of a prompt begin alike, and go on with different pictures.
+
+    With a number of last pictures, episodes have several rows.
+    """
+    model_type, last_pictures = request.param
+    renderer = renderer_of(model_type)
     prompts = prompts_of(renderer.builder, 3)
     starts = episode_starts(prompts, SAMPLING)
-    episodes = play_episodes(
-        RandomEngine(renderer), renderer, starts, DrawnEnvironment, SAMPLING, EpisodeLimits(turns=3)
-    )
+    limits = EpisodeLimits(turns=3, last_pictures=last_pictures)
+    episodes = play_episodes(RandomEngine(renderer), renderer, starts, DrawnEnvironment, SAMPLING, limits)
     data = episode_columns(prompts.repeat(3, interleave=True), episodes, renderer, 15)
     data.validate()
-    return tiny_model(request.param, config=renderer.builder.config), data
+    assert (len(data) > len(episodes)) == (last_pictures is not None)
+    return tiny_model(model_type, config=renderer.builder.config), data
 
 
 def packed(model):
@@ -83,7 +90,8 @@ def test_a_prompt_is_computed_once_though_other_pictures_follow_it(played):
     model, data = played
     module = packed(model)
     shared = sharing(module, data)
-    assert shared.tolist() == [False, True, True] * 3
+    uids = data["uid"].tolist()
+    assert shared.tolist() == [False, *(uid == before for before, uid in pairwise(uids))]
     rows, _, _ = prepare_rows(module, data)
     width = data["response_mask"].shape[1]
     lengths = data["attention_mask"].sum(1)

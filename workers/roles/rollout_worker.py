@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -34,6 +35,8 @@ from workers.roles.carried_groups import (
 from workers.roles.sharding_manager import ShardingManager, engine_group, neighbours
 from workers.training.loading import checkpoint_family
 
+HOLDER = "_holder"
+"""The column with the dp position that holds a row's prompt."""
 NO_LIMIT = 1 << 30
 """Tokens of an episode's prompt; the engine has limits of its own."""
 
@@ -116,8 +119,11 @@ class RolloutWorker:
         turns: int,
         tokens: int | None = None,
         seconds: float = 60.0,
+        last_pictures: int | None = None,
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
+
+        With ``last_pictures`` an episode goes on in a new row of its ``trajectory`` whenever pictures are left out.
 
         Streams are those of `generate`, with one of its own for each later turn. If an engine has several ranks, environments run
         on its first one. An environment that fails ends its episode, with
@@ -127,16 +133,18 @@ class RolloutWorker:
             prompts: with ``raw_prompt``, the messages that the environment's first observation follows.
             make_environment: makes the environment of an episode in this process.
             sampling: of each turn; ``max_tokens`` limits a turn.
-            turns, tokens, seconds: see `EpisodeLimits`.
+            turns, tokens, seconds, last_pictures: see `EpisodeLimits`.
 
         Raises:
             InvalidConfig: the chat template cannot show observations.
         """
-        limits = EpisodeLimits(turns, tokens, seconds)
+        limits = EpisodeLimits(turns, tokens, seconds, last_pictures)
         self._calls += 1
         with self.sharding as sharding:
             with self.ranks.fail_together():
-                shared = sharding.preprocess_data(self._numbered(prompts))
+                numbered = self._numbered(prompts)[:]
+                numbered[HOLDER] = np.full(len(prompts), self.ranks.rank("dp"))
+                shared = sharding.preprocess_data(numbered)
                 starts = episode_starts(shared, sampling, self._calls)
                 played = partial(
                     play_episodes,
@@ -151,8 +159,8 @@ class RolloutWorker:
                 repeated = shared.repeat(sampling.n, interleave=True)
                 rollouts = episode_columns(repeated, episodes, self.renderer, limits.most_tokens(sampling.max_tokens))
             with self.ranks.fail_together():
-                own = sharding.postprocess_data(rollouts)
-                own.pop(non_tensor_batch_keys=[OCCURRENCE])
+                own = sharding.postprocess_data(rollouts, HOLDER)
+                own.pop(non_tensor_batch_keys=[OCCURRENCE, HOLDER])
                 return own
 
     @dispatch(split=split_groups, join=join_in_order)

@@ -12,6 +12,7 @@ from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
@@ -240,8 +241,11 @@ class ShardingManager:
             start, stop = (run_end(everything[together], bound) for bound in (start, stop))
         return everything[start:stop]
 
-    def postprocess_data(self, data: DataProto) -> DataProto:
-        """This rank's rows out of those that the block's engines generated; ``n`` for each of its prompts.
+    def postprocess_data(self, data: DataProto, holder: str | None = None) -> DataProto:
+        """This rank's rows out of those that the block's engines generated.
+
+        Args:
+            holder: a column with the dp position of each row's prompt; by default there are equally many rows for each prompt.
 
         Raises:
             RowCountMismatch: the engines did not return the same number of rows for each prompt.
@@ -251,13 +255,15 @@ class ShardingManager:
             return data
         if len(set(block.engines)) > 1:
             data = _gathered(data, block, block.engines)
+        if holder is not None:
+            return data[np.flatnonzero(data[holder] == block.holders[block.rank])]
         prompts = sum(self._rows.values())
         samples, left = divmod(len(data), max(prompts, 1))
         if left:
             raise RowCountMismatch(f"the engines returned {len(data)} rows for {prompts} prompts")
-        holder = block.holders[block.rank]
-        stop = dict(zip(self._rows, accumulate(self._rows.values()), strict=True))[holder]
-        return data[samples * (stop - self._rows[holder]) : samples * stop]
+        own = block.holders[block.rank]
+        stop = dict(zip(self._rows, accumulate(self._rows.values()), strict=True))[own]
+        return data[samples * (stop - self._rows[own]) : samples * stop]
 
 
 def _gathered(data: DataProto, block: Neighbours, labels: Sequence[int]) -> DataProto:
