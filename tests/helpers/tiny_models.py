@@ -1,10 +1,15 @@
 """Tiny random models of the Hugging Face classes, one for each family."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from dataproto.vlm import family_of
 
@@ -214,8 +219,20 @@ def encode_text(text: str) -> list[int]:
 
 
 def gradient_tolerance(model_type: str) -> float:
-    """Of a gradient's norm: what the order of float32 sums may change; decays are products of many factors."""
+    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers take differences of sums of decays."""
     return 1e-4 if model_type in HYBRID_TYPES else 1e-5
+
+
+@contextmanager
+def token_by_token() -> Iterator[None]:
+    """Recurrent layers of Hugging Face compute token after token in here. Their rule by chunks, as ours, takes differences of
+    sums of decays, which costs digits.
+    """
+    with ExitStack() as stack:
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+            exact = module.torch_recurrent_gated_delta_rule
+            stack.enter_context(mock.patch.object(module, "torch_chunk_gated_delta_rule", exact))
+        yield
 
 
 def placeholder(model_type: str, kind: int = IMAGE) -> list[int]:

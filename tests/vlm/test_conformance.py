@@ -30,6 +30,7 @@ from helpers.tiny_models import (
     placeholder,
     takes_video,
     tiny_model,
+    token_by_token,
 )
 from workers.model.recurrent import recurrent_mixers, use_packed_recurrence
 
@@ -69,14 +70,14 @@ def rows_of(family, config, video=True):
 def padded_logits(model, ids, types, mask, media):
     """The reference: one padded forward of Hugging Face, media of every row computed on its own.
 
-    Of a model with recurrent layers one forward for each row: padding goes into the sums of decay that Hugging Face's rule takes
-    differences of, which costs it digits.
+    Of a model with recurrent layers one forward for each row, without padding.
     """
     if family_of(model).recurrent_mixers is not None and len(ids) > 1:
         out = torch.zeros(*ids.shape, model.config.get_text_config().vocab_size)
         for row, kept in enumerate(mask.bool()):
             one = (x[row : row + 1, kept] for x in (ids, types, mask))
-            out[row, kept] = padded_logits(model, *one, media[row : row + 1])[0]
+            with token_by_token():
+                out[row, kept] = padded_logits(model, *one, media[row : row + 1])[0]
         return out
     names = dict.fromkeys(name for row in media for name in row)
     joined = {name: torch.cat([row[name].clone() for row in media if name in row]) for name in names}

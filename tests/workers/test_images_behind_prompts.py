@@ -11,7 +11,7 @@ from dataproto import DataProto
 from dataproto.columns import media_parts
 from dataproto.vlm import family_of
 from helpers.episodes import DrawnEnvironment, RandomEngine, prompts_of, renderer_of
-from helpers.tiny_models import gradient_tolerance, tiny_model
+from helpers.tiny_models import gradient_tolerance, tiny_model, token_by_token
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -63,9 +63,10 @@ def log_probs_alone(model, data):
         ids = data["input_ids"][row, kept][None]
         types = data["mm_token_type_ids"][row, kept][None].int()
         media = joined(data["multi_modal_inputs"][row])
-        logits = model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=types, use_cache=False, **media
-        ).logits[0]
+        with token_by_token():
+            logits = model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=types, use_cache=False, **media
+            ).logits[0]
         logits = logits.float().index_fill(-1, banned, -1e30)
         chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
         response = int(kept[-found.shape[1] :].sum())
