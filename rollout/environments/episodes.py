@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from dataproto.errors import InvalidConfig, InvalidPrompt
 from rollout.engine import Completion, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
+from rollout.environments.environment_process import in_process
 from rollout.environments.shown_history import EpisodeRow, last_pictures
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
@@ -25,7 +26,7 @@ EndReason = Literal["done", "turns", "tokens", "length"] | Failure
 - ``done``: the environment said so.
 - ``turns``, ``tokens``: the limits of an episode; ``tokens`` also if the engine has no room for the next turn.
 - ``length``: a turn was cut at ``max_tokens``.
-- ``error``, ``timeout``, ``invalid``: the environment failed, see `Failure`.
+- ``error``, ``timeout``, ``memory``, ``invalid``: the environment failed, see `Failure`.
 """
 
 
@@ -37,6 +38,9 @@ class EpisodeLimits:
     tokens: int | None = None  # of a row behind the prompt, sampled ones and observations; None: no limit
     seconds: float = 60.0  # that the environment may take, all its calls together
     last_pictures: int | None = None  # of the observations that a turn sees; None: all
+    memory_gib: float | None = (
+        None  # of the environment, in a process of its own; None: in a thread of this one, no limit
+    )
 
     def __post_init__(self) -> None:
         if self.turns < 1 or (self.tokens is not None and self.tokens < 1) or not self.seconds > 0:
@@ -45,6 +49,8 @@ class EpisodeLimits:
             )
         if self.last_pictures is not None and self.last_pictures < 1:
             raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise InvalidConfig(f"memory_gib={self.memory_gib}: must be above 0, or None for no limit")
 
     def room(self, used: int) -> float:
         """The number of tokens that are left behind ``used`` ones."""
@@ -92,7 +98,7 @@ class Episode:
     @property
     def failed(self) -> bool:
         """Whether the environment failed, so that the reward says nothing about the policy."""
-        return self.ended in ("error", "timeout", "invalid")
+        return self.ended in get_args(Failure)
 
     @property
     def length(self) -> int:
@@ -124,9 +130,12 @@ def play_episodes(
         sampling: of each turn; ``max_tokens`` is the limit of a turn, and ``n`` is not used.
 
     Raises:
+        InvalidConfig: ``make_environment`` cannot be sent to another process, for a limit of memory.
         DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
     """
     play = _Play(engine, renderer, [Episode(start) for start in starts], sampling, limits)
+    if limits.memory_gib is not None:
+        make_environment = in_process(make_environment, limits.memory_gib, limits.seconds)
     with EnvironmentHost(make_environment, limits.seconds) as host, renderer.builder.one_batch():
         try:
             play.run(host)
