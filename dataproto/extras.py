@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dataproto.errors import MissingPackage
@@ -25,6 +26,19 @@ def require_extra(extra: str, user: str, *packages: str) -> None:
     if missing:
         message = f"{user} needs {', '.join(missing)}: pip install 'dataproto-vlm[{extra}]'"
         raise MissingPackage(message, name=user)
+
+
+def unimportable_modules() -> list[ModuleType]:
+    """The modules that other processes cannot import by their name, such as a user's file that was loaded by its path."""
+    finders = [finder.find_spec for finder in sys.meta_path]
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__file__", None)
+        and "." not in name
+        and name != "__main__"
+        and not any(find(name, None) for find in finders)
+    ]
 
 
 def lazy_names(package: str, file: str) -> Callable[[str], Any]:

@@ -35,13 +35,14 @@ class EpisodesConfig:
     tokens: int | None = None  # of an episode behind its prompt, observations included; default: no limit
     seconds: float = 60.0  # that the environment of an episode may take
     last_pictures: int | None = None  # of the observations that a turn sees; default: all
+    memory_gib: float | None = None  # of the environment, in a process of its own; default: a thread, no limit
     drop_cut: bool = False  # learn nothing from episodes that a limit cut: turns, tokens, or a turn's length
 
     def limits(self) -> "EpisodeLimits":
         """The limits of an episode. Raises `InvalidConfig`."""
         from rollout.environments import EpisodeLimits
 
-        return EpisodeLimits(self.turns, self.tokens, self.seconds, self.last_pictures)
+        return EpisodeLimits(self.turns, self.tokens, self.seconds, self.last_pictures, self.memory_gib)
 
 
 @dataclass(frozen=True)

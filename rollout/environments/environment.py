@@ -55,8 +55,8 @@ class Environment(Protocol):
 MakeEnvironment = Callable[[], Environment]
 """Makes the environment of an episode; called once for each."""
 
-Failure = Literal["error", "timeout", "invalid"]
-"""It raised, it took too long, or it returned something that is no observation."""
+Failure = Literal["error", "timeout", "memory", "invalid"]
+"""It raised or crashed, it took too long, it got no memory, or it returned something that is no observation."""
 
 
 class EnvironmentFailed(DataProtoError, RuntimeError):

@@ -189,6 +189,8 @@ class EnvironmentHost:
                 )
             except EnvironmentFailed as failure:
                 answer = failure
+            except MemoryError as error:
+                answer = EnvironmentFailed("memory", f"{method} raised MemoryError: {error}")
             except BaseException as error:  # also SystemExit: an environment ends its episode, not the run
                 answer = EnvironmentFailed("error", f"{method} raised {type(error).__name__}: {error}")
                 answer.__cause__ = error

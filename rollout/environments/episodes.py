@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
+from rollout.environments.environment_process import in_process
 from rollout.environments.shown_history import EpisodeRow, last_pictures
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
@@ -26,7 +27,7 @@ EndReason = Literal["done", "turns", "tokens", "length"] | Failure
 - ``done``: the environment said so.
 - ``turns``, ``tokens``: the limits of an episode; ``tokens`` also if the engine has no room for the next turn.
 - ``length``: a turn was cut at ``max_tokens``.
-- ``error``, ``timeout``, ``invalid``: the environment failed, see `Failure`.
+- ``error``, ``timeout``, ``memory``, ``invalid``: the environment failed, see `Failure`.
 """
 
 
@@ -38,6 +39,9 @@ class EpisodeLimits:
     tokens: int | None = None  # of a row behind the prompt, sampled ones and observations; None: no limit
     seconds: float = 60.0  # that the environment may take, all its calls together
     last_pictures: int | None = None  # of the observations that a turn sees; None: all
+    memory_gib: float | None = (
+        None  # of the environment, in a process of its own; None: in a thread of this one, no limit
+    )
 
     def __post_init__(self) -> None:
         if self.turns < 1 or (self.tokens is not None and self.tokens < 1) or not self.seconds > 0:
@@ -46,6 +50,8 @@ class EpisodeLimits:
             )
         if self.last_pictures is not None and self.last_pictures < 1:
             raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise InvalidConfig(f"memory_gib={self.memory_gib}: must be above 0, or None for no limit")
 
     def most_tokens(self, most_of_turn: int) -> int:
         """The largest number of sampled tokens, or of tokens behind the prompt if those are limited."""
@@ -115,7 +121,7 @@ class Episode:
     @property
     def failed(self) -> bool:
         """Whether the environment failed, so that the reward says nothing about the policy."""
-        return self.ended in ("error", "timeout", "invalid")
+        return self.ended in get_args(Failure)
 
     @property
     def length(self) -> int:
@@ -149,13 +155,25 @@ def play_episodes(
         weight_version: of the engine's weights.
 
     Raises:
+        InvalidConfig: ``make_environment`` cannot be sent to another process, for a limit of memory.
         DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
     """
     episodes = [Episode(start) for start in starts]
     everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
-    with EnvironmentHost(make_environment, limits.seconds) as host:
+    with EnvironmentHost(bounded(make_environment, limits), limits.seconds) as host:
         go_on(engine, renderer, episodes, host, sampling, limits, everyone, weight_version)
     return episodes
+
+
+def bounded(make_environment: MakeEnvironment, limits: EpisodeLimits) -> MakeEnvironment:
+    """``make_environment``, of environments within the limit of memory if there is one.
+
+    Raises:
+        InvalidConfig: it cannot be sent to another process, for a limit of memory.
+    """
+    if limits.memory_gib is None:
+        return make_environment
+    return in_process(make_environment, limits.memory_gib, limits.seconds)
 
 
 def go_on(

@@ -25,7 +25,7 @@ def play(model_type, prompts, limits, environment=DrawnEnvironment, answers=None
     episodes = play_episodes(engine, renderer, episode_starts(rows, SAMPLING), environment, SAMPLING, limits)
     assert not engine.kept
     assert not engine.waiting
-    data = episode_columns(rows.repeat(SAMPLING.n, interleave=True), episodes, renderer, 400, weight_version=1)
+    data = episode_columns(rows.repeat(SAMPLING.n, interleave=True), episodes, renderer, 400)
     data.validate()
     return renderer, engine, episodes, data
 

@@ -57,7 +57,7 @@ def walker(tmp_path_factory):
     [
         ("gigpo", "--drop-cut"),
         ("turn_returns", "--algorithm.turn-gamma 0.5"),
-        ("turn_gae", "--algorithm.lam 0.9"),
+        ("turn_gae", "--algorithm.lam 0.9 --last-pictures 1"),
         ("bi_level_gae", "--critic-optimizer.lr 0.01"),
     ],
 )
@@ -93,8 +93,8 @@ class Broken(Say):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Say", "Broken"])
-def test_an_environment_of_ones_own(name, tmp_path):
+@pytest.mark.parametrize(("name", "memory"), [("Say", []), ("Say", ["--memory-gib", "1"]), ("Broken", [])])
+def test_an_environment_of_ones_own(name, memory, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     model = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     rows = [{"problem": f"Say {number}.", "answer": str(number), "images": []} for number in range(12)]
@@ -108,7 +108,7 @@ def test_an_environment_of_ones_own(name, tmp_path):
         "--data-path",
         f"{tmp_path}/rows.jsonl",
     ]
-    assert main([*options.split(), *named, "--output-dir", str(tmp_path / "run")]) == 0
+    assert main([*options.split(), *named, *memory, "--output-dir", str(tmp_path / "run")]) == 0
     ended = {key for key in rows_of(tmp_path / "run")[1] if key.startswith("episode/ended/")}
     assert ended <= {"episode/ended/done", "episode/ended/length", "episode/ended/error"}
 
@@ -119,6 +119,7 @@ def test_an_environment_of_ones_own(name, tmp_path):
         ("--environment own.py:Say", "go together"),
         ("--reward mine.py:score", "come from their environment"),
         ("--warm-up.steps 0", "at least 1"),
+        ("--last-pictures 1 --algorithm.advantage remax", "choose another advantage"),
         ("--algorithm.lam 0.9", "there is no critic: add --algorithm.advantage gae"),
         ("--algorithm.advantage reverse_kl", "run recipes.distil"),
         ("--engine vllm", "needs --tokens"),

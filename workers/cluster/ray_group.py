@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dataproto.errors import InvalidConfig, WorkerFailed
+from dataproto.extras import unimportable_modules
 from dataproto.serialization.wire import Buffer, shared_blobs
 from workers.cluster.host import Host, PhaseMonitor
 from workers.cluster.placement import Placement
@@ -116,11 +117,8 @@ def import_ours(folders: Mapping[str, str]) -> Callable[[], None]:
 
 def pickle_unimportable_modules_by_value() -> None:
     """Lets functions of modules that other processes cannot import, such as those of a reward file, be sent with their code."""
-    finders = [finder.find_spec for finder in sys.meta_path]
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and "." not in name and name != "__main__" and not any(find(name, None) for find in finders):
-            ray.cloudpickle.register_pickle_by_value(module)
+    for module in unimportable_modules():
+        ray.cloudpickle.register_pickle_by_value(module)
 
 
 def gpus_per_process(config: RayConfig) -> float:

@@ -120,6 +120,7 @@ class RolloutWorker:
         tokens: int | None = None,
         seconds: float = 60.0,
         last_pictures: int | None = None,
+        memory_gib: float | None = None,
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
 
@@ -133,12 +134,12 @@ class RolloutWorker:
             prompts: with ``raw_prompt``, the messages that the environment's first observation follows.
             make_environment: makes the environment of an episode in this process.
             sampling: of each turn; ``max_tokens`` limits a turn.
-            turns, tokens, seconds, last_pictures: see `EpisodeLimits`.
+            turns, tokens, seconds, last_pictures, memory_gib: see `EpisodeLimits`.
 
         Raises:
             InvalidConfig: the chat template cannot show observations.
         """
-        limits = EpisodeLimits(turns, tokens, seconds, last_pictures)
+        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib)
         self._calls += 1
         with self.sharding as sharding:
             with self.ranks.fail_together():
