@@ -23,7 +23,7 @@ from recipes.configs.shared.run_config import announce_small_model
 from recipes.configs.walk_config import WalkConfig, WarmUpPhaseConfig, parse
 from recipes.console import start_phase
 from recipes.data.loader import EvaluationLoader, PromptLoader
-from recipes.grpo import grpo_step
+from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
@@ -91,7 +91,7 @@ def train_in(environment: MakeEnvironment, config: WalkConfig, model_path: str) 
     evaluate = controlled_evaluation(config, held_out, builder)
     for attempt in attempts(config.run, loader, config.max_restarts):
         progression = Progression(config.algorithm.kl_controller())
-        step = partial(grpo_step, config=config.algorithm, sampling=config.sampling(), progression=progression)
+        step = partial(step_for(config), config=config.algorithm, sampling=config.sampling(), progression=progression)
         with attempt, launch_roles(config, model_path, builder) as launched:
             corrected, steps = config.algorithm.compares_engine, attempt.run.steps
             batches, measure = carry_samples(launched, loader, config.rollout, progression, steps, corrected)

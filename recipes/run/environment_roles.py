@@ -1,5 +1,6 @@
 """Episodes in place of single responses: roles whose rollouts are played, with the rewards of the environment."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from dataproto.errors import InvalidConfig
 from recipes.algorithms.function_files import load_named_function
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
+from rollout.environments.held_episodes import EpisodePlan
 from workers import Roles
 
 
@@ -42,16 +44,24 @@ class PlayingRollout:
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
-        played: DataProto = self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits))
-        infos = played["info"]
-        numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
-        for name in dict.fromkeys(numbers):
-            if name not in played:
-                played[name] = np.array([info.get(name) for info in infos], dtype=object)
-        return played
+        return _with_numbers(self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits)))
+
+    def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
+        """As `generate`; see `recipes.run.carried_rollouts.CarryingRollout.in_parts`."""
+        plan = EpisodePlan(self.make_environment, self.limits)
+        return map(_with_numbers, self.rollout.in_parts(prompts, sampling, plan))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)
+
+
+def _with_numbers(played: DataProto) -> DataProto:
+    infos = played["info"]
+    numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
+    for name in dict.fromkeys(numbers):
+        if name not in played:
+            played[name] = np.array([info.get(name) for info in infos], dtype=object)
+    return played
 
 
 class EnvironmentReward:
