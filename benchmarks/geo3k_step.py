@@ -4,7 +4,8 @@
     python benchmarks/geo3k_step.py --gpus 2 --size tiny --engine hf --prompts 8 --minibatch 4 --max-tokens 32       # anywhere
 
 Prompts are about 350 tokens with one image; random weights never end a response, so its length is sampled: log-normal with mean
-400, at most 2,048. Weights, data and recipe are otherwise those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
+400, at most 2,048. With ``--over-ask 1.25`` a step does not wait for its longest responses. Weights, data and recipe are
+otherwise those of a real run: `recipes.grpo.grpo_step` over `launch(on="ray")`.
 """
 
 import argparse
@@ -27,8 +28,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.envi
 
 from PIL import Image, ImageDraw  # noqa: E402
 
+from dataproto import DataProto, object_array  # noqa: E402
+from recipes.algorithms.penalties import KLController  # noqa: E402
+from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
+from recipes.run.carried_rollouts import LookAhead, carry_samples  # noqa: E402
+from recipes.run.phases import Progression  # noqa: E402
 from rollout.engine import ENGINES  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
@@ -51,7 +57,9 @@ def of_drawn_lengths(engine: type) -> type:
     class DrawnLengths(engine):  # type: ignore[misc]
         def _params(self, number: int, sampling: Any) -> Any:
             params = super()._params(number, sampling)
-            params.max_tokens = drawn_length(int(self.sampler.seeds[number]), sampling.max_tokens)
+            drawn = int(self.sampler.drawn[number])  # tokens of a response that goes on
+            length = drawn_length(int(self.sampler.seeds[number]), sampling.max_tokens + drawn)
+            params.max_tokens = max(length - drawn, 1)
             return params
 
     return DrawnLengths
@@ -87,6 +95,26 @@ def rows(count: int) -> list[dict[str, Any]]:
     return found
 
 
+class Steps:
+    """A loader of the same prompts in each step, with uids of their own."""
+
+    def __init__(self, prompts: DataProto) -> None:
+        self.prompts, self.number = prompts, 0
+        self.skipped: dict[int, str] = {}
+
+    def __next__(self) -> DataProto:
+        step = self.prompts[:]
+        step["uid"] = object_array([f"{self.number}-{row}" for row in range(len(step))])
+        self.number += 1
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="processes; without GPUs they share the CPU")
@@ -107,6 +135,7 @@ def parse() -> argparse.Namespace:
         help="FSDP frees weights after the forward pass",
     )
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one warm-up step")
+    parser.add_argument("--over-ask", type=float, default=1.0, help="groups decoded at a time; see --rollout.over-ask")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
     parser.add_argument(
         "--model", type=Path, default=Path("/tmp/random-checkpoints"), help="folder for the checkpoints"
@@ -149,17 +178,23 @@ def main() -> None:
         timeout_s=500,
     ) as roles:
         print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
+        progression, loader = Progression(KLController(0.0)), LookAhead(Steps(prompts))
+        carrying = CarryingConfig(over_ask=arguments.over_ask)
+        batches, measure = carry_samples(roles, loader, carrying, progression, 1 + arguments.steps, corrected=False)
         config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch)
         found = []
         for number in range(1 + arguments.steps):
-            prompts["uid"] = [f"{number}-{row}" for row in range(len(prompts))]
             started = time.perf_counter()
-            data, metrics = grpo_step(roles, prompts, config, config.sampling(arguments.max_tokens, seed=number))
+            sampling = config.sampling(arguments.max_tokens, seed=0)
+            data, metrics = grpo_step(roles, next(batches), config, sampling, progression)
             seconds = time.perf_counter() - started
             tokens = int(data["attention_mask"].sum())
             figures = {"seconds": seconds, "tokens/s/GPU": tokens / seconds / arguments.gpus}
             figures |= {name.removeprefix("timing_s/"): value for name, value in metrics.items() if "timing" in name}
             figures |= {name: value for name, value in metrics.items() if name.startswith("perf/")}
+            if arguments.over_ask > 1:
+                measured = measure(data, metrics | {"timing_s/step": seconds}, roles.devices)
+                figures |= {name: value for name, value in measured.items() if name.startswith("training/")}
             print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
             found.append(figures)
     print("\n| figure | median |\n| --- | --- |")

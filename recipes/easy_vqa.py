@@ -23,7 +23,7 @@ from recipes.console import start_phase
 from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, EasyVQARows, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
-from recipes.grpo import grpo_step
+from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.run.evaluation import Evaluate, evaluate_samples
@@ -44,7 +44,7 @@ SFT, MODEL = "sft", "model"  # folders of the run's directory
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"report: {run(parse(status.arguments), grpo_step, easy_vqa_task)}")
+        print(f"report: {run(config := parse(status.arguments), step_for(config), easy_vqa_task)}")
     return status.code
 
 

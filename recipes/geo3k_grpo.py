@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recipes import grpo
 from recipes.configs.shared.policy_gradient_config import parse_with_defaults
-from recipes.grpo import GRPORunConfig, grpo_step
+from recipes.grpo import GRPORunConfig, step_for
 from recipes.options import exit_status
 from recipes.run.policy_gradient import run
 
@@ -29,7 +29,7 @@ TINY = PRESETS["tiny"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"report: {run(parse(status.arguments), grpo_step)}")
+        print(f"report: {run(config := parse(status.arguments), step_for(config))}")
     return status.code
 
 

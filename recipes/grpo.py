@@ -5,13 +5,16 @@ and ``--data-path`` the same loop trains any checkpoint of a known family on pro
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from dataproto import DataProto
 from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, NamedLoss, outcome_advantage
 from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
+from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.options import exit_status
 from recipes.run.dynamic_sampling import More
 from recipes.run.metrics import timed
@@ -24,13 +27,16 @@ from recipes.run.phases import (
     rows_to_learn,
     shape_rewards,
 )
-from recipes.run.policy_gradient import run
+from recipes.run.policy_gradient import AlgorithmStep, run
 from rollout.engine import SamplingParams
 from workers import Roles
 from workers.model.packed_model import Outputs
 from workers.training.forward_pass import LossFn
 
 __all__ = ["PRESETS", "TINY", "GRPOConfig", "GRPORunConfig", "grpo_step", "main", "parse", "policy_loss"]
+
+SEEN = "_seen_log_probs"
+"""The column with the log-probs that the update computed before it changed the policy, ``(B, R)``."""
 
 
 def policy_loss(config: AlgorithmConfig, entropy_coef: float) -> LossFn:
@@ -95,10 +101,80 @@ def grpo_step(
     return data, metrics
 
 
+def grpo_step_in_parts(
+    roles: Roles,
+    prompts: DataProto,
+    config: AlgorithmConfig,
+    sampling: SamplingParams,
+    progression: Progression | None = None,
+    more: More | None = None,
+) -> tuple[DataProto, dict[str, float]]:
+    """As `grpo_step`, in one optimizer step whose gradients begin with the first groups, while the others are decoded.
+
+    What a group adds must not depend on other groups: see `AlgorithmConfig.needs_whole_batches`.
+    """
+    progression = progression or Progression(config.kl_controller())
+    loss, aggregation = policy_loss(config, config.entropy_coef), config.settings.aggregation
+    seed = (sampling.seed, progression.steps)
+    metrics: dict[str, float] = {}
+    parts: list[DataProto] = []
+    groups = roles.rollout.in_parts(prompts, replace(sampling, n=config.n))
+    while (part := next_part(groups, metrics)) is not None:
+        part = score_part(roles, part, config, metrics)
+        shaped, _ = shape_rewards(part, config, progression.kl, sampling.max_tokens)
+        shaped["advantages"] = outcome_advantage(config, shaped)
+        learned, _ = rows_to_learn(shaped, config, seed)
+        part[SEEN] = torch.zeros(part["response_mask"].shape)
+        if len(learned):
+            with timed(metrics, "update_actor"):
+                part[SEEN] = roles.actor.accumulate(learned, loss, aggregation=aggregation, entropy=True).scores
+        parts.append(part)
+    data = DataProto.concat(parts)
+    seen = data.pop([SEEN])[SEEN]
+    data, found = shape_rewards(data, config, progression.kl, sampling.max_tokens)
+    data["advantages"] = outcome_advantage(config, data)
+    learned, corrected = rows_to_learn(data, config, seed)
+    metrics |= found | corrected | {"actor/entropy_coeff": config.entropy_coef}
+    if len(learned):
+        with timed(metrics, "update_actor"):
+            metrics |= roles.actor.finish_update()
+        metrics |= engine_differences(learned, config, seen)
+        add_actor_log_probs(data, learned, config, seen)
+    roles.sync_weights()
+    progression.steps += 1
+    return data, metrics
+
+
+def next_part(parts: Iterator[DataProto], metrics: dict[str, float]) -> DataProto | None:
+    """The next part, or ``None`` at the end; adds the time for which it was waited."""
+    with timed(metrics, "gen"):
+        return next(parts, None)
+
+
+def score_part(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: dict[str, float]) -> DataProto:
+    """The rows with rewards, and with the log-probs that one update needs."""
+    with timed(metrics, "reward"):
+        data |= roles.reward.score(data)
+    if config.skip_old_log_probs and "old_log_probs" not in data:
+        data["old_log_probs"] = data["rollout_log_probs"]
+    if config.needs_old_log_probs(updates=1) and "old_log_probs" not in data:
+        with timed(metrics, "old_log_prob"):
+            data |= roles.actor.log_probs(data, into="old_log_probs")
+    if config.needs_reference:
+        with timed(metrics, "ref"):
+            data |= roles.reference.log_probs(data, into="ref_log_prob")
+    return data
+
+
+def step_for(config: PolicyGradientConfig) -> AlgorithmStep:
+    """The step function of a run of GRPO."""
+    return grpo_step_in_parts if config.rollout.early_update else grpo_step
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
     with exit_status(arguments) as status:
-        print(f"report: {run(parse(status.arguments), grpo_step)}")
+        print(f"report: {run(config := parse(status.arguments), step_for(config))}")
     return status.code
 
 

@@ -23,7 +23,7 @@ from recipes.configs.shared.run_config import announce_small_model
 from recipes.configs.walk_config import WalkConfig, WarmUpPhaseConfig, parse
 from recipes.console import start_phase
 from recipes.data.loader import EvaluationLoader, PromptLoader
-from recipes.grpo import grpo_step
+from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.ppo import ppo_step
 from recipes.report.kept_rollouts import KeptRollouts
@@ -93,7 +93,7 @@ def train_in(environment: MakeEnvironment, config: WalkConfig, model_path: str) 
     for attempt in attempts(config.run, loader, config.max_restarts):
         progression = Progression(config.algorithm.kl_controller())
         step = partial(
-            ppo_step if config.algorithm.needs_critic else grpo_step,
+            ppo_step if config.algorithm.needs_critic else step_for(config),
             config=config.algorithm,
             sampling=config.sampling(),
             progression=progression,

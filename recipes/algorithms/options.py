@@ -28,6 +28,8 @@ else:  # options are read without torch
 KL_ESTIMATORS = {"k1": kl.k1_kl, "k2": kl.k2_kl, "k3": kl.k3_kl, "k3+": kl.unbiased_k3_kl}
 LOSS_OPTIONS = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
 """Options that only some of the losses have."""
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo")
+"""Advantages that depend on the samples of the same prompt only."""
 Config = TypeVar("Config", bound="AlgorithmConfig")
 
 
@@ -250,6 +252,22 @@ class AlgorithmConfig:
     def needs_greedy(self) -> bool:
         """Whether the advantage needs the score of the greedy response to each prompt."""
         return ADVANTAGES.find(self.settings.advantage).takes("reward_baselines")
+
+    @property
+    def needs_whole_batches(self) -> list[str]:
+        """Why the loss or the advantages of a group depend on other groups; empty if they do not."""
+        reasons, advantage = [], self.settings.advantage
+        if advantage not in GROUP_ADVANTAGES:
+            reasons.append(
+                f"algorithm.advantage={advantage} may depend on the whole batch, unlike {', '.join(GROUP_ADVANTAGES)}"
+            )
+        if LOSSES.find(self.loss).columns:
+            reasons.append(f"algorithm.loss={self.loss} chooses tokens of the whole batch")
+        if self.entropy_coef and self.entropy_anneal:
+            reasons.append("algorithm.entropy_anneal depends on the accuracy of the whole batch")
+        if self.kl_target is not None:
+            reasons.append("algorithm.kl_target adapts to the whole batch")
+        return reasons
 
     def overlong_tokens(self, max_tokens: int) -> int:
         """Length of the interval below ``max_tokens`` in which responses are penalised, in tokens."""

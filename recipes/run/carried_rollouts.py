@@ -6,8 +6,9 @@ No group is learned from later than a given number of updates after it has begun
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -201,44 +202,66 @@ class CarryingRollout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
+    def in_parts(
+        self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None = None
+    ) -> Iterator[DataProto]:
+        """As `generate`, or `play` with a ``plan``, in ``config.parts`` parts. The next one is decoded while one is used."""
+        return self._parts(prompts, sampling, plan, self.config.parts)
+
     def _groups(self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None) -> DataProto:
+        (data,) = self._parts(prompts, sampling, plan, 1)
+        return data
+
+    def _parts(
+        self, prompts: DataProto, sampling: SamplingParams, plan: EpisodePlan | None, count: int
+    ) -> Iterator[DataProto]:
         batch, updates = len(prompts), self.updates()
+        at_a_time = ceil(self.config.over_ask * batch)
         self._collect()
         if not self._has_next:
             self._fill(prompts, sampling.n)
         self._has_next = False
-        due = self.samples.due(updates + 1 - self.config.staleness)
-        if due or len(self.samples.whole) < batch:
-            self._decode(batch, batch - len(self.samples.whole), due, sampling, plan)
+        ends = [ceil(batch * part / count) for part in range(count + 1)]
+        for part, (start, end) in enumerate(pairwise(ends), 1):
             self._collect()
-        data = self.samples.take(batch)
-        if not self.corrected:
-            data["old_log_probs"] = data["rollout_log_probs"]
-        if self.config.ahead and self.goes_on():
-            self._fill(self.loader.peek(), sampling.n)
-            self._has_next = True
-            due = self.samples.due(updates + 2 - self.config.staleness) if self.config.parts == 1 else []
-            wanted = ceil(batch / self.config.parts) - len(self.samples.whole)
-            if due or wanted > 0:
-                self._decode(batch, wanted, due, sampling, plan)
-        return data
+            due = self._due(updates) if part == count else []
+            self._decode(at_a_time - start, end - start, due, sampling, plan)
+            self._collect()
+            data = self.samples.take(end - start)
+            if self.config.carries and not self.corrected:
+                data["old_log_probs"] = data["rollout_log_probs"]
+            if part < count:
+                due = self._due(updates) if part + 1 == count else []
+                self._decode(at_a_time - end, ends[part + 1] - end, due, sampling, plan)
+            elif self.config.ahead and self.goes_on():
+                self._fill(self.loader.peek(), sampling.n)
+                self._has_next = True
+                due = self._due(updates + 1) if self.config.parts == 1 else []
+                self._decode(at_a_time, ceil(batch / self.config.parts), due, sampling, plan)
+            yield data
+
+    def _due(self, updates: int) -> list[str]:
+        """The uids of groups that have to be whole before update number ``updates``, from 0."""
+        return self.samples.due(updates + 1 - self.config.staleness)
 
     def _fill(self, prompts: DataProto, n: int) -> None:
         """Adds samples of a batch and, in the first step, of those that are decoded beyond it."""
         self.samples.add(prompts, n)
-        while len(self.samples.since) < self._at_a_time(len(prompts)):
+        while len(self.samples.since) < ceil(self.config.over_ask * len(prompts)):
             self.samples.add(next(self.loader), n)
 
-    def _at_a_time(self, batch: int) -> int:
-        return ceil(self.config.over_ask * batch)
-
     def _decode(
-        self, batch: int, wanted: int, due: Sequence[str], sampling: SamplingParams, plan: EpisodePlan | None
+        self, at_a_time: int, wanted: int, due: Sequence[str], sampling: SamplingParams, plan: EpisodePlan | None
     ) -> None:
-        """Starts to decode until further ``wanted`` groups are whole."""
-        version = self.updates() + 1
-        samples = self.samples.begin(self._at_a_time(batch), version)
-        self._future = self.group.submit("advance", samples, sampling, max(wanted, 0), version, tuple(due), plan)
+        """Starts to decode until ``wanted`` groups, and those that are ``due``, are whole, if they are not.
+
+        The first ``at_a_time`` groups are decoded together.
+        """
+        wanted -= len(self.samples.whole)
+        if wanted > 0 or due:
+            version = self.updates() + 1
+            samples = self.samples.begin(at_a_time, version)
+            self._future = self.group.submit("advance", samples, sampling, max(wanted, 0), version, tuple(due), plan)
 
     def _collect(self) -> None:
         if self._future is not None:
@@ -279,7 +302,7 @@ def carry_samples(
         The loader of the run, and its measure, which adds ``training/staleness/{mean,max}`` (updates between the weights that
         sampled a token and those that learn from it) and ``training/carried_groups`` (that have begun and go on).
     """
-    if not config.carries:
+    if config.in_order:
         return loader, measure_rollouts
     goes_on: Callable[[], bool] = lambda: progression.steps + 1 < steps  # noqa: E731
     rollout = CarryingRollout(roles.rollout, loader, config, lambda: progression.steps, goes_on, corrected)

@@ -1,5 +1,6 @@
 """Episodes in place of single responses: roles whose rollouts are played, with the rewards of the environment."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from recipes.algorithms.function_files import load_named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, MakeEnvironment
+from rollout.environments.held_episodes import EpisodePlan
 from workers import Roles
 
 
@@ -49,18 +51,29 @@ class PlayingRollout:
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
-        played: DataProto = self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits))
+        return self._taken(self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits)))
+
+    def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
+        """As `generate`; see `recipes.run.carried_rollouts.CarryingRollout.in_parts`."""
+        plan = EpisodePlan(self.make_environment, self.limits)
+        return map(self._taken, self.rollout.in_parts(prompts, sampling, plan))
+
+    def _taken(self, data: DataProto) -> DataProto:
         if self.drop_cut:
-            played["response_mask"] = uncut_tokens(played["response_mask"], played["end_reason"])
-        infos = played["info"]
-        numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
-        for name in dict.fromkeys(numbers):
-            if name not in played:
-                played[name] = np.array([info.get(name) for info in infos], dtype=object)
-        return played
+            data["response_mask"] = uncut_tokens(data["response_mask"], data["end_reason"])
+        return _with_numbers(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)
+
+
+def _with_numbers(played: DataProto) -> DataProto:
+    infos = played["info"]
+    numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
+    for name in dict.fromkeys(numbers):
+        if name not in played:
+            played[name] = np.array([info.get(name) for info in infos], dtype=object)
+    return played
 
 
 class EnvironmentReward:

@@ -14,6 +14,7 @@ from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.data.loader import PromptLoader
 from recipes.geo3k_grpo import parse
+from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
 from recipes.run.carried_rollouts import CarryingRollout, LookAhead
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
@@ -24,6 +25,7 @@ from rollout.prompts import PromptBuilder
 from workers.cluster.local_group import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
+from workers.training.optimizer import OptimizerConfig
 
 BATCH = 2
 STOP = tuple(range(0, 250, 7))
@@ -179,6 +181,60 @@ def test_an_environment_that_does_not_repeat_itself_ends_its_episode():
     assert again.message == "its environment did not repeat what it showed before turn 1"
 
 
+class Roles:
+    """An actor and a rollout role whose groups are whole in another order than they began."""
+
+    def __init__(self, path: str, config: CarryingConfig | None) -> None:
+        optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
+        self.actor = ActorWorker(ActorConfig(path, optimizer=optimizer), torch.device("cpu"))
+        group = LocalGroup(RolloutWorker(RolloutConfig(path), lambda dtype: self.actor.named_weights()))
+        loader = loader_of(path)
+        self.rollout = group if config is None else CarryingRollout(group, loader, config, lambda: 0)
+        self.prompts = next(loader)
+        self.reward = SimpleNamespace(score=scored)
+
+    def sync_weights(self) -> None:
+        self.rollout.mark_stale()
+
+
+def scored(data: DataProto) -> DataProto:
+    """Rewards tokens by their ids."""
+    mask = data["response_mask"]
+    rewards = (data["responses"] % 11) * mask.float()
+    return DataProto.from_dict({"token_level_rewards": rewards}, {"score": rewards.sum(1).numpy().astype(object)})
+
+
+def weights_after_a_step(path: str, make, algorithm: GRPOConfig, config: CarryingConfig | None):
+    roles = Roles(path, config)
+    data, metrics = make(roles, roles.prompts, algorithm, SAMPLING)
+    return data, metrics, {name: weight.detach().clone() for name, weight in roles.actor.named_weights()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_an_early_update_is_the_update_of_the_whole_batch(path, aggregation):
+    """Float32: metrics to 1e-4 of their size; weights to 1e-5 after a step of 1e-3, almost all of them."""
+    algorithm = GRPOConfig(n=2, kl_coef=0.0, entropy_coef=0.01, aggregation=aggregation, correction="token")
+    _, before, waited = weights_after_a_step(path, grpo_step, algorithm, None)
+    early = CarryingConfig(early_update=True, parts=2)
+    data, after, begun = weights_after_a_step(path, grpo_step_in_parts, algorithm, early)
+    assert len(data) == BATCH * 2
+    for name in ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/pg_loss"):
+        assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6)
+    names = {name for name in before if not name.startswith(("timing", "perf"))}
+    assert names <= set(after)
+    for name in names:
+        assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5)
+    moved = torch.cat([(begun[name] - waited[name]).abs().flatten() for name in waited])
+    assert float((moved > 1e-5).float().mean()) < 1e-3  # Adam's first step is the sign of gradients that are almost 0
+
+
+def test_an_update_that_nothing_was_added_to_is_refused(path):
+    actor = ActorWorker(ActorConfig(path), torch.device("cpu"))
+    with pytest.raises(InvalidConfig, match="call accumulate first"):
+        actor.finish_update()
+
+
 # With an engine that answers with the number of its weights
 
 
@@ -251,6 +307,16 @@ def test_new_weights_come_after_the_first_part():
     assert found == [([0, 1], [1, 1]), ([2, 3], [2, 1]), ([4, 5], [3, 2])]
 
 
+def test_a_step_in_parts_gives_each_part_as_soon_as_it_is_whole():
+    group = Group()
+    config = CarryingConfig(early_update=True, parts=2)
+    rollout = CarryingRollout(group, LookAhead(Numbers()), config, lambda: 0)
+    found = [(part["uid"].tolist(), len(group.calls)) for part in rollout.in_parts(next(rollout), SamplingParams())]
+    assert found == [(["1"], 2), (["0"], 2)]  # the second part is being decoded when the first one is given
+    assert group.calls == [(2, 1, ()), (1, 1, ("0",))]
+    assert rollout.samples.finished is rollout.samples.unfinished is None
+
+
 def test_the_oldest_groups_are_waited_for():
     """By hand: four groups at a time, of which the newest finish first."""
     _, found, calls = steps_of(CarryingConfig(over_ask=2.0, max_staleness=1), 3)
@@ -291,6 +357,8 @@ def test_a_saved_position_does_not_count_what_was_only_looked_at():
 
 APART = "--on ray --ray.rollout-processes 1 --rollout.ahead"
 
+EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.parts 2"
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -298,7 +366,15 @@ APART = "--on ray --ray.rollout-processes 1 --rollout.ahead"
         ("--rollout.over-ask 0.5", "from 1 to 2"),
         ("--rollout.over-ask 3", "from 1 to 2"),
         ("--rollout.ahead", r"rollout\.ahead .* separate devices"),
-        ("--rollout.parts 2", "add --rollout.ahead"),
+        ("--rollout.parts 2", r"rollout\.parts=2 is for --rollout\.early-update.* add one of them"),
+        ("--rollout.early-update", r"rollout\.early_update .* give --rollout\.parts"),
+        ("--rollout.early-update --rollout.parts 2", r"rollout\.early_update .* separate devices"),
+        (f"{EARLY} --algorithm.minibatch 4", r"minibatch=4, .* leave out rollout\.early_update"),
+        (f"{EARLY} --algorithm.advantage reinforce_plus_plus", r"advantage=reinforce_plus_plus may depend"),
+        (f"{EARLY} --algorithm.loss clip_cov", "clip_cov chooses tokens of the whole batch"),
+        (f"{EARLY} --algorithm.entropy-coef 0.1 --algorithm.entropy-anneal True", "entropy_anneal depends"),
+        (f"{EARLY} --algorithm.kl-in reward --algorithm.kl-coef 0.1 --algorithm.kl-target 0.1", "kl_target adapts"),
+        (f"{EARLY} --algorithm.advantage remax", r"remax needs greedy .* leave out rollout\.early_update"),
         (f"{APART} --rollout.parts 0", "at least 1"),
         ("--rollout.max-staleness 2", r"rollout\.max_staleness=2 is for"),
         ("--rollout.over-ask 1.5 --rollout.max-staleness 0", r"rollout\.max_staleness=0.* at least 1"),

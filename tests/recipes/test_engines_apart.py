@@ -73,3 +73,16 @@ def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, 
     shutil.rmtree(tmp_path / "again" / "global_step_4")
     assert main(["--resume", str(tmp_path / "again")]) == 0
     assert_same_run(tmp_path / "again", tmp_path / "run")
+
+
+def test_an_early_update_makes_the_run_that_waits(given, tmp_path):
+    """Two ranks learn from the first groups while an engine decodes the others."""
+    whole = [*given, "--algorithm.minibatch", "None", "--steps", "2", "--eval-every", "9"]
+    assert main([*whole, "--output-dir", str(tmp_path / "waits")]) == 0
+    early = "--on ray --ray.rollout-processes 1 --layout.dp 2 --rollout.early-update --rollout.parts 2"
+    assert main([*whole, *early.split(), "--output-dir", str(tmp_path / "early")]) == 0
+    waits, early = (rows_of(tmp_path / name) for name in ("waits", "early"))
+    assert [row["training/staleness/max"] for row in early[1:]] == [0, 0]
+    for row, expected in zip(early[1:], waits[1:], strict=True):
+        for name in ("actor/loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"):
+            assert row[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-5)

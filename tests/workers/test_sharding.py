@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from dataproto import DataProto
+from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, RowCountMismatch
 from dataproto.packing import equally_wide
 from helpers.batches import prompt_batch
@@ -22,9 +22,11 @@ from helpers.tiny_models import tiny_model
 from helpers.tiny_prompts import tiny_tokenizer
 from rollout.engine import SamplingParams
 from rollout.hf.hf_engine import HFEngine
-from rollout.responses import attach_responses, build_requests
+from rollout.responses import attach_responses, build_requests, number_occurrences
+from workers.ranks.dispatch_modes import Arguments
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
+from workers.roles.carried_groups import split_groups
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 from workers.roles.sharding_manager import Neighbours, ShardingManager, joined_blocks, neighbours
 
@@ -161,6 +163,33 @@ def repeats(path):
     return named, worker.generate(mine, sampling)["responses"].tolist()
 
 
+def advances(path):
+    """Samples decoded until some groups are whole, and to their end, by two stages of two positions with an engine each."""
+    ranks = init_ranks(Layout(pp=2, dp=2), CPU)
+    worker = RolloutWorker(RolloutConfig(path, "hf"), lambda dtype: [], ranks)
+    worker.sharding.stale = False
+    samples = samples_of(worker.engine.model.config)
+    calls = split_groups(Arguments((samples,), {}), 2)
+    mine, found = calls[ranks.rank("dp")].args[0], []
+    for wanted in (2, 4):
+        rows = worker.advance(mine, SHORT, wanted, 1)
+        done = rows["_finished"].tolist()
+        found.append([(str(uid), ids if whole else None) for uid, ids, whole in zip(rows["uid"], sampled(rows), done)])
+        mine["_begun"] = object_array([[] if whole else begun for begun, whole in zip(rows["_begun"], done)])
+    return found
+
+
+def samples_of(config):
+    """Three samples of each of four prompts."""
+    samples = number_occurrences(prompts(config).repeat(3, interleave=True))
+    samples["_begun"] = object_array([[] for _ in range(len(samples))])
+    return samples
+
+
+def sampled(rows):
+    return [ids[mask.bool()].tolist() for ids, mask in zip(rows["responses"], rows["response_mask"], strict=True)]
+
+
 def prompts(config):
     return prompt_batch(config, [[(4, 6), (8, 4)], [(6, 6)], [], [(4, 4)]], texts=[4, 7, 3, 5])
 
@@ -172,6 +201,7 @@ def work(rank, store, path, results):
     jobs |= {("generates", *case): lambda case=case: generates(*case, path) for case in GENERATED}
     jobs["refuses"] = lambda: refuses(path)
     jobs["repeats"] = lambda: repeats(path)
+    jobs["advances"] = lambda: advances(path)
     jobs["mismatch"] = differs_from_its_other_stage
     for name, job in jobs.items():
         try:
@@ -203,7 +233,7 @@ def outcomes(tmp_path_factory, checkpoint):
     for process in processes:
         process.start()
     found = {}
-    for _ in range(SIZE * (len(CASES) + len(GENERATED) + 3)):
+    for _ in range(SIZE * (len(CASES) + len(GENERATED) + 4)):
         name, rank, outcome = results.get(timeout=120)
         found.setdefault(name, [None] * SIZE)[rank] = outcome
     for process in processes:
@@ -285,6 +315,20 @@ def test_repeated_prompts_on_several_ranks_are_samples_of_one(outcomes, checkpoi
     assert named == worker.generate(data, sampling)["responses"].tolist()
     assert len({tuple(answer) for answer in unnamed}) == 8
     assert not {tuple(answer) for answer in unnamed} & {tuple(answer) for answer in named}
+
+
+def test_ranks_that_share_rows_decode_their_shares_of_the_groups(outcomes, checkpoint):
+    found = outcomes["advances"]
+    assert not any(isinstance(one, str) for one in found), "\n".join(map(str, found))
+    worker = RolloutWorker(RolloutConfig(checkpoint, "hf"), lambda dtype: [])
+    worker.sharding.stale = False
+    rows = worker.advance(samples_of(worker.engine.model.config), SHORT, 4, 1)
+    expected = sorted(zip(map(str, rows["uid"]), sampled(rows), strict=True))
+    assert found[:2] == found[2:]  # the stages of a position return the same rows
+    first, second = ([row for one in found[:2] for row in one[call]] for call in (0, 1))
+    whole = {uid for uid, _ in first if all(ids is not None for other, ids in first if other == uid)}
+    assert 2 <= len(whole) < 4
+    assert sorted(second) == expected
 
 
 def test_stages_that_come_with_different_rows_are_told(outcomes):

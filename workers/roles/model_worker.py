@@ -17,8 +17,9 @@ from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
+from workers.roles.accumulated_update import AccumulatedUpdate
 from workers.training.forward_pass import LossFn
-from workers.training.mini_batches import split_update
+from workers.training.mini_batches import ROW, split_update
 from workers.training.training_model import TrainingModel, Updated
 
 
@@ -55,6 +56,7 @@ class TrainedWorker(ModelWorker):
     """Updates a model by a loss function that the recipe hands in."""
 
     trains = True
+    _open_update: AccumulatedUpdate | None = None  # whose parts `accumulate` adds
 
     @dispatch(split=split_update)
     def update(
@@ -105,6 +107,44 @@ class TrainedWorker(ModelWorker):
             for rows, sums in update.minibatches():
                 self.model.run(rows, loss_fn, sums, entropy)
         return update.result
+
+    @dispatch(split=split_update, join=join_updates)
+    def accumulate(
+        self, data: DataProto, loss_fn: LossFn, *, aggregation: str = "token-mean", entropy: bool = False
+    ) -> Updated:
+        """Adds the gradients of a part of a batch; `finish_update` makes the step of all parts together.
+
+        The step is that of `update` for the whole batch without ``minibatch``, up to the order of float addition. Arguments as
+        there, the same for all parts.
+
+        Returns:
+            The scores of the rows; metrics come with the step.
+
+        Raises:
+            MissingColumn, InvalidColumn, MediaMismatch, RankFailure: see `update`. The parts so far are dropped.
+            InvalidConfig: impossible arguments, or parts without a common ``max_tokens`` in ``meta_info``.
+        """
+        open_update, self._open_update = self._open_update, None
+        update = open_update or AccumulatedUpdate(self.model, aggregation, entropy)
+        try:
+            scores = update.add(data, loss_fn)
+        except BaseException:
+            self.model.optimizer.adamw.zero_grad(set_to_none=True)
+            raise
+        self._open_update = update
+        return Updated({}, scores, np.asarray(data[ROW]) if ROW in data else None)
+
+    @dispatch("all")
+    def finish_update(self) -> dict[str, float]:
+        """One optimizer step with the parts of `accumulate`. Returns the metrics of all of them and all ranks together.
+
+        Raises:
+            InvalidConfig: there are no parts with a response token.
+        """
+        update, self._open_update = self._open_update, None
+        if update is None:
+            raise InvalidConfig("there is no update to finish: call accumulate first")
+        return update.finish()
 
     @dispatch("all")
     def save(self, directory: Path, behind: bool = False) -> None:

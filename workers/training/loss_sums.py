@@ -59,22 +59,13 @@ class LossSums:
 
     def sums(self, ranks: Ranks) -> dict[str, float]:
         """The sums over the rows of all ranks; of metrics named by `LARGEST`, the largest."""
-        return joined_sums([sums for _, sums in self._gathered(ranks)])
+        return joined_sums([sums for _, sums in self.gathered(ranks)])
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """The loss of all ranks, and metrics divided by the weights of all ranks."""
-        every_rank = self._gathered(ranks)
-        weight = max(sum(weight for weight, _ in every_rank), 1e-12)
-        parts = [
-            {
-                name: value if name == self.loss_name or name.endswith(LARGEST) else value / weight
-                for name, value in sums.items()
-            }
-            for _, sums in every_rank
-        ]
-        return joined_sums(parts)
+        return joined_means(self.gathered(ranks), self.loss_name)
 
-    def _gathered(self, ranks: Ranks) -> list[tuple[float, dict[str, float]]]:
+    def gathered(self, ranks: Ranks) -> list[tuple[float, dict[str, float]]]:
         """Of each data-parallel rank: its weight and its sums."""
         sums = {name: float(value) for name, value in self.totals.items()}
         return ranks.all_gather((float(self.weights.sum()), sums), "dp")
@@ -91,6 +82,23 @@ def joined_sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in part.items():
             joined[name] = max(joined[name], value) if name.endswith(LARGEST) else joined[name] + value
     return dict(joined)
+
+
+def joined_means(
+    parts: Sequence[tuple[float, Mapping[str, float]]], loss_name: str, denominator: float = 1.0
+) -> dict[str, float]:
+    """The loss, divided by ``denominator``, and metrics divided by the weights, of parts with their weights and sums.
+
+    >>> joined_means([(2.0, {"loss": 4.0, "kl": 1.0}), (6.0, {"loss": 4.0, "kl": 3.0})], "loss", denominator=8.0)
+    {'loss': 1.0, 'kl': 0.5}
+    """
+    weight = max(sum(weight for weight, _ in parts), 1e-12)
+    divisors = {loss_name: denominator}
+    means = [
+        {name: value if name.endswith(LARGEST) else value / divisors.get(name, weight) for name, value in sums.items()}
+        for _, sums in parts
+    ]
+    return joined_sums(means)
 
 
 def averages(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ class CarryingConfig:
     over_ask: float = 1.0
     ahead: bool = False  # decode the next step's groups during the update, on --ray.rollout-processes of their own
     parts: int = 1  # a step's groups come in so many parts; with ahead, new weights come after the first one
+    early_update: bool = False  # a part's gradients are computed while the next parts are decoded
     max_staleness: int | None = (
         None  # updates after which a group that has begun is waited for; default: 1, 2 with both
     )
@@ -24,8 +25,15 @@ class CarryingConfig:
             raise InvalidConfig(f"rollout.over_ask={self.over_ask}: must be from 1 to 2")
         if self.parts < 1:
             raise InvalidConfig(f"rollout.parts={self.parts}: must be at least 1")
-        if self.parts > 1 and not self.ahead:
-            raise InvalidConfig(f"rollout.parts={self.parts} takes new weights in between: add --rollout.ahead")
+        if self.parts > 1 and not self.ahead and not self.early_update:
+            raise InvalidConfig(
+                f"rollout.parts={self.parts} is for --rollout.early-update, which learns from a part while the next is decoded, "
+                "and for --rollout.ahead, which takes new weights after the first one: add one of them"
+            )
+        if self.early_update and self.parts == 1:
+            raise InvalidConfig(
+                "rollout.early_update learns from the first part of a step's groups: give --rollout.parts N"
+            )
         if self.max_staleness is not None and not self.carries:
             raise InvalidConfig(
                 f"rollout.max_staleness={self.max_staleness} is for --rollout.over-ask above 1 and --rollout.ahead: without "
@@ -43,6 +51,15 @@ class CarryingConfig:
         return self.over_ask > 1 or self.ahead
 
     @property
+    def _first(self) -> str:
+        return "over_ask" if self.over_ask > 1 else "ahead" if self.ahead else "early_update"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a step decodes its own samples to their end before it learns."""
+        return not self.carries and not self.early_update
+
+    @property
     def _least(self) -> int:
         return int(self.over_ask > 1) + int(self.ahead)
 
@@ -51,19 +68,23 @@ class CarryingConfig:
         """The largest number of updates between the weights that sampled a token and those that learn from it."""
         return self._least if self.max_staleness is None else self.max_staleness
 
-    def check(self, on: str, rollout_processes: int, reasons: Sequence[str]) -> None:
-        """Raises `InvalidConfig` for a run whose samples cannot go on after their step.
+    def check(self, on: str, rollout_processes: int, reasons: Sequence[str], whole: Sequence[str]) -> None:
+        """Raises `InvalidConfig` for a run that these options do not fit.
 
         Args:
             reasons: why a step can only learn from samples of its own prompts; empty if it can learn from others.
+            whole: why an update needs the whole batch; empty if its groups can come in parts.
         """
-        if self.ahead and (on == "local" or not rollout_processes):
+        if (self.ahead or self.early_update) and (on == "local" or not rollout_processes):
             raise InvalidConfig(
-                "rollout.ahead decodes during the update: give the engines separate devices with --on ray "
-                "--ray.rollout-processes N"
+                f"rollout.{'ahead' if self.ahead else 'early_update'} decodes during the update: give the engines separate "
+                "devices with --on ray --ray.rollout-processes N"
             )
         if reasons:
             raise InvalidConfig(
-                f"{'; '.join(reasons)}: leave out {'rollout.over_ask' if self.over_ask > 1 else 'rollout.ahead'}, with which a "
-                "step learns from groups of other prompts"
+                f"{'; '.join(reasons)}: leave out rollout.{self._first}, with which a step learns from groups as they are whole"
+            )
+        if self.early_update and whole:
+            raise InvalidConfig(
+                f"{'; '.join(whole)}: leave out rollout.early_update, which learns from some groups first"
             )

@@ -83,8 +83,9 @@ class PolicyGradientConfig:
 
     def __post_init__(self) -> None:
         check_placement(self)
-        if self.rollout.carries:
-            self.rollout.check(self.on, self.ray.rollout_processes, self._needs_own_prompts())
+        if not self.rollout.in_order:
+            needs = self._needs_own_prompts(), self._needs_whole_batches()
+            self.rollout.check(self.on, self.ray.rollout_processes, *needs)
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
@@ -102,6 +103,17 @@ class PolicyGradientConfig:
         if self.algorithm.needs_greedy:
             reasons.append(f"algorithm.advantage={settings.advantage} needs greedy responses to the step's prompts")
         return reasons
+
+    def _needs_whole_batches(self) -> list[str]:
+        """Why an update needs the whole batch; empty if its groups can come in parts."""
+        algorithm, reasons = self.algorithm, []
+        if self.critic is not None:
+            reasons.append("a critic learns from whole batches")
+        if algorithm.updates(self.data.batch_size) > 1:
+            reasons.append(
+                f"algorithm.minibatch={algorithm.minibatch}, epochs={algorithm.epochs} make several updates a step"
+            )
+        return reasons + algorithm.needs_whole_batches
 
     @property
     def updates(self) -> dict[str, int]:
