@@ -23,13 +23,22 @@ def load_environment(name: str) -> MakeEnvironment:
     return load_named_function(name, "environment", InvalidConfig)
 
 
-def with_environment(roles: Roles, make_environment: MakeEnvironment, limits: EpisodeLimits) -> Roles:
+@dataclass(frozen=True)
+class PlayedEnvironment:
+    """An environment, the limits of its episodes, and the actions of a typical one if they are known, for the forecast."""
+
+    make: MakeEnvironment
+    limits: EpisodeLimits
+    actions: tuple[str, ...] = ()
+
+
+def with_environment(roles: Roles, played: PlayedEnvironment) -> Roles:
     """The same roles, except that ``roles.rollout.generate`` plays episodes and ``roles.reward.score`` leaves their rewards.
 
     So every recipe that samples and scores trains on episodes.
     """
     optional = {**roles.optional, "reward": EnvironmentReward()}
-    return replace(roles, rollout=PlayingRollout(roles.rollout, make_environment, limits), optional=optional)
+    return replace(roles, rollout=PlayingRollout(roles.rollout, played), optional=optional)
 
 
 @dataclass(frozen=True)
@@ -37,18 +46,18 @@ class PlayingRollout:
     """A rollout role whose ``generate`` is its ``play``."""
 
     rollout: Any
-    make_environment: MakeEnvironment
-    limits: EpisodeLimits
+    played: PlayedEnvironment
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
-        played: DataProto = self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits))
-        infos = played["info"]
+        environment = self.played
+        data: DataProto = self.rollout.play(prompts, environment.make, sampling, **vars(environment.limits))
+        infos = data["info"]
         numbers = [name for info in infos for name, value in info.items() if not isinstance(value, str)]
         for name in dict.fromkeys(numbers):
-            if name not in played:
-                played[name] = np.array([info.get(name) for info in infos], dtype=object)
-        return played
+            if name not in data:
+                data[name] = np.array([info.get(name) for info in infos], dtype=object)
+        return data
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)

@@ -8,7 +8,7 @@ import pytest
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import assert_same_run, rows_of
-from recipes.configs.walk_config import parse
+from recipes.configs.environments.walk_config import parse
 from recipes.run.environment_roles import load_environment
 from recipes.synthetic.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
 from recipes.walk import main
