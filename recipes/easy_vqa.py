@@ -15,7 +15,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from recipes.algorithms.options import spelled_out
 from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
@@ -27,8 +26,7 @@ from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.run.evaluation import Evaluate, evaluate_samples
-from recipes.run.policy_gradient import PolicyTask, answered_at_a_time, prompt_loader, run
-from recipes.run.run_directory import open_run_directory, with_schedules
+from recipes.run.policy_gradient import PolicyTask, answered_at_a_time, open_task_directory, prompt_loader, run
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.tiny import TinyConfig, make_tiny_model
 from rollout.prompts import PromptBuilder, SupervisedBuilder
@@ -60,8 +58,7 @@ def easy_vqa_task(config: EasyVQAConfig) -> PolicyTask:
         rows = open_easy_vqa(config.data.data_path)
     reward = load_reward(config.reward) if config.reward else short_answer_reward
     reward = ShuffledScores(reward) if config.shuffled_rewards else reward
-    asked, config = config, with_schedules(config.run, config, **config.updates)
-    open_run_directory(config.run, replace(config, algorithm=spelled_out(config.algorithm)), asked)
+    config = open_task_directory(config)
     return policy_task(config, rows, str(supervised_checkpoint(config, rows)), reward)
 
 

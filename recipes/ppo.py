@@ -13,8 +13,9 @@ from dataproto import DataProto
 from recipes.algorithms.advantages import whiten
 from recipes.algorithms.losses import value_loss
 from recipes.algorithms.options import critic_advantage
+from recipes.configs.environments.episodes_config import EpisodeRunConfig
 from recipes.configs.ppo_config import PRESETS, TINY, ActorCriticConfig, PPOConfig, PPORunConfig, parse
-from recipes.grpo import policy_loss
+from recipes.grpo import policy_loss, step_for
 from recipes.options import exit_status
 from recipes.run.dynamic_sampling import More
 from recipes.run.metrics import merge_updates, timed
@@ -27,7 +28,7 @@ from recipes.run.phases import (
     rows_to_learn,
     shape_rewards,
 )
-from recipes.run.policy_gradient import run
+from recipes.run.policy_gradient import AlgorithmStep, run
 from rollout.engine import SamplingParams
 from workers import Roles
 from workers.roles.critic import Values
@@ -96,6 +97,11 @@ def add_advantages(data: DataProto, config: ActorCriticConfig) -> None:
     """Adds the columns ``advantages`` and ``returns`` ``(B, R)``, from rewards and values."""
     advantages, data["returns"] = critic_advantage(config, data)
     data["advantages"] = whiten(advantages, data["response_mask"]) if config.whiten else advantages
+
+
+def episode_step(config: EpisodeRunConfig) -> AlgorithmStep:
+    """The step function of a run over episodes: of PPO if the advantage needs a critic, else of GRPO."""
+    return ppo_step if config.algorithm.needs_critic else step_for(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

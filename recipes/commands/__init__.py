@@ -57,7 +57,12 @@ COMMANDS = {
     "walk": Command(
         "recipes.walk:main",
         "train by GRPO over episodes with a new picture each turn",
-        "recipes.configs.walk_config:parse",
+        "recipes.configs.environments.walk_config:parse",
+    ),
+    "zoom": Command(
+        "recipes.zoom:main",
+        "train by GRPO over episodes that look closer at a picture and then answer",
+        "recipes.configs.environments.zoom_config:parse",
     ),
     "parity": Command(
         "recipes.parity.__main__:main",

@@ -1,4 +1,4 @@
-"""What a run will take, before anything is loaded: ``dataproto plan grpo|ppo|sft|classify [options of the recipe]``.
+"""What a run will take, before anything is loaded: ``dataproto plan RECIPE [options of the recipe]``.
 
 Reads the checkpoint's config, tokenizer and image processor, and the headers of the data's images, and prints the memory of each
 role in each phase, the operations and the time of a step, and the time and disk of the run. Ends with status 1 if it does not
@@ -11,6 +11,7 @@ from typing import Any
 
 from dataproto.errors import InvalidConfig
 from recipes.configs import classify_config, grpo_config, ppo_config, sft_config
+from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import asks_for_help, divided, parse_config, print_help
 
 RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
@@ -18,6 +19,8 @@ RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {
     "ppo": ppo_config.parse,
     "sft": sft_config.parse,
     "classify": classify_config.parse,
+    "walk": walk_config.parse,
+    "zoom": zoom_config.parse,
 }
 """The recipes that can be planned, each with the function that reads its options."""
 
@@ -27,7 +30,9 @@ class PlanOptions:
     """The options of the plan alone."""
 
     device: str | None = None  # h200, h100, a100-80g, or cpu, which is measured; default: the machine's GPU, or h200
-    mean_response: int | None = None  # expected tokens of a response; default: half of --max-response-length
+    mean_response: int | None = (
+        None  # expected tokens of a response, or of a turn; default: half of --max-response-length
+    )
     fit: bool = (
         False  # choose layout, token budget, checkpointing and the engine's share of memory: the fastest that fits
     )

@@ -15,10 +15,11 @@ from recipes.forecast.batch_sizes import (
 from recipes.forecast.calibration import calibrate_cpu, this_device, this_gpu
 from recipes.forecast.cpu_speed import cpu_from_step, keep_cpu, known_cpu, unknown_cpu
 from recipes.forecast.devices import DEVICES, Device, device_named
+from recipes.forecast.episode_sizes import EpisodeSizes, measure_episode
 from recipes.forecast.forecast_table import beside_fact, compared, duration, forecast_lines
 from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import RoleMemory
-from recipes.forecast.settings import policy_gradient_batch, policy_gradient_setting, supervised_setting
+from recipes.forecast.settings import episode_batch, policy_gradient_batch, policy_gradient_setting, supervised_setting
 from recipes.forecast.step_forecast import SLACK, Phase, Setting, StepForecast, forecast
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SLACK",
     "BatchSizes",
     "Device",
+    "EpisodeSizes",
     "ModelSize",
     "Phase",
     "PromptSizes",
@@ -38,11 +40,13 @@ __all__ = [
     "cpu_from_step",
     "device_named",
     "duration",
+    "episode_batch",
     "forecast",
     "forecast_lines",
     "keep_cpu",
     "known_cpu",
     "measure_conversations",
+    "measure_episode",
     "measure_prompts",
     "model_size",
     "policy_gradient_batch",

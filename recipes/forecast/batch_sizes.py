@@ -42,6 +42,10 @@ class PromptSizes:
         places = [place % len(self.tokens) for place in range(prompts)]
         return PromptSizes(tuple(self.tokens[at] for at in places), tuple(self.grids[at] for at in places))
 
+    def first(self, prompts: int) -> "PromptSizes":
+        """The first ones."""
+        return PromptSizes(self.tokens[:prompts], self.grids[:prompts])
+
 
 @dataclass(frozen=True)
 class MicroBatchSize:
@@ -54,18 +58,25 @@ class MicroBatchSize:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Rows in order, with the samples of a prompt next to each other; ``samples`` rows for each prompt."""
+    """Rows in order, with the samples of a prompt next to each other; ``samples`` rows for each prompt.
+
+    ``shown`` is what an environment shows in each row behind the prompt, (B,). A picture of several rows counts several times.
+    """
 
     config: Any  # the checkpoint's
     prompts: PromptSizes
-    responses: tuple[int, ...]  # (B,) tokens
+    responses: tuple[int, ...]  # (B,) sampled tokens
     samples: int = 1
+    shown: PromptSizes | None = None
 
     @cached_property
     def lengths(self) -> Tensor:
-        """``(B,)`` int64 tokens of prompt and response."""
+        """``(B,)`` int64 tokens of prompt, response and what is shown in between."""
         prompts = torch.tensor(self.prompts.tokens, dtype=torch.int64)
-        return prompts.repeat_interleave(self.samples) + torch.tensor(self.responses, dtype=torch.int64)
+        own = torch.tensor(self.responses, dtype=torch.int64)
+        if self.shown is not None:
+            own = own + torch.tensor(self.shown.tokens, dtype=torch.int64)
+        return prompts.repeat_interleave(self.samples) + own
 
     @cached_property
     def shared(self) -> Tensor:
@@ -81,14 +92,32 @@ class BatchSizes:
     @cached_property
     def patches(self) -> Tensor:
         """``(P,)`` int64 patches of each prompt."""
-        return torch.stack([_grids(each).prod(-1).sum() for each in self.prompts.grids])
+        return _patches(self.prompts)
+
+    @cached_property
+    def shown_patches(self) -> Tensor:
+        """``(B,)`` int64 patches of each row behind its prompt."""
+        return torch.zeros(len(self.responses), dtype=torch.int64) if self.shown is None else _patches(self.shown)
 
     @cached_property
     def vision_flops(self) -> Tensor:
         """``(P,)`` operations of a forward pass through the tower for each prompt."""
-        family = family_of(self.config)
-        counts = [len(each) for each in self.prompts.grids]
-        costs = family.vision_flops(self.config, _grids([grid for each in self.prompts.grids for grid in each])).sum(1)
+        return self._tower(self.prompts)
+
+    @cached_property
+    def shown_flops(self) -> Tensor:
+        """``(B,)`` operations of a forward pass through the tower for what is shown behind each prompt."""
+        return torch.zeros(len(self.responses)) if self.shown is None else self._tower(self.shown)
+
+    @property
+    def tower_flops(self) -> float:
+        """Operations of a forward pass through the tower for all rows; media of prompts count once."""
+        return float(self.vision_flops.sum() + self.shown_flops.sum())
+
+    def _tower(self, sizes: PromptSizes) -> Tensor:
+        counts = [len(each) for each in sizes.grids]
+        grids = _grids([grid for each in sizes.grids for grid in each])
+        costs = family_of(self.config).vision_flops(self.config, grids).sum(1)
         return torch.stack([part.sum() for part in costs.split(counts)])
 
     @cached_property
@@ -100,8 +129,9 @@ class BatchSizes:
 
     def part(self, prompts: int) -> "BatchSizes":
         """The rows of the first prompts."""
-        first = PromptSizes(self.prompts.tokens[:prompts], self.prompts.grids[:prompts])
-        return BatchSizes(self.config, first, self.responses[: prompts * self.samples], self.samples)
+        rows = prompts * self.samples
+        shown = None if self.shown is None else self.shown.first(rows)
+        return BatchSizes(self.config, self.prompts.first(prompts), self.responses[:rows], self.samples, shown)
 
     def micro_batches(self, token_budget: int) -> list[MicroBatchSize]:
         """The micro-batches that an update plans for these rows, by `workers.training.micro_batches.plan_rows`."""
@@ -111,6 +141,7 @@ class BatchSizes:
         if self.packed_tokens > token_budget:
             vision = self.vision_flops.repeat_interleave(self.samples)
             whole = family_of(self.config).row_flops(self.config, self.lengths, None, responses) + vision
+            whole = whole + self.shown_flops
             lead = torch.where(
                 first,
                 0,
@@ -123,12 +154,13 @@ class BatchSizes:
             index = torch.from_numpy(rows)
             prompts = (index // self.samples).unique()
             lead_tokens = int(self.shared[index[0]]) if len(index) else 0
-            found.append(
-                MicroBatchSize(
-                    int(own[index].sum()) + lead_tokens, int(self.patches[prompts].sum()), int(responses[index].sum())
-                )
-            )
+            patches = int(self.patches[prompts].sum()) + int(self.shown_patches[index].sum())
+            found.append(MicroBatchSize(int(own[index].sum()) + lead_tokens, patches, int(responses[index].sum())))
         return found
+
+
+def _patches(sizes: PromptSizes) -> Tensor:
+    return torch.stack([_grids(each).prod(-1).sum() for each in sizes.grids])
 
 
 def _grids(grids: Sequence[Sequence[int]]) -> Tensor:
@@ -166,7 +198,7 @@ def measure_prompts(rows: Any, builder: PromptBuilder, seed: int = 0, sample: in
             prompt = builder.prepare(row)
             tokens.append(len(prompt.input_ids))
             parts = [*(one.inputs for one in prompt.images), *(one.inputs for one in prompt.videos)]
-            grids.append(tuple(grid for part in parts for grid in _grids_of(builder, part)))
+            grids.append(tuple(grid for part in parts for grid in grids_of(builder, part)))
             continue
         length = builder.prompt_length(row)
         if length > builder.max_prompt_length:
@@ -177,7 +209,7 @@ def measure_prompts(rows: Any, builder: PromptBuilder, seed: int = 0, sample: in
             size = image_size(source, row.get("media_root"))
             if size not in blanks:
                 blank = Image.new("RGB", size[::-1])
-                blanks[size] = _grids_of(builder, builder.process_image(blank).inputs)
+                blanks[size] = grids_of(builder, builder.process_image(blank).inputs)
             found += blanks[size]
         grids.append(tuple(found))
     if not tokens:
@@ -187,7 +219,7 @@ def measure_prompts(rows: Any, builder: PromptBuilder, seed: int = 0, sample: in
 
 def sizes_of_prompts(prompts: DataProto, builder: PromptBuilder) -> PromptSizes:
     """The sizes of a batch of prompts."""
-    grids = tuple(_grids_of(builder, media) if media else () for media in prompts["multi_modal_inputs"])
+    grids = tuple(grids_of(builder, media) if media else () for media in prompts["multi_modal_inputs"])
     return PromptSizes(tuple(prompts["attention_mask"].sum(1).tolist()), grids)
 
 
@@ -212,11 +244,11 @@ def measure_conversations(
         learnt.append(int(row.loss_mask.sum()))
         prompts.append(len(row.input_ids) - learnt[-1])
         parts = [*(one.inputs for one in row.images), *(one.inputs for one in row.videos)]
-        grids.append(tuple(grid for part in parts for grid in _grids_of(builder, part)))
+        grids.append(tuple(grid for part in parts for grid in grids_of(builder, part)))
     sizes = PromptSizes(tuple(prompts), tuple(grids)).repeated(batch_size)
     return BatchSizes(builder.config, sizes, tuple(learnt[place % len(learnt)] for place in range(batch_size)))
 
 
-def _grids_of(builder: PromptBuilder, inputs: Mapping[str, Tensor]) -> tuple[tuple[int, int, int], ...]:
+def grids_of(builder: PromptBuilder, inputs: Mapping[str, Tensor]) -> tuple[tuple[int, int, int], ...]:
     grids = builder.family.grids(inputs, builder.config).tolist()
     return tuple((int(t), int(h), int(w)) for t, h, w in grids)

@@ -8,6 +8,7 @@ from typing import Any
 
 from recipes.forecast.batch_sizes import BatchSizes, PromptSizes, response_lengths
 from recipes.forecast.devices import Device
+from recipes.forecast.episode_sizes import EpisodeSizes
 from recipes.forecast.step_forecast import Setting
 from workers.cluster.ray_config import RayConfig
 
@@ -29,6 +30,24 @@ def policy_gradient_batch(
     return BatchSizes(config, prompts.repeated(data.batch_size), responses, samples)
 
 
+def episode_batch(options: Any, config: Any, sizes: EpisodeSizes, mean_response: int | None = None) -> BatchSizes:
+    """The rows of a step of policy gradients over episodes, all of which are like the measured one.
+
+    Args:
+        options: an `EpisodeRunConfig`.
+        config: the checkpoint's.
+        mean_response: expected tokens of a turn; by default those of the measured actions, or half of the longest turn.
+    """
+    data, turns, rows = options.data, options.episodes.turns, options.data.batch_size * options.algorithm.n
+    if mean_response is None and sizes.sampled is not None:
+        responses: tuple[int, ...] = (sizes.sampled,) * rows
+    else:
+        mean = mean_response or max(math.ceil(data.max_response_length / 2), 1)
+        responses = response_lengths(rows, turns * mean, turns * data.max_response_length)
+    prompts, shown = sizes.prompts.repeated(data.batch_size), sizes.shown.repeated(rows)
+    return BatchSizes(config, prompts, responses, options.algorithm.n, shown)
+
+
 def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> Setting:
     """The setting of a run of GRPO or PPO.
 
@@ -47,7 +66,7 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
         and not algorithm.skip_old_log_probs,
         reference=algorithm.needs_reference,
         critic_epochs=algorithm.critic_epochs if options.critic else 0,
-        longest=data.max_prompt_length + data.max_response_length,
+        longest=data.max_prompt_length + options.longest_response,
         eval_rows=data.eval_rows,
         **_shared(options),
     )

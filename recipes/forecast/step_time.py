@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataproto.vlm.costs import logit_flops
@@ -35,12 +35,12 @@ class Passes:
 def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig) -> Passes:
     """Operations that an update over these rows requires, as `workers.training.accounting.required_work` counts them."""
     decoder = 2 if compute.lora_rank else 3
-    return Passes(decoder * batch.language_flops, (3 if size.tower_trained else 1) * float(batch.vision_flops.sum()))
+    return Passes(decoder * batch.language_flops, (3 if size.tower_trained else 1) * batch.tower_flops)
 
 
 def scoring_flops(batch: BatchSizes) -> Passes:
     """Operations of a pass without gradients."""
-    return Passes(batch.language_flops, float(batch.vision_flops.sum()))
+    return Passes(batch.language_flops, batch.tower_flops)
 
 
 def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: Device) -> float:
@@ -142,9 +142,9 @@ def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device
 
 
 def prefill_seconds(batch: BatchSizes, device: Device) -> float:
-    """Seconds of an engine's pass over the prompts, once for all samples."""
-    prompts = BatchSizes(batch.config, batch.prompts, (0,) * len(batch.prompts.tokens))
-    return pass_seconds(scoring_flops(prompts), ModelConfig(compile=True), Layout(), device) / INFERENCE
+    """Seconds of an engine's pass over the prompts, once for all samples, and over what is shown behind them."""
+    given = replace(batch, responses=(0,) * len(batch.responses))
+    return pass_seconds(scoring_flops(given), ModelConfig(compile=True), Layout(), device) / INFERENCE
 
 
 def engine_of(config: Any, size: ModelSize, name: str, options: dict[str, Any], device: Device) -> Engine:

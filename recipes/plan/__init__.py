@@ -13,6 +13,7 @@ from recipes.classify import open_labelled
 from recipes.configs.plan_config import PlanConfig, PlanOptions, parse
 from recipes.data.conversation_rows import conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnTalks, ProblemRows
+from recipes.data.loader import PromptLoader
 from recipes.data.problem_rows import load_rows
 from recipes.forecast import (
     BatchSizes,
@@ -20,9 +21,11 @@ from recipes.forecast import (
     StepForecast,
     calibrate_cpu,
     device_named,
+    episode_batch,
     forecast,
     forecast_lines,
     measure_conversations,
+    measure_episode,
     measure_prompts,
     policy_gradient_batch,
     policy_gradient_setting,
@@ -31,7 +34,10 @@ from recipes.forecast import (
 )
 from recipes.options import exit_status
 from recipes.plan.fitting import as_options, fit
+from recipes.run.drawn_environment import DrawnEnvironment, episode_rows, open_environment
 from recipes.tiny import make_tiny_model
+from recipes.walk import WALK
+from recipes.zoom import environment_of
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers.training.loading import checkpoint_family
 
@@ -55,7 +61,7 @@ def plan(asked: PlanConfig) -> StepForecast:
     """The forecast of a recipe's options; with ``--fit`` that of the chosen setting."""
     config, options = asked.config, asked.options
     with tempfile.TemporaryDirectory() as folder:
-        path = config.model_path or str(make_tiny_model(Path(folder) / "model", config.run.seed))
+        path = config.model_path or str(make_small_model(asked, Path(folder) / "model"))
         checkpoint_family(path)  # raises for an unknown model
         batch = read_batch(asked, path)
     device = chosen_device(options.device, config.model_path, batch)
@@ -67,6 +73,21 @@ def plan(asked: PlanConfig) -> StepForecast:
     if options.fit:
         return fit(setting, options.devices or setting.layout.world_size)
     return forecast(setting)
+
+
+def make_small_model(asked: PlanConfig, path: Path) -> Path:
+    """The model that the recipe makes on the spot, before its warm-up."""
+    drawn = drawn_environment(asked)
+    if drawn is None:
+        return make_tiny_model(path, asked.config.run.seed)
+    return make_tiny_model(path, asked.config.run.seed, drawn.model, drawn.texts)
+
+
+def drawn_environment(asked: PlanConfig) -> DrawnEnvironment | None:
+    """The environment of a recipe that plays episodes; ``None`` for others."""
+    if asked.recipe == "walk":
+        return WALK
+    return environment_of(asked.config) if asked.recipe == "zoom" else None
 
 
 def read_batch(asked: PlanConfig, path: str) -> BatchSizes:
@@ -84,13 +105,19 @@ def read_batch(asked: PlanConfig, path: str) -> BatchSizes:
         if asked.recipe == "sft":
             conversations = conversations.learning(data.turns)
         return measure_conversations(rows, conversations, data.batch_size, seed)
+    if (drawn := drawn_environment(asked)) is not None:
+        builder, played = open_environment(config, drawn, path)
+        rows, _ = episode_rows(config, drawn, builder)
+        prompts = PromptLoader(rows, builder, 1, seed, shuffle=data.data_path is not None)
+        sizes = measure_episode(next(prompts), builder, played.make, played.limits, played.actions)
+        return episode_batch(config, builder.config, sizes, asked.options.mean_response)
     if data.data_path:
         rows = load_rows(data.data_path, "train", instruction=data.instruction, keys=data.keys)
     else:
         rows = ProblemRows(data.level, seed, "train", data.instruction)
     builder = PromptBuilder.from_pretrained(path, data.max_prompt_length, data.min_pixels, data.max_pixels)
-    prompts = measure_prompts(rows, builder, seed)
-    return policy_gradient_batch(config, AutoConfig.from_pretrained(path), prompts, asked.options.mean_response)
+    measured = measure_prompts(rows, builder, seed)
+    return policy_gradient_batch(config, AutoConfig.from_pretrained(path), measured, asked.options.mean_response)
 
 
 def chosen_device(name: str | None, model_path: str | None, batch: BatchSizes) -> Device:

@@ -192,12 +192,15 @@ class CarryingRollout:
         turns: int,
         tokens: int | None = None,
         seconds: float = 60.0,
+        last_pictures: int | None = None,
+        memory_gib: float | None = None,
     ) -> DataProto:
         """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.play`."""
+        limits = EpisodeLimits(turns, tokens, seconds, last_pictures, memory_gib)
         if prompts is not self.loader.current:
-            data: DataProto = self.group.play(prompts, make_environment, sampling, turns, tokens, seconds)
+            data: DataProto = self.group.play(prompts, make_environment, sampling, **vars(limits))
             return data
-        return self._groups(prompts, sampling, EpisodePlan(make_environment, EpisodeLimits(turns, tokens, seconds)))
+        return self._groups(prompts, sampling, EpisodePlan(make_environment, limits))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)

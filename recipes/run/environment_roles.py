@@ -26,18 +26,27 @@ def load_environment(name: str) -> MakeEnvironment:
     return load_named_function(name, "environment", InvalidConfig)
 
 
-def with_environment(
-    roles: Roles, make_environment: MakeEnvironment, limits: EpisodeLimits, drop_cut: bool = False
-) -> Roles:
+@dataclass(frozen=True)
+class PlayedEnvironment:
+    """An environment and how its episodes are played.
+
+    ``actions`` are those of a typical episode if they are known, for the forecast. With ``drop_cut`` nothing is learned from
+    episodes that a limit cut, see `uncut_tokens`.
+    """
+
+    make: MakeEnvironment
+    limits: EpisodeLimits
+    actions: tuple[str, ...] = ()
+    drop_cut: bool = False
+
+
+def with_environment(roles: Roles, played: PlayedEnvironment) -> Roles:
     """The same roles, except that ``roles.rollout.generate`` plays episodes and ``roles.reward.score`` leaves their rewards.
 
     So every recipe that samples and scores trains on episodes.
-
-    Args:
-        drop_cut: learn nothing from episodes that a limit cut, see `uncut_tokens`.
     """
     optional = {**roles.optional, "reward": EnvironmentReward()}
-    return replace(roles, rollout=PlayingRollout(roles.rollout, make_environment, limits, drop_cut), optional=optional)
+    return replace(roles, rollout=PlayingRollout(roles.rollout, played), optional=optional)
 
 
 @dataclass(frozen=True)
@@ -45,21 +54,20 @@ class PlayingRollout:
     """A rollout role whose ``generate`` is its ``play``."""
 
     rollout: Any
-    make_environment: MakeEnvironment
-    limits: EpisodeLimits
-    drop_cut: bool = False
+    played: PlayedEnvironment
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """See `workers.RolloutWorker.play`; numbers in ``info``, such as ``acc``, become columns."""
-        return self._taken(self.rollout.play(prompts, self.make_environment, sampling, **vars(self.limits)))
+        environment = self.played
+        return self._taken(self.rollout.play(prompts, environment.make, sampling, **vars(environment.limits)))
 
     def in_parts(self, prompts: DataProto, sampling: SamplingParams) -> Iterator[DataProto]:
         """As `generate`; see `recipes.run.carried_rollouts.CarryingRollout.in_parts`."""
-        plan = EpisodePlan(self.make_environment, self.limits)
+        plan = EpisodePlan(self.played.make, self.played.limits)
         return map(self._taken, self.rollout.in_parts(prompts, sampling, plan))
 
     def _taken(self, data: DataProto) -> DataProto:
-        if self.drop_cut:
+        if self.played.drop_cut:
             data["response_mask"] = uncut_tokens(data["response_mask"], data["end_reason"])
         return _with_numbers(data)
 

@@ -16,17 +16,26 @@ from transformers.utils.logging import disable_progress_bar
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import spelled_out
-from recipes.configs.shared.policy_gradient_config import DataConfig, PolicyGradientConfig
+from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.console import start_phase
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.problem_rows import load_rows
-from recipes.forecast import Device, Setting, policy_gradient_batch, policy_gradient_setting, sizes_of_prompts
+from recipes.forecast import (
+    Device,
+    Setting,
+    episode_batch,
+    measure_episode,
+    policy_gradient_batch,
+    policy_gradient_setting,
+    sizes_of_prompts,
+)
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
 from recipes.rewards import RewardFunction, load_reward
 from recipes.run.carried_rollouts import LookAhead, carry_samples
+from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.evaluation import Evaluate, held_out_evaluation
 from recipes.run.loop import attempts, train
 from recipes.run.phases import Progression
@@ -51,8 +60,13 @@ class PolicyTask:
     model_path: str  # the checkpoint that training starts from
     builder: PromptBuilder
     loader: PromptLoader
-    reward: RewardFunction
+    reward: RewardFunction | None  # None: the rewards are those of an environment
     evaluate: Evaluate
+    played: PlayedEnvironment | None = None  # episodes in it are the rollouts
+
+    def roles(self, launched: Roles) -> Roles:
+        """The roles of a step: those that were launched, or roles that play."""
+        return launched if self.played is None else with_environment(launched, self.played)
 
 
 def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[Any], PolicyTask] | None = None) -> Path:
@@ -87,16 +101,17 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     task = (prepare or problems)(config)
     config, builder, ahead = task.config, task.builder, LookAhead(task.loader)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    expected = RunForecast(ahead, partial(first_setting, config, builder), builder.config, config.on == "local")
+    expected = RunForecast(ahead, partial(first_setting, task), builder.config, config.on == "local")
     with reported(config.run.output_dir, started, expected.compared) as directory:
         if not config.run.resume:
             expected.begin()
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
-            with attempt, launch_roles(config, task.model_path, builder, task.reward) as roles:
+            with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched:
                 corrected, steps = config.algorithm.compares_engine, attempt.run.steps
-                batches, measure = carry_samples(roles, ahead, config.rollout, progression, steps, corrected)
+                batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
+                roles = task.roles(launched)
                 train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept, expected)
     return directory / REPORT_FILE
 
@@ -118,16 +133,35 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
         train_rows, test_rows = open_problems(config, builder)
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
     asked, config = config, replace(config, run=over_epochs(config.run, loader))
-    config = with_schedules(config.run, config, **config.updates)
+    config = open_task_directory(config, asked)
     held_out = EvaluationLoader(test_rows, builder, answered_at_a_time(config), data.on_bad_row)
     evaluate = held_out_evaluation(held_out, config.eval_sampling(), config.run.output_dir)
-    open_run_directory(config.run, replace(config, algorithm=spelled_out(config.algorithm)), asked)
     return PolicyTask(config, model_path, builder, loader, reward, evaluate)
 
 
-def first_setting(config: PolicyGradientConfig, builder: PromptBuilder, prompts: DataProto, device: Device) -> Setting:
-    """What the forecast of a run depends on, with the run's first prompts."""
-    batch = policy_gradient_batch(config, builder.config, sizes_of_prompts(prompts, builder))
+def open_task_directory(config: Config, asked: Config | None = None) -> Config:
+    """Opens the directory of a run, and sets the lengths of its schedules.
+
+    Args:
+        asked: the options as the user gave them; ``config`` by default.
+
+    Raises:
+        InvalidConfig, CheckpointError: see `open_run_directory`.
+    """
+    completed = with_schedules(config.run, config, **config.updates)
+    recorded = replace(completed, algorithm=spelled_out(completed.algorithm))
+    open_run_directory(config.run, recorded, config if asked is None else asked)
+    return completed
+
+
+def first_setting(task: PolicyTask, prompts: DataProto, device: Device) -> Setting:
+    """What the forecast of a run depends on, with the run's first prompts, or an episode of the first one."""
+    config, builder, played = task.config, task.builder, task.played
+    if played is None:
+        batch = policy_gradient_batch(config, builder.config, sizes_of_prompts(prompts, builder))
+    else:
+        sizes = measure_episode(prompts, builder, played.make, played.limits, played.actions)
+        batch = episode_batch(config, builder.config, sizes)
     return policy_gradient_setting(config, batch, device)
 
 
@@ -143,6 +177,7 @@ def launch_roles(
     )
     options: dict[str, Any] = {}
     prompts = {name: getattr(config.data, name) for name in ("max_prompt_length", "min_pixels", "max_pixels")}
+    prompts["template_arguments"] = builder.template_arguments
     if config.engine == "vllm":  # it processes images itself
         options["max_model_len"] = config.data.max_prompt_length + config.longest_response
         options["image_options"] = builder.image_options

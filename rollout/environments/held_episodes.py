@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dataproto.errors import InvalidConfig
 from rollout.carried_samples import BegunTurn, WholeGroups
 from rollout.engine import RequestEngine, SamplingParams
 from rollout.environments.environment import MakeEnvironment
@@ -19,6 +20,13 @@ class EpisodePlan:
 
     make_environment: MakeEnvironment
     limits: EpisodeLimits
+
+    def __post_init__(self) -> None:
+        if self.limits.last_pictures is not None:
+            raise InvalidConfig(
+                f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that goes on after its step has "
+                "one row"
+            )
 
 
 class HeldEpisodes:

@@ -50,7 +50,7 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (plan_config.parse, "sft --mean-response 5", "--mean-response would do nothing"),
         (plan_config.parse, "grpo --fit --devices 0", "devices=0: must be at least 1"),
         (plan_config.parse, "grpo --ray.cpus 2", "--ray.cpus would do nothing"),
-        (plan_config.parse, "walk", "one of grpo, ppo, sft, classify"),
+        (plan_config.parse, "parity", "one of grpo, ppo, sft, classify, walk, zoom"),
         (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
         (parity_config.parse, "--engine abacus", "engine 'abacus' is unknown"),
         (view_config.parse, "", "Missing from dataproto view:; RUN-DIR"),

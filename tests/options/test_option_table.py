@@ -15,8 +15,8 @@ from recipes.configs import (
     make_vlm_config,
     plan_config,
     view_config,
-    walk_config,
 )
+from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import options_of, with_plain_flags
 from recipes.parity import ParityConfig
 
@@ -26,6 +26,7 @@ CONFIGS = (
     distil_config.TINY,
     easy_vqa_config.TINY,
     walk_config.TINY,
+    zoom_config.TINY,
     make_vlm_config.MakeVLMConfig(),
     sft.TINY,
     classify.TINY,

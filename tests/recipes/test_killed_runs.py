@@ -12,7 +12,8 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run
 from recipes import geo3k_grpo, walk
-from recipes.configs.walk_config import WarmUpPhaseConfig
+from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
+from recipes.run.drawn_environment import demonstrated_model
 
 KILL = """
 import os, signal
@@ -95,7 +96,7 @@ def episodes_of(directory: Path) -> dict[str, list[str]]:
 def model(tmp_path_factory) -> str:
     """It has learned to end its answers."""
     folder = tmp_path_factory.mktemp("model") / "model"
-    return str(walk.tiny_walker(folder, 0, WarmUpPhaseConfig(steps=20, batch_size=8)))
+    return str(demonstrated_model(folder, 0, walk.WALK, WarmUpPhaseConfig(steps=20, batch_size=8)))
 
 
 @pytest.mark.long

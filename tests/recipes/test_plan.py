@@ -169,7 +169,7 @@ def test_generation_on_h200_takes_what_benchmarks_results_reports(measured):
     assert gib == pytest.approx(measured.gib, rel=0.1)
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "ppo", "sft", "classify"])
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "sft", "classify", "walk", "zoom"])
 @pytest.mark.slow
 def test_the_command_prints_a_plan(recipe, capsys):
     assert main([recipe, "--device", "h200", "--batch-size", "4", "--steps", "10"]) == 0
@@ -192,7 +192,7 @@ def test_a_plan_reads_columns_with_other_names(recipe, tmp_path, capsys):
 def test_the_command_refuses_what_it_does_not_know(capsys):
     assert main(["grpo", "--device", "abacus"]) == 2
     assert "device='abacus' is unknown: choose one of h200, h100, a100-80g, cpu" in capsys.readouterr().err
-    assert main(["walk"]) == 2
+    assert main(["parity"]) == 2
     assert "one of grpo, ppo, sft" in capsys.readouterr().err
     assert main(["grpo", "--no-such-option"]) == 2
 

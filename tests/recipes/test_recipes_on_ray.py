@@ -11,7 +11,8 @@ from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import REWARD, assert_same_run, rows_of
 from recipes import classify, geo3k_ppo, sft, walk
-from recipes.configs.walk_config import WarmUpPhaseConfig
+from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
+from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.supervised import SupervisedConfig, launch_supervised
 from recipes.serve.training_client import TrainingClient
 from rollout.engine import SamplingParams
@@ -67,7 +68,7 @@ def test_supervised_training(recipe, model, tmp_path):
 
 
 def test_episodes(tmp_path):
-    walker = walk.tiny_walker(tmp_path / "walker", 0, WarmUpPhaseConfig(steps=16, batch_size=16))
+    walker = demonstrated_model(tmp_path / "walker", 0, walk.WALK, WarmUpPhaseConfig(steps=16, batch_size=16))
     settings = (
         "--batch-size 4 --algorithm.n 2 --max-prompt-length 64 --max-response-length 3 --eval-rows 3 --optimizer.lr 1e-3"
         " --optimizer.warmup-steps 0 --steps 2 --save-every 0 --keep-rollouts 0"

@@ -8,10 +8,12 @@ import pytest
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_runs import assert_same_run, rows_of
-from recipes.configs.walk_config import WarmUpPhaseConfig, parse
+from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
+from recipes.configs.environments.walk_config import parse
+from recipes.run.drawn_environment import demonstrated_model
 from recipes.run.environment_roles import load_environment
 from recipes.synthetic.grid_walk import MOVES, GridWalk, WalkRows, distance, moved
-from recipes.walk import main, tiny_walker
+from recipes.walk import WALK, main
 
 SMALL = (
     "--batch-size 2 --algorithm.n 2 --eval-rows 3 --warm-up.steps 2 --warm-up.batch-size 4 --optimizer.warmup-steps 0"
@@ -48,7 +50,9 @@ def test_a_run_walks_measures_the_controls_and_goes_on_after_an_interruption(tmp
 
 @pytest.fixture(scope="module")
 def walker(tmp_path_factory):
-    return tiny_walker(tmp_path_factory.mktemp("walker") / "model", 0, WarmUpPhaseConfig(steps=2, batch_size=4))
+    return demonstrated_model(
+        tmp_path_factory.mktemp("walker") / "model", 0, WALK, WarmUpPhaseConfig(steps=2, batch_size=4)
+    )
 
 
 @pytest.mark.slow

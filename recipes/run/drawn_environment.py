@@ -1,0 +1,135 @@
+"""Training in an environment that draws its own pictures, or in a user's: what such recipes have in common."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from recipes.configs.environments.episodes_config import EpisodeRunConfig, WarmUpPhaseConfig
+from recipes.configs.shared.run_config import announce_small_model
+from recipes.console import start_phase
+from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.run.environment_roles import PlayedEnvironment, load_environment
+from recipes.run.evaluation import Evaluate, evaluate_samples
+from recipes.run.policy_gradient import (
+    PolicyTask,
+    answered_at_a_time,
+    open_data_set,
+    open_task_directory,
+    prompt_loader,
+)
+from recipes.tiny import TinyConfig, make_tiny_model
+from recipes.tiny.warm_up import negative_log_probs
+from rollout.environments import MakeEnvironment
+from rollout.prompts import PromptBuilder, SupervisedBuilder
+from workers import Roles
+from workers.roles.actor import ActorConfig, ActorWorker
+from workers.training.loading import checkpoint_family
+from workers.training.optimizer import OptimizerConfig
+
+MODEL = "model"  # folder of the run's directory
+
+
+@dataclass(frozen=True)
+class DrawnEnvironment:
+    """An environment that draws its pictures, and the small model for it.
+
+    ``rows(seed, split, count, shown)`` are rows of prompts, of which ``shown`` is "own" or one of the ``controls``.
+    """
+
+    make: MakeEnvironment
+    rows: Callable[..., Any]
+    controls: Sequence[str]
+    actions: Sequence[str]  # of a long episode, for the forecast
+    model: TinyConfig
+    texts: Sequence[str]  # on which the small model's tokenizer is trained
+    demonstrations: Callable[[int], Any]  # of a seed, as conversations
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, such as tools
+
+
+def episode_task(config: EpisodeRunConfig, drawn: DrawnEnvironment) -> PolicyTask:
+    """A run over episodes, from the checkpoint that is given or from the small model, which is made and warmed up first.
+
+    Raises:
+        InvalidConfig, CheckpointError: the run directory, the environment or the data do not fit the options.
+    """
+    announce_small_model(config.model_path, config.data.data_path)
+    if config.model_path is not None:  # what is unknown is refused before anything is written
+        checkpoint_family(config.model_path)
+    if config.episodes.environment is not None:
+        load_environment(config.episodes.environment)
+    config = open_task_directory(config)
+    model_path = config.model_path or str(
+        demonstrated_model(config.run.output_dir / MODEL, config.run.seed, drawn, config.warm_up)
+    )
+    builder, played = open_environment(config, drawn, model_path)
+    rows, held_out = episode_rows(config, drawn, builder)
+    loader = prompt_loader(config, builder, rows, shuffle=config.data.data_path is not None)
+    evaluate = controlled_evaluation(config, held_out, builder)
+    return PolicyTask(config, model_path, builder, loader, None, evaluate, played)
+
+
+def open_environment(
+    config: EpisodeRunConfig, drawn: DrawnEnvironment, model_path: str
+) -> tuple[PromptBuilder, PlayedEnvironment]:
+    """The builder of the prompts and the environment: the one that the options name, or the drawn one."""
+    named, data = config.episodes.environment, config.data
+    options = (model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    limits, drop_cut = config.episodes.limits(), config.episodes.drop_cut
+    if named is not None:
+        return PromptBuilder.from_pretrained(*options), PlayedEnvironment(
+            load_environment(named), limits, drop_cut=drop_cut
+        )
+    builder = PromptBuilder.from_pretrained(*options, template_arguments=drawn.template_arguments)
+    return builder, PlayedEnvironment(drawn.make, limits, tuple(drawn.actions), drop_cut)
+
+
+def episode_rows(config: EpisodeRunConfig, drawn: DrawnEnvironment, builder: PromptBuilder) -> tuple[Any, list[Any]]:
+    """Training rows, and the held-out rows of each evaluation: those of the task, and those of the controls."""
+    data = config.data
+    if data.data_path is not None:
+        rows, held_out = open_data_set(data, builder)
+        return rows, [held_out]
+    held_out = [drawn.rows(0, "test", data.eval_rows, shown) for shown in ("own", *drawn.controls)]
+    return drawn.rows(config.run.seed, "train", 2**20, "own"), held_out
+
+
+def controlled_evaluation(config: EpisodeRunConfig, held_out: Sequence[Any], builder: PromptBuilder) -> Evaluate:
+    """Greedy episodes from the first rows as ``val-core/*``, and from those of controls, the others, as ``val-aux/*``."""
+    at_a_time = answered_at_a_time(config)
+    controls = tuple(f"val-core/{rows.source}/" for rows in held_out[1:])
+
+    def evaluate(roles: Roles, step: int) -> dict[str, float]:
+        batches = chain.from_iterable(EvaluationLoader(rows, builder, at_a_time) for rows in held_out)
+        metrics, _ = evaluate_samples(roles, batches, config.eval_sampling(), config.run.output_dir, step)
+        return {
+            name.replace("core", "aux", 1) if name.startswith(controls) else name: metrics[name] for name in metrics
+        }
+
+    return evaluate
+
+
+def demonstrated_model(path: Path, seed: int, drawn: DrawnEnvironment, config: WarmUpPhaseConfig) -> Path:
+    """A small Qwen2.5-VL that knows the words of the environment and has learned from its demonstrations.
+
+    It is made if it does not exist yet.
+    """
+    if (path / "config.json").is_file():
+        return path
+    draft = path.with_name(f".{path.name}")
+    with start_phase("making the tiny model"):
+        make_tiny_model(draft, seed, drawn.model, drawn.texts)
+    with start_phase("warming up the tiny model"):
+        builder = SupervisedBuilder.from_pretrained(draft, max_prompt_length=1024)
+        shown = PromptLoader(drawn.demonstrations(seed), builder, config.batch_size, seed, shuffle=False)
+        schedule = OptimizerConfig(
+            lr=config.lr, schedule="linear", warmup_steps=min(5, config.steps - 1), total_steps=config.steps
+        )
+        actor = ActorWorker(ActorConfig(str(draft), optimizer=schedule))
+        for _ in range(config.steps):
+            loss = actor.update(next(shown), negative_log_probs)["actor/loss"]
+        actor.module.model.save_pretrained(draft)
+    draft.rename(path)
+    print(f"tiny model: {config.steps} updates on demonstrations; cross-entropy {loss:.3f} nats per token")
+    return path

@@ -1,0 +1,76 @@
+"""GRPO or PPO over episodes in which the policy looks closer and then answers: ``dataproto zoom``.
+
+With no arguments it draws pictures of 448 pixels that are shown at 56, makes a small Qwen2.5-VL, shows it looks at random places
+and what is read there, and lets it find out by itself where to look, on the CPU within minutes. With ``--model-path`` it trains
+any checkpoint of a known family, with ``--crop-tool`` by calls of a tool. With ``--environment FILE.py:NAME`` it trains in an
+environment of your own, with the rows of ``--data-path``.
+
+Each evaluation answers greedily about pictures that are drawn for it, and measures two controls: other pictures, and white crops.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from transformers.utils import get_json_schema
+
+from recipes.configs.environments.zoom_config import ZoomConfig, parse
+from recipes.options import exit_status
+from recipes.ppo import episode_step
+from recipes.run.drawn_environment import DrawnEnvironment, episode_task
+from recipes.run.policy_gradient import PolicyTask, run
+from recipes.synthetic.digit_zoom import (
+    PLACES,
+    TASK,
+    TOOL_TASK,
+    VIEW,
+    DigitZoom,
+    DigitZoomByTool,
+    RandomLooks,
+    ZoomRows,
+)
+from recipes.tiny import TinyConfig
+
+ZOOM = DrawnEnvironment(
+    make=DigitZoom,
+    rows=ZoomRows,
+    controls=("other", "blank"),
+    actions=(next(iter(PLACES)), "0"),
+    model=TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=VIEW**2, max_pixels=VIEW**2),
+    texts=[*(20 * [TASK]), *(50 * list(PLACES)), *(50 * list("0123456789"))],
+    demonstrations=RandomLooks,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs, and returns the exit status; a user's mistake is one line on stderr."""
+    with exit_status(arguments) as status:
+        config = parse(status.arguments)
+        print(f"report: {run(config, episode_step(config), zoom_task)}")
+    return status.code
+
+
+def zoom_task(config: ZoomConfig) -> PolicyTask:
+    """Pictures with looks by words, or by calls of a tool. See `episode_task`."""
+    return episode_task(config, environment_of(config))
+
+
+def environment_of(config: ZoomConfig) -> DrawnEnvironment:
+    """`ZOOM`, or the same pictures with a tool that shows parts of them."""
+    if not config.crop_tool:
+        return ZOOM
+    call = (
+        '<tool_call>\n{"name": "crop", "arguments": {"left": 84, "top": 84, "right": 140, "bottom": 140}}\n</tool_call>'
+    )
+    return replace(
+        ZOOM,
+        make=DigitZoomByTool,
+        rows=partial(ZoomRows, task=TOOL_TASK),
+        actions=(call, "0"),
+        template_arguments={"tools": [get_json_schema(DigitZoomByTool().crop)]},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
