@@ -115,7 +115,7 @@ class Barriers:
         if asked.weights_access_token is not None:
             raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
         if asked.optimizer_config not in (None, {"type": "adamw"}):
-            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")  # type: ignore[union-attr]
+            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
         checkpoint = self.catalogue.checkpoint(asked.path, run.owner)
         if asked.optimizer and checkpoint.kind != "weights":
             raise InvalidRequest(f"{asked.path} holds no optimizer state: load a checkpoint of save_state")

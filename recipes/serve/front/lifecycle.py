@@ -43,8 +43,9 @@ class Lifecycle:
 
     def _remove_unknown(self, directory: Path) -> None:
         """Removes the directory of a snapshot, sampler or checkpoint of which no record knows."""
-        records = [*self.catalogue.checkpoints.values(), *self.catalogue.samplers.values()]
-        known = {record.directory for record in records} | {run.snapshot for run in self.catalogue.runs.values()}
+        known: set[str | None] = {each.directory for each in self.catalogue.checkpoints.values()}
+        known |= {each.directory for each in self.catalogue.samplers.values()}
+        known |= {run.snapshot for run in self.catalogue.runs.values()}
         nested = directory.name in ("weights", "sampler_weights", "external_weights")
         for each in directory.iterdir() if nested else [directory]:
             if str(each) not in known:

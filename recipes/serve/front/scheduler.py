@@ -7,11 +7,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from recipes.configs.serve_config import ServeConfig
-from recipes.serve.backend import Failure, PassResult
+from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.front.barriers import Barriers, Done, remove_run_files
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
@@ -22,7 +23,7 @@ from recipes.serve.ledger.database import Database
 from recipes.serve.ledger.directories import remove_directory
 from recipes.serve.ledger.journal import Entry, Outcome
 from recipes.serve.ledger.records import Job, Run, put, together
-from recipes.serve.link import CallFailed, EngineLink, EngineLost
+from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
 from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.wire import read_pass, write_pass_result
 
@@ -70,6 +71,7 @@ class Scheduler:
         Raises:
             Refused: another request has this number, or too much waits.
         """
+        known: str | None = None
         request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
         if request_id in self._accepting:
             known, task = self._accepting[request_id]
@@ -134,13 +136,22 @@ class Scheduler:
                 await self.link.connect()
                 await self._replay()
                 await self.on_ready()
-                while True:
-                    self._wake.clear()
-                    if not await self._turn():
-                        await self._rest()
+                await self._turns()
             except EngineLost:
                 self.counters.add("engine_losses")
                 log.warning("the engine ended: waiting for a new one")
+
+    async def _turns(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                if not await self._turn():
+                    await self._rest()
+            except EngineLost:
+                raise
+            except Exception:  # a full disk, say; a request at which this repeats fails after some tries
+                log.exception("a turn failed and is tried again")
+                await asyncio.sleep(LOOK_SECONDS)
 
     async def _rest(self) -> None:
         try:
@@ -193,8 +204,9 @@ class Scheduler:
                 body = await self.database.run(journal.body_of(entry.id))
                 passes.append(await asyncio.to_thread(read_pass, body, self.config.limits))
                 ready.append(entry)
-            except InvalidRequest as error:
-                await self._finish(entry, failed(str(error), "user"))
+            except Exception as error:
+                failure = failure_of(error)
+                await self._finish(entry, failed(failure.message, failure.category))
         if not ready or not await self._begin(ready):
             return
         began = time.monotonic()
@@ -215,7 +227,9 @@ class Scheduler:
             queued = [entry for entry in entries if entry.state == "queued"]
             await self.database.run(journal.withdraw([entry.id for entry in queued]))
             for entry in queued:
-                await self._finish(entry, failed(f"the engine ended {MOST_TRIES} times at this request", "server"))
+                await self._finish(
+                    entry, failed(f"the engine or the server failed {MOST_TRIES} times at this request", "server")
+                )
             return False
         if entries[0].turn is None:
             self._turn_number += 1
@@ -235,9 +249,10 @@ class Scheduler:
             done: Done = await self.barriers.carry_out(lane.run, entry, body)
         except CallFailed as error:
             await self._failed_barrier(lane, entry, error.failure)
-        except (InvalidRequest, OSError) as error:
-            category = "user" if isinstance(error, InvalidRequest) else "server"
-            await self._failed_barrier(lane, entry, Failure(str(error), category))  # type: ignore[arg-type]
+        except EngineLost:
+            raise
+        except Exception as error:
+            await self._failed_barrier(lane, entry, failure_of(error))
         else:
             await self._finish(entry, done.outcome(), *done.jobs)
             done.after()
@@ -329,7 +344,8 @@ class Scheduler:
 
     async def _repeat_passes(self, turn: Sequence[Entry]) -> None:
         """Computes passes again in the same group. For a run that is further, an adapter of the same kind takes its place."""
-        passes, stand_ins = [], {}
+        passes: list[Pass] = []
+        stand_ins: dict[str, str] = {}
         for entry in turn:
             body = await self.database.run(journal.body_of(entry.id))
             each = await asyncio.to_thread(read_pass, body, self.config.limits)
@@ -347,11 +363,11 @@ class Scheduler:
             if entry.state == "queued":
                 await self._finish(self.lanes[entry.run].entries[entry.seq], pass_outcome(result))
 
-    async def _with_stand_in(self, each: Any, run: Run, stand_ins: dict[str, str]) -> Any:
+    async def _with_stand_in(self, each: Pass, run: Run, stand_ins: dict[str, str]) -> Pass:
         if run.id not in stand_ins:
             stand_ins[run.id] = f"{run.id}:stand-in"
             await self.link.call("create", model_id=stand_ins[run.id], base_model=run.base_model, lora=run.spec)
-        return type(each)(stand_ins[run.id], each.data, each.loss, each.loss_config, each.forward_only)
+        return replace(each, model_id=stand_ins[run.id])
 
 
 def pass_outcome(result: PassResult | Failure) -> Outcome:

@@ -9,19 +9,18 @@ import os
 import queue
 import socket
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import DataProtoError, InvalidConfig, RankFailure, WorkerFailed
-from recipes.serve.backend import Backend, Failure, SampleRequest
+from dataproto.errors import DataProtoError, InvalidConfig
+from recipes.serve.backend import Backend, SampleRequest
+from recipes.serve.link.failures import failure_of
 from recipes.serve.link.frames import SIZES, frame_sizes, pack, unpack
 
 log = logging.getLogger("dataproto.serve.engine")
 LONG = ("passes", "optim_step", "save", "load", "export", "create")
 SHORT = ("describe", "release", "open_sampler", "close_sampler", "submit", "abort", "reset")
-SERVER_ERRORS = (RankFailure, WorkerFailed)
 Incoming = tuple[socket.socket, dict[str, Any]]
 
 
@@ -145,15 +144,6 @@ def read_frames(connection: socket.socket, receive: Callable[[Any], None]) -> No
                 receive(unpack(*parts))
     except (OSError, DataProtoError):
         log.exception("the connection to the front process broke")
-
-
-def failure_of(error: Exception) -> Failure:
-    """What a client is told of an error. One of the server gets a number, under which the log has its traceback."""
-    if isinstance(error, DataProtoError) and not isinstance(error, SERVER_ERRORS):
-        return Failure(str(error), "user")
-    incident = uuid.uuid4().hex[:8]
-    log.error("incident %s", incident, exc_info=error)
-    return Failure(f"{type(error).__name__} in the engine, incident {incident}: the server's log has more", "server")
 
 
 def end_with_parent(parent_pipe: int) -> None:

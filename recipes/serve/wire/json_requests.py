@@ -274,7 +274,7 @@ class CopyWeights:
 
 @dataclass(frozen=True)
 class FinishReason:
-    type: Literal["success", "errored", "interrupted"] = "success"  # type: ignore[valid-type]
+    type: Literal["success", "errored", "interrupted"] = "success"
 
 
 @dataclass(frozen=True)

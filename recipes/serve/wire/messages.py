@@ -59,8 +59,8 @@ def file_descriptor() -> descriptor_pb2.FileDescriptorProto:
     file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
     for name, values in ENUMS.items():
         enum = file.enum_type.add(name=name)
-        for value, number in values.items():
-            enum.value.add(name=value, number=number)
+        for value, value_number in values.items():
+            enum.value.add(name=value, number=value_number)
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
         found = [_FIELD.fullmatch(field) for field in fields.split(", ")]
@@ -68,7 +68,8 @@ def file_descriptor() -> descriptor_pb2.FileDescriptorProto:
         for oneof in dict.fromkeys(part[3] for part in parts if part[3]):
             message.oneof_decl.add(name=oneof)
         for is_map, kind, label, oneof, field, number in parts:
-            _add_field(message, field, int(number), _entry(message, field, kind) if is_map else kind, label, oneof)
+            entry = _entry(message, field, kind) if is_map else kind
+            _add_field(message, field, int(number), entry, label, oneof)
             if is_map:
                 message.field[-1].label = _Field.LABEL_REPEATED
     return file

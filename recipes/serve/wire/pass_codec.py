@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -85,7 +85,7 @@ def _read_datum(message: Any, number: int) -> Datum:
 def _read_chunk(message: Any) -> Chunk:
     kind = message.WhichOneof("chunk")
     if kind == "encoded_text":
-        return EncodedTextChunk(values_of(message.encoded_text.tokens, INT32))
+        return EncodedTextChunk(cast(Sequence[int], values_of(message.encoded_text.tokens, INT32)))
     if kind == "image":
         image = message.image
         if image.HasField("override_dimensions"):

@@ -2,9 +2,9 @@
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -98,7 +98,7 @@ def _read_chunk(value: Any, number: int) -> Chunk:
     kind = value.get("type", "encoded_text") if isinstance(value, Mapping) else type(value).__name__
     try:
         if kind == "encoded_text":
-            return EncodedTextChunk(json_numbers(value.get("tokens"), np.dtype(np.int64)))
+            return EncodedTextChunk(cast(Sequence[int], json_numbers(value.get("tokens"), np.dtype(np.int64))))
         if kind == "image":
             data, tokens = value.get("data"), value.get("expected_tokens")
             if not isinstance(data, str) or not (tokens is None or type(tokens) is int):
