@@ -7,7 +7,6 @@ Without options it serves a small model that it makes, and prints what a client 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -46,7 +45,6 @@ class ServeConfig:
     model: tuple[
         str, ...
     ] = ()  # NAME, or NAME=PATH of a checkpoint; several names may share a path; default: a small model
-    sampler: Literal["hf", "vllm"] = "hf"  # the engine that samples
     state: Path = Path(
         "outputs/serve"
     )  # directory of checkpoints, journal and keys; the same one continues after a stop
