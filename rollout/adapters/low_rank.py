@@ -33,13 +33,22 @@ class Segment:
         return slice(self.start, self.stop)
 
 
+@dataclass(frozen=True)
+class Groups:
+    """The matrices of all segments for grouped products. Ranks are filled up with zeros."""
+
+    downs: Tensor  # A (G, R, in)
+    ups: Tensor  # scaled B (G, out, R)
+    ends: Tensor  # (G,) int32, where each segment ends
+
+
 def low_rank_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     segments: Sequence[Segment],
     matrices: Sequence[Tensor],
-    grouped: bool | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """``x W^T + bias + scaling * (x A^T) B^T`` with the A and B of each row's segment.
 
@@ -48,13 +57,12 @@ def low_rank_linear(
         weight, bias: of the base, frozen: they get no gradient.
         segments: all T rows, in order.
         matrices: A ``(r, in)`` and B ``(out, r)`` in turn; the pair of a segment begins at ``2 * place``.
-        grouped: compute with grouped products; by default on CUDA.
+        groups: the same matrices for grouped products; ``None``: one product for each segment.
 
     Returns:
         ``(..., out)`` in the dtype of ``x``.
     """
-    grouped = x.is_cuda if grouped is None else grouped
-    out: Tensor = _LowRankLinear.apply(x.flatten(0, -2), weight, bias, tuple(segments), grouped, *matrices)
+    out: Tensor = _LowRankLinear.apply(x.flatten(0, -2), weight, bias, tuple(segments), groups, *matrices)
     return out.view(*x.shape[:-1], -1)
 
 
@@ -66,14 +74,16 @@ class _LowRankLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         segments: tuple[Segment, ...],
-        grouped: bool,
+        groups: Groups | None,
         *matrices: Tensor,
     ) -> Tensor:
         out = linear(x, weight, bias)
-        add = _add_grouped if grouped else _add_slices
-        inner = add(out, x, segments, [matrix.to(x.dtype) for matrix in matrices])
+        if groups is None:
+            inner = _add_slices(out, x, segments, [matrix.to(x.dtype) for matrix in matrices])
+        else:
+            inner = _add_grouped(out, x, groups)
         ctx.save_for_backward(x, weight, inner, *matrices)
-        ctx.segments, ctx.grouped = segments, grouped
+        ctx.segments, ctx.groups = segments, groups
         return out
 
     @staticmethod
@@ -82,9 +92,12 @@ class _LowRankLinear(torch.autograd.Function):
         x, weight, inner, *matrices = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
-        function = _gradients_grouped if ctx.grouped else _gradients_of_slices
-        found = function(grad, grad_x, x, inner, ctx.segments, [matrix.to(x.dtype) for matrix in matrices])
-        return grad_x, None, None, None, None, *(found[place].to(m.dtype) for place, m in enumerate(matrices))
+        if ctx.groups is None:
+            cast = [matrix.to(x.dtype) for matrix in matrices]
+            found = _gradients_of_slices(grad, grad_x, x, inner, ctx.segments, cast)
+        else:
+            found = _gradients_grouped(grad, grad_x, x, inner, ctx.segments, ctx.groups, matrices)
+        return grad_x, None, None, None, None, *(each.to(m.dtype) for each, m in zip(found, matrices, strict=True))
 
 
 # One product for each segment
@@ -124,22 +137,27 @@ def _gradients_of_slices(
 # One grouped product for all segments
 
 
-def _add_grouped(out: Tensor, x: Tensor, segments: Sequence[Segment], matrices: list[Tensor]) -> Tensor:
+def _add_grouped(out: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """As `_add_slices`."""
-    downs, ups, ends = stacked(segments, matrices, x.device)
-    inner = grouped_mm(x, downs.transpose(1, 2), offs=ends)
-    out.add_(grouped_mm(inner, ups.transpose(1, 2), offs=ends))
+    inner = grouped_mm(x, groups.downs.transpose(1, 2), offs=groups.ends)
+    out.add_(grouped_mm(inner, groups.ups.transpose(1, 2), offs=groups.ends))
     return inner
 
 
 def _gradients_grouped(
-    grad: Tensor, grad_x: Tensor | None, x: Tensor, inner: Tensor, segments: Sequence[Segment], matrices: list[Tensor]
+    grad: Tensor,
+    grad_x: Tensor | None,
+    x: Tensor,
+    inner: Tensor,
+    segments: Sequence[Segment],
+    groups: Groups,
+    matrices: Sequence[Tensor],
 ) -> list[Tensor]:
-    """As `_gradients_of_slices`."""
-    downs, ups, ends = stacked(segments, matrices, x.device)
-    grad_inner = grouped_mm(grad, ups, offs=ends)
+    """As `_gradients_of_slices`, in the dtype of the matrices."""
+    ends = groups.ends
+    grad_inner = grouped_mm(grad, groups.ups, offs=ends)
     if grad_x is not None:
-        grad_x.add_(grouped_mm(grad_inner, downs, offs=ends))
+        grad_x.add_(grouped_mm(grad_inner, groups.downs, offs=ends))
     grad_downs = grouped_mm(grad_inner.t(), x, offs=ends)
     grad_ups = grouped_mm(grad.t(), inner, offs=ends)
     found = [torch.zeros_like(matrix) for matrix in matrices]
@@ -152,19 +170,15 @@ def _gradients_grouped(
     return found
 
 
-def stacked(
-    segments: Sequence[Segment], matrices: Sequence[Tensor], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A ``(G, R, in)``, scaled B ``(G, out, R)``, and where segments end ``(G,)`` int32. Ranks are filled up with zeros, and
-    segments without an adapter have zeros alone.
-    """
+@torch.no_grad()
+def stacked(segments: Sequence[Segment], matrices: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`Groups.downs` and `Groups.ups`. Segments without an adapter have zeros alone."""
     largest = max(len(down) for down in matrices[::2])
     rank = -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE
     downs, ups = [], []
     for each in segments:
         down, up = matrices[2 * (each.place or 0) : 2 * (each.place or 0) + 2]
-        scaling = 0.0 if each.place is None else 1.0
-        downs.append(pad(down, (0, 0, 0, rank - len(down))) * scaling)
-        ups.append(pad(up, (0, rank - len(down))) * (scaling * each.scaling))
-    ends = torch.tensor([each.stop for each in segments], dtype=torch.int32).to(device, non_blocking=True)
-    return torch.stack(downs), torch.stack(ups), ends
+        factor = 0.0 if each.place is None else 1.0
+        downs.append(pad(down, (0, 0, 0, rank - len(down))) * factor)
+        ups.append(pad(up, (0, rank - len(down))) * (factor * each.scaling))
+    return torch.stack(downs).to(dtype), torch.stack(ups).to(dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from dataproto.errors import RowCountMismatch
 from dataproto.vlm import VLMFamily
 from rollout.adapters.adapter import Adapter, AdapterConfig, adapted_layers
-from rollout.adapters.low_rank import Segment, low_rank_linear
+from rollout.adapters.low_rank import Groups, Segment, low_rank_linear, stacked
 from rollout.sampling import project
 
 Run = tuple[Adapter | None, int]
@@ -26,6 +26,7 @@ class Route:
     """The runs of a pass, adjacent ones of one adapter joined."""
 
     runs: tuple[Run, ...]
+    _ends: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> "Route":
@@ -36,6 +37,13 @@ class Route:
         """
         joined = ((adapter, sum(size for _, size in part)) for adapter, part in groupby(runs, key=lambda run: run[0]))
         return cls(tuple((adapter, size) for adapter, size in joined if size))
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Where each run ends ``(G,)`` int32. Copied to the device once."""
+        if device not in self._ends:
+            sizes = torch.tensor([size for _, size in self.runs], dtype=torch.int32)
+            self._ends[device] = sizes.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+        return self._ends[device]
 
     def of_layer(self, name: str) -> tuple[list[Segment], list[Tensor]]:
         """The segments of a layer's rows, and the matrices that they need, each adapter's once."""
@@ -64,6 +72,7 @@ class AdapterRouter:
         """Takes over the linear layers of ``model``; one router a model."""
         self.model, self.family = model, family
         self._route: Route | None = None
+        self._stacks: dict[str, tuple[tuple[Adapter | None, ...], Tensor, Tensor]] = {}  # of snapshots, by layer
         every = AdapterConfig(rank=1, mlp=family.experts is None, head=False)
         for name in adapted_layers(model, family, every):
             layer: Any = model.get_submodule(name)
@@ -83,7 +92,20 @@ class AdapterRouter:
         if not matrices:
             return linear(x, layer.weight, layer.bias)
         _check_size(segments, x.numel() // x.shape[-1])
-        return low_rank_linear(x, layer.weight, layer.bias, segments, matrices)
+        groups = self._groups(name, segments, matrices, x) if x.is_cuda else None
+        return low_rank_linear(x, layer.weight, layer.bias, segments, matrices, groups)
+
+    def _groups(self, name: str, segments: Sequence[Segment], matrices: Sequence[Tensor], x: Tensor) -> Groups:
+        """The matrices for grouped products. Those of snapshots are kept for the next tokens of the same rows."""
+        route = self._route
+        assert route is not None
+        adapters = tuple(adapter for adapter, _ in route.runs)
+        kept = self._stacks.get(name)
+        if kept is None or kept[0] != adapters or kept[1].dtype != x.dtype:
+            kept = (adapters, *stacked(segments, matrices, x.dtype))
+            if not any(adapter.trained for adapter in adapters if adapter is not None):
+                self._stacks[name] = kept
+        return Groups(*kept[1:], route.ends(x.device))
 
     def logits(self, states: Tensor, runs: Sequence[Run]) -> Tensor:
         """Logits ``(n, V)`` float32 of states ``(n, H)`` with the adapters of ``runs``, without gradient."""

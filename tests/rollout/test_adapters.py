@@ -12,7 +12,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import tiny_model
 from rollout.adapters import AdapterConfig, AdapterRouter, new_adapter, read_adapter, write_adapter
 from rollout.adapters.adapter_files import CONFIG_FILE, DIGESTS_FILE, WEIGHTS_FILE
-from rollout.adapters.low_rank import Segment, low_rank_linear
+from rollout.adapters.low_rank import Groups, Segment, low_rank_linear, stacked
 from rollout.engine import SamplingParams
 from rollout.image_features import ImageFeatures
 from rollout.prompts import ContentStore, ProcessedImage
@@ -39,7 +39,9 @@ def test_segments_equal_a_loop_over_rows(grouped):
                 out = out + each.scaling * up @ (down @ x[row])
             rows.append(out)
     expected, slope = torch.stack(rows), leaf(11, 32, seed=7).detach()
-    found = low_rank_linear(x, weight, bias, SEGMENTS, matrices, grouped=grouped)
+    ends = torch.tensor([each.stop for each in SEGMENTS], dtype=torch.int32)
+    groups = Groups(*stacked(SEGMENTS, matrices, x.dtype), ends) if grouped else None
+    found = low_rank_linear(x, weight, bias, SEGMENTS, matrices, groups)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     of_loop = torch.autograd.grad((expected * slope).sum(), [x, *matrices])
     of_segments = torch.autograd.grad((found * slope).sum(), [x, *matrices])
@@ -90,6 +92,31 @@ def test_a_model_computes_as_before_outside_of_a_route():
     assert torch.equal(model(x).logits, before)
     with router.routed([(adapter, 5)]), pytest.raises(RowCountMismatch, match="count 5 tokens, but the layer got 6"):
         model(x)
+
+
+def test_grouped_products_of_a_model_equal_slices(monkeypatch):
+    """As on CUDA: matrices of snapshots are stacked once for the same adapters, those that are trained in every pass."""
+    model, x = tiny_model("qwen3"), torch.arange(12)[None]
+    one, two = adapter_of(model), adapter_of(model, mlp=False)
+    router = AdapterRouter(model, family_of(model.config))
+    runs = [(one, 5), (None, 2), (two, 5)]
+    with router.routed(runs):
+        expected = model.model(x).last_hidden_state
+    monkeypatch.setattr(
+        "rollout.adapters.router.low_rank_linear",
+        lambda x, weight, bias, segments, matrices, _: low_rank_linear(
+            x, weight, bias, segments, matrices, router._groups(names[id(weight)], segments, matrices, x)
+        ),
+    )
+    names = {id(layer.weight): name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    for snapshot in (False, True):
+        for matrix in [m for adapter in (one, two) for _, m in adapter.named_parameters()] if snapshot else []:
+            matrix.requires_grad_(False)
+        for _ in range(2):
+            with router.routed(runs):
+                found = model.model(x).last_hidden_state
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert bool(router._stacks) == snapshot
 
 
 def test_an_adapter_is_read_as_it_was_written(model, tmp_path):

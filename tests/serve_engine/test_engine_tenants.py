@@ -1,5 +1,6 @@
 """Many models of one base: mixed passes are each alone, mistakes stay with their pass, checkpoints continue bit for bit."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.served_models import ADAM, chunks, length, new_model, random_inputs, run_pass, sample, train
 from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SparseRows
-from recipes.serve.engine import EngineOptions, InProcessEngine
+from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 
 CPU = torch.device("cpu")
@@ -53,6 +54,7 @@ def gradients(engine, model):
     return {name: matrix.grad for name, matrix in engine._models[model].trained.matrices.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token_budget", [16_384, 60])
 def test_tenants_together_are_each_alone(path, token_budget, tmp_path):
     """Ranks 4, 8, 8, 16 and four losses: log-probs, losses and gradients within 1e-5 at every step."""
@@ -149,8 +151,8 @@ def test_several_targets_a_token_dense_or_sparse(engine):
 
 
 def csr(array):
-    sparse = torch.from_numpy(array).to_sparse_csr()
-    return SparseRows(sparse.values().numpy(), sparse.crow_indices().numpy(), sparse.col_indices().numpy(), array.shape)
+    starts = np.concatenate([[0], np.cumsum((array != 0).sum(1))])
+    return SparseRows(array[array != 0], starts, np.nonzero(array)[1], array.shape)
 
 
 def test_a_loss_of_the_client_is_cross_entropy_with_its_gradient(engine):
@@ -394,3 +396,12 @@ def test_limits_and_names(path, tmp_path):
         engine.open_sampler("s", "tiny", tmp_path)
     with pytest.raises(InvalidConfig, match="max_models=0"):
         EngineOptions(max_models=0)
+
+
+def test_a_process_gets_its_engine_from_json(path):
+    engine = engine_from_json(json.dumps({"models": {"tiny": path, "a/hub": None}, "max_models": 3}))
+    assert engine.paths == {"tiny": path, "a/hub": "a/hub"}
+    assert engine.options == EngineOptions(max_models=3)
+    for text, message in (("[]", "cannot be read"), ('{"models": {}, "speed": 1}', "speed"), ("{}", "models")):
+        with pytest.raises(InvalidConfig, match=message):
+            engine_from_json(text)

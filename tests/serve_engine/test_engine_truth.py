@@ -156,6 +156,7 @@ def test_a_seed_repeats_samples_and_requests_without_one_differ(qwen):
     assert tokens("a", None) == tokens("a", None) != tokens("b", None)
 
 
+@pytest.mark.slow
 def test_stops_are_tokens_texts_or_none_at_all(qwen):
     encode = qwen.engine.base("tiny").renderer.builder.tokenizer
     free = sample(qwen.engine, "base", qwen.prompt, sampling={"max_tokens": 40, "stop": []}).samples[0]

@@ -1,5 +1,6 @@
 """`InProcessEngine`: the backend of the server that computes in this process, on its CPU or its first CUDA device."""
 
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -244,3 +245,21 @@ class InProcessEngine:
         self._ready = [
             each for each in self._ready if (each[0] if isinstance(each, tuple) else each.request_id) not in names
         ]
+
+
+def engine_from_json(text: str) -> InProcessEngine:
+    """An engine of options as JSON, as a process gets them: ``models`` (paths by name; null: the name itself) and those of
+    `EngineOptions`.
+
+    Raises:
+        InvalidConfig: the text is no such JSON; names what is wrong.
+
+    >>> engine_from_json('{"models": {"tiny": "path/to/tiny"}, "max_models": 8}').options.max_models
+    8
+    """
+    try:
+        given = json.loads(text)
+        models = {str(name): str(path or name) for name, path in given.pop("models").items()}
+        return InProcessEngine(models, EngineOptions(**given))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidConfig(f"the options of the engine cannot be read: {error}") from error
