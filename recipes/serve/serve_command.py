@@ -16,7 +16,7 @@ ENGINE = "recipes.serve.engine:engine_from_json"
 TINY_NAMES = ("tiny", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct")
 """Names of the small model: its own, and two that the Tinker cookbook knows, so that its recipes run on it."""
 
-PROGRAM = '''import tinker
+PROGRAM = """import tinker
 
 with tinker.ServiceClient() as service:
     client = service.create_lora_training_client("{model}", rank=8).result()
@@ -34,7 +34,7 @@ with tinker.ServiceClient() as service:
     prompt = tinker.ModelInput.from_ints(tokens[:6])
     answer = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=16, temperature=0)).result()
     print(tokenizer.decode(list(answer.sequences[0].tokens)))
-'''
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,15 +25,23 @@ STOP_SECONDS = 10.0
 class Child:
     """A process that is started again when it ends."""
 
-    def __init__(self, name: str, code: str, passed: Sequence[int]) -> None:
-        self.name, self.code, self.passed = name, code, passed
+    def __init__(self, name: str, code: str, passed: Sequence[int], mark: Path | None = None) -> None:
+        """
+        Args:
+            passed: file descriptors that it inherits.
+            mark: a file that it makes when its start is over; a process that made it has not failed to start.
+        """
+        self.name, self.code, self.passed, self.mark = name, code, passed, mark
         self.failures = 0
         self.start()
 
     def start(self) -> None:
         """``-P`` keeps the working directory out of the places from which modules are imported."""
         self.began = time.monotonic()
-        self.process = subprocess.Popen([sys.executable, "-P", "-c", self.code], pass_fds=self.passed)
+        command = [sys.executable, "-P", "-c", self.code]
+        self.process = subprocess.Popen(
+            command, pass_fds=self.passed, start_new_session=True
+        )  # Ctrl-C is for the parent
 
     def look(self) -> None:
         """Starts the process again if it has ended.
@@ -43,9 +51,12 @@ class Child:
         """
         if self.process.poll() is None:
             return
-        short = time.monotonic() - self.began < SHORT_LIFE_SECONDS
+        started = self.mark is not None and self.mark.exists()
+        short = not started and time.monotonic() - self.began < SHORT_LIFE_SECONDS
         self.failures = self.failures + 1 if short else 0
         code = self.process.returncode
+        if started:
+            self.mark.unlink()  # type: ignore[union-attr]
         if short and code > 0 and self.failures >= MOST_FAILURES:
             raise InvalidConfig(f"the {self.name} process cannot start (exit status {code}): see its messages above")
         print(f"the {self.name} process ended ({code}) and starts again", file=sys.stderr, flush=True)
@@ -95,7 +106,7 @@ class Supervisor:
         self.front = Child("front", front, [listener, read])
         self._stack.callback(self.front.stop)
         code = ENGINE.format(factory=factory, options=options, engine=engine, pipe=read)
-        self.engine = Child("engine", code, [read])
+        self.engine = Child("engine", code, [read], self.directory / "engine")
         self._stack.callback(self.engine.stop)
 
     def _lock(self, state: Path) -> None:

@@ -10,14 +10,16 @@ from pathlib import Path
 from recipes.serve.supervisor import Supervisor
 
 BACKEND = "helpers.vector_backend:open_backend"
-TESTS = str(Path(__file__).parents[1])
+TESTS = Path(__file__).parents[1]
 KEY, OTHER_KEY = "tml-ann", "tml-bob"
 
 
 class Server:
     """A running server; ``url`` and ``key`` are what a client needs."""
 
-    def __init__(self, state: Path, *options: str, delay: float = 0.0, factory: str = BACKEND) -> None:
+    def __init__(
+        self, state: Path, *options: str, options_of_engine: str = "0", factory: str = BACKEND, port: int = 0
+    ) -> None:
         state.mkdir(parents=True, exist_ok=True)
         keys = state / "keys"
         keys.write_text(
@@ -27,10 +29,10 @@ class Server:
             )
         )
         path = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = f"{TESTS}{os.pathsep}{path}"
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS), path])
         try:
             arguments = ["--state", str(state), "--api-keys", str(keys), "--session-seconds", "600", *options]
-            self.supervisor = Supervisor(state, "127.0.0.1", 0, arguments, factory, str(delay))
+            self.supervisor = Supervisor(state, "127.0.0.1", port, arguments, factory, options_of_engine)
         finally:
             os.environ["PYTHONPATH"] = path
         self.url = f"http://127.0.0.1:{self.supervisor.port}"
