@@ -85,7 +85,7 @@ COMMANDS = {
     "serve": Command(
         "recipes.serve.serve_command:main",
         "train and sample for clients of the Tinker SDK",
-        "recipes.configs.serve_config:parse",
+        "recipes.serve.serve_config:parse",
     ),
     "report": Command("recipes.report.__main__:main", "write the page that shows a run"),
 }

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import uvicorn
 
-from recipes.configs.serve_config import ServeConfig, parse
 from recipes.serve.front import Service
 from recipes.serve.link.engine_process import end_with_parent
 from recipes.serve.routes import application
+from recipes.serve.serve_config import ServeConfig, parse
 
 KEEP_ALIVE_SECONDS = 75
 SHUTDOWN_SECONDS = 3

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataproto.extras import require_extra
-from recipes.configs.serve_config import ServeConfig, parse
 from recipes.options import exit_status
 from recipes.serve.front.keys import read_keys
+from recipes.serve.serve_config import ServeConfig, parse
 from recipes.serve.supervisor import Supervisor
 
 ENGINE = "recipes.serve.engine:engine_from_json"

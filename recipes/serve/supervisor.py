@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,13 +25,15 @@ STOP_SECONDS = 10.0
 class Child:
     """A process that is started again when it ends."""
 
-    def __init__(self, name: str, code: str, passed: Sequence[int], mark: Path | None = None) -> None:
+    def __init__(
+        self, name: str, code: str, passed: Sequence[int], environment: Mapping[str, str], mark: Path | None = None
+    ) -> None:
         """
         Args:
             passed: file descriptors that it inherits.
             mark: a file that it makes when its start is over; a process that made it has not failed to start.
         """
-        self.name, self.code, self.passed, self.mark = name, code, passed, mark
+        self.name, self.code, self.passed, self.environment, self.mark = name, code, passed, environment, mark
         self.failures = 0
         self.start()
 
@@ -40,8 +42,11 @@ class Child:
         self.began = time.monotonic()
         command = [sys.executable, "-P", "-c", self.code]
         self.process = subprocess.Popen(
-            command, pass_fds=self.passed, start_new_session=True
-        )  # Ctrl-C is for the parent
+            command,
+            pass_fds=self.passed,
+            env=self.environment,
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
 
     def look(self) -> None:
         """Starts the process again if it has ended.
@@ -81,12 +86,20 @@ class Supervisor:
     """
 
     def __init__(
-        self, state: Path, host: str, port: int, front_arguments: Sequence[str], factory: str, options: str
+        self,
+        state: Path,
+        host: str,
+        port: int,
+        front_arguments: Sequence[str],
+        factory: str,
+        options: str,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         """
         Args:
             front_arguments: the command line of the front process.
             factory: ``module:function`` that makes the engine's backend of ``options``.
+            environment: of both processes.
 
         Raises:
             InvalidConfig: the port is taken, or another server uses the state directory.
@@ -103,10 +116,10 @@ class Supervisor:
         self._stack.callback(os.close, write)
         engine, listener = str(self.directory / "engine"), self.listener.fileno()
         front = FRONT.format(arguments=list(front_arguments), engine=engine, listener=listener, pipe=read)
-        self.front = Child("front", front, [listener, read])
+        self.front = Child("front", front, [listener, read], environment)
         self._stack.callback(self.front.stop)
         code = ENGINE.format(factory=factory, options=options, engine=engine, pipe=read)
-        self.engine = Child("engine", code, [read], self.directory / "engine")
+        self.engine = Child("engine", code, [read], environment, self.directory / "engine")
         self._stack.callback(self.engine.stop)
 
     def _lock(self, state: Path) -> None:

@@ -28,13 +28,12 @@ class Server:
                 for name, key in (("ann", KEY), ("bob", OTHER_KEY))
             )
         )
-        path = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS), path])
-        try:
-            arguments = ["--state", str(state), "--api-keys", str(keys), "--session-seconds", "600", *options]
-            self.supervisor = Supervisor(state, "127.0.0.1", port, arguments, factory, options_of_engine)
-        finally:
-            os.environ["PYTHONPATH"] = path
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+        arguments = ["--state", str(state), "--api-keys", str(keys), "--session-seconds", "600", *options]
+        environment = os.environ | {"PYTHONPATH": path}
+        self.supervisor = Supervisor(
+            state, "127.0.0.1", port, arguments, factory, options_of_engine, environment=environment
+        )
         self.url = f"http://127.0.0.1:{self.supervisor.port}"
         self.key = KEY
         self._stopped = threading.Event()

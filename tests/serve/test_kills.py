@@ -113,7 +113,7 @@ def compare(state: Path, model: str, steps: int, count: int, **settings) -> None
 
 
 def test_two_running_clients_end_with_the_adapters_of_undisturbed_runs(tmp_path):
-    compare(tmp_path, "tiny/vector", 30, 6, options_of_engine=SLOW_ENGINE)
+    compare(tmp_path, "tiny/vector", 15, 3, options_of_engine=SLOW_ENGINE)
 
 
 @pytest.mark.long

@@ -14,9 +14,9 @@ from tinker.proto import tinker_public_pb2 as sdk
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from recipes.configs.serve_config import LimitsConfig
 from recipes.serve.backend import PassResult, Sample, SampleResult, SparseRows
 from recipes.serve.refusals import InvalidRequest, Refused
+from recipes.serve.serve_config import LimitsConfig
 from recipes.serve.wire import (
     parse_json,
     read,
@@ -28,7 +28,7 @@ from recipes.serve.wire import (
 )
 from recipes.serve.wire.arrays import padded_rows, unpadded_rows
 from recipes.serve.wire.json_requests import SampleBody
-from recipes.serve.wire.messages import ForwardBackwardRequest, file_descriptor
+from recipes.serve.wire.protobuf_messages import ForwardBackwardRequest, file_descriptor
 
 LIMITS = LimitsConfig()
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.configs.serve_config import ServeConfig
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.ledger.directories import (
     check_directory,
@@ -22,6 +21,7 @@ from recipes.serve.ledger.journal import Entry, Outcome
 from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, drop, put, text
 from recipes.serve.link import EngineLink
 from recipes.serve.refusals import InvalidRequest
+from recipes.serve.serve_config import ServeConfig
 from recipes.serve.wire.json_requests import (
     CreateModel,
     LoadWeights,

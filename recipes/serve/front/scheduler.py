@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from recipes.configs.serve_config import ServeConfig
 from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.front.barriers import Barriers, Done, remove_run_files
 from recipes.serve.front.catalogue import Catalogue
@@ -25,6 +24,7 @@ from recipes.serve.ledger.journal import Entry, Outcome
 from recipes.serve.ledger.records import Job, Run, put, together
 from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
 from recipes.serve.refusals import InvalidRequest, Refused
+from recipes.serve.serve_config import ServeConfig
 from recipes.serve.wire import read_pass, write_pass_result
 
 log = logging.getLogger("dataproto.serve")

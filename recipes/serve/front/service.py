@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 
-from recipes.configs.serve_config import ServeConfig
 from recipes.serve.backend import Capabilities, ModelInfo
 from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.catalogue import Catalogue
@@ -11,11 +10,12 @@ from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.keys import Keys, read_keys
 from recipes.serve.front.lifecycle import Lifecycle
-from recipes.serve.front.samples import Samples
+from recipes.serve.front.sample_queue import Samples
 from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.ledger.database import Database
 from recipes.serve.link import EngineLink
 from recipes.serve.refusals import NotFound, Refused
+from recipes.serve.serve_config import ServeConfig
 
 DATABASE_FILE = "serve.sqlite"
 ENGINE_START_SECONDS = 25.0

@@ -71,7 +71,9 @@ class EngineLink:
             await self._send({"id": number, "method": method, "arguments": arguments})
             result = await answer
         finally:
-            self._waiting.pop(number, None)
+            del self._waiting[number]
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # the error of a call that could not be sent is raised above
         if isinstance(result, Failure):
             raise CallFailed(result)
         return result

@@ -15,8 +15,8 @@ from typing import Any
 
 from dataproto.errors import DataProtoError, InvalidConfig
 from recipes.serve.backend import Backend, SampleRequest
-from recipes.serve.link.failures import failure_of
 from recipes.serve.link.frames import SIZES, frame_sizes, pack, unpack
+from recipes.serve.link.incidents import failure_of
 
 log = logging.getLogger("dataproto.serve.engine")
 LONG = ("passes", "optim_step", "save", "load", "export", "create")

@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.responses import Response
 
 from dataproto.errors import CheckpointError
-from recipes.serve.front.samples import engine_key
+from recipes.serve.front.sample_queue import engine_key
 from recipes.serve.front.scheduler import failed
 from recipes.serve.ledger.directories import check_directory
 from recipes.serve.ledger.records import Sampler

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from recipes.serve.backend import Array, SparseRows
 from recipes.serve.refusals import InvalidRequest
-from recipes.serve.wire.messages import Tensor
+from recipes.serve.wire.protobuf_messages import Tensor
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 DTYPES: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.uint16}

@@ -9,12 +9,12 @@ from google.protobuf.message import DecodeError
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from dataproto.errors import InvalidChunk
-from recipes.configs.serve_config import LimitsConfig
 from recipes.serve.backend import Array, Datum, Pass, PassResult
 from recipes.serve.refusals import InvalidRequest, Refused
+from recipes.serve.serve_config import LimitsConfig
 from recipes.serve.wire.arrays import FLOAT32, INT32, INT64, read_tensor, values_of
-from recipes.serve.wire.images import check_images
-from recipes.serve.wire.messages import ForwardBackwardOutput, ForwardBackwardRequest
+from recipes.serve.wire.image_limits import check_images
+from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
 
 OUTPUT_TYPE = "ArrayRecord"
 

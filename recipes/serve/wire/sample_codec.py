@@ -10,13 +10,13 @@ import numpy as np
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from dataproto.errors import InvalidChunk
-from recipes.configs.serve_config import LimitsConfig
 from recipes.serve.backend import Array, SampleRequest, SampleResult, Sampling, SparseRows
 from recipes.serve.refusals import InvalidRequest
+from recipes.serve.serve_config import LimitsConfig
 from recipes.serve.wire.arrays import json_numbers, padded_rows, read_json_tensor, unpadded_rows, write_tensor
-from recipes.serve.wire.images import check_images
+from recipes.serve.wire.image_limits import check_images
 from recipes.serve.wire.json_requests import SampleBody, SamplingBody
-from recipes.serve.wire.messages import SampleResponse
+from recipes.serve.wire.protobuf_messages import SampleResponse
 
 STOP_REASONS = {"stop": 0, "length": 1}
 

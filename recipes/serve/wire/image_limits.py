@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from PIL import Image
 
 from dataproto.chunks import Chunk, ImageChunk
-from recipes.configs.serve_config import LimitsConfig
 from recipes.serve.refusals import InvalidRequest
+from recipes.serve.serve_config import LimitsConfig
 
 MILLION = 1_000_000
 

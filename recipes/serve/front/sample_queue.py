@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.configs.serve_config import ServeConfig
 from recipes.serve.backend import Failure
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
@@ -17,6 +16,7 @@ from recipes.serve.ledger.journal import Outcome
 from recipes.serve.ledger.records import Sampler
 from recipes.serve.link import CallFailed, EngineLink, EngineLost
 from recipes.serve.refusals import Refused
+from recipes.serve.serve_config import ServeConfig
 from recipes.serve.wire import SampleCall, write_sample_result
 
 log = logging.getLogger("dataproto.serve")
