@@ -24,6 +24,9 @@ from recipes.serve.wire import parse_json, read
 log = logging.getLogger("dataproto.serve.requests")
 Body = TypeVar("Body")
 ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
+UNREAD = (
+    8  # limits' worth of a body that is read to its end, so that its sender sees the refusal and no broken connection
+)
 MOST_WINDOW = 1 << 26  # bytes that a zstd frame may refer back to
 
 
@@ -124,14 +127,15 @@ async def read_body(request: Request, most: int) -> bytes:
         Refused: it is larger than ``most`` bytes, before or after decompression, or not readable.
     """
     too_large = Refused(413, f"the body is larger than {most >> 20} MB (--max-body-mb)")
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length[:20]) > most:
-        raise too_large
-    body = bytearray()
+    body, received = bytearray(), 0
     async for part in request.stream():
-        body += part
-        if len(body) > most:
+        received += len(part)
+        if received > UNREAD * most:
             raise too_large
+        if received <= most:
+            body += part
+    if received > most:
+        raise too_large
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return bytes(body)

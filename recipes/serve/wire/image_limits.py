@@ -44,5 +44,7 @@ def image_size(image: ImageChunk, number: int) -> tuple[int, int]:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limits here are smaller
             with Image.open(io.BytesIO(bytes(image.data)), formats=[image.format.upper()]) as opened:
                 return opened.size
+    except Image.DecompressionBombError as error:
+        raise InvalidRequest(f"image {number} is too large (--max-image-megapixels): {error}") from error
     except Exception as error:  # Pillow raises many kinds
         raise InvalidRequest(f"image {number} is no readable {image.format} file: {error}") from error
