@@ -23,6 +23,8 @@ LOSS_INPUTS: dict[str, type] = {
     "logprobs": np.float32,
     "advantages": np.float32,
     "mask": np.float32,
+    "clip_low_threshold": np.float32,
+    "clip_high_threshold": np.float32,
 }
 """The names and dtypes of ``Datum.loss_fn_inputs``."""
 

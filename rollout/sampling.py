@@ -117,7 +117,11 @@ def _block_size(vocabulary: int) -> int:
 
 
 def sample(
-    logits: Tensor, sampling: SamplingParams, numbers: Tensor, banned_ids: Sequence[int]
+    logits: Tensor,
+    sampling: SamplingParams,
+    numbers: Tensor,
+    banned_ids: Sequence[int],
+    undrawn_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p, top-k and
     min-p.
@@ -126,12 +130,17 @@ def sample(
 
     Args:
         numbers: ``(B,)`` float64, each row's uniform number at this step (see `uniforms`).
+        banned_ids: have no probability under the policy.
+        undrawn_ids: have one, and are never drawn.
     """
     log_probs = policy_log_probs(logits, sampling.temperature or 1.0, banned_ids)
+    drawn = log_probs
+    if undrawn_ids:
+        drawn = log_probs.index_fill(-1, _on_device(tuple(undrawn_ids), log_probs.device), -math.inf)
     if sampling.temperature == 0:
-        chosen = log_probs.argmax(-1)
+        chosen = drawn.argmax(-1)
     else:
-        chosen = draw_tokens(restrict(log_probs, sampling.top_p, sampling.top_k, sampling.min_p), numbers)
+        chosen = draw_tokens(restrict(drawn, sampling.top_p, sampling.top_k, sampling.min_p), numbers)
     return chosen, log_probs.gather(1, chosen[:, None]).squeeze(1)
 
 

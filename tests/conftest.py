@@ -60,7 +60,7 @@ def starts_processes(function, seen):
     seen.add(code)
     names = names_in(code)
     named = [function.__globals__.get(name) for name in names]
-    own = [each for each in named if getattr(each, "__module__", "").startswith(("test_", "helpers"))]
+    own = [each for each in named if (getattr(each, "__module__", None) or "").startswith(("test_", "helpers"))]
     return bool(names & PROCESSES) or any(starts_processes(each, seen) for each in own)
 
 

@@ -20,6 +20,7 @@ LAZY_TABLES = {
     Path("dataproto/vlm/family_registry.py"),
     Path("recipes/commands/__init__.py"),
     Path("recipes/loggers/run_loggers.py"),
+    Path("recipes/serve/link/engine_process.py"),
     Path("rollout/engine.py"),
     Path("workers/cluster/launcher.py"),
     Path("workers/cluster/ray_group.py"),  # in processes of Ray, before anything else is imported

@@ -1,11 +1,13 @@
 """The losses of the Tinker API, by name. Each function returns the loss of each token; the API sums them over tokens.
 
 Source of the formulas: https://tinker-docs.thinkingmachines.ai/losses. p are the log-probs of the targets under the policy, q
-those under the sampler, A the advantages, and r = exp(p - q). Dimension letters: B rows, R tokens.
+those under the sampler, A the advantages, and r = exp(p - q). Dimension letters: B rows, R tokens. The functions are elementwise:
+tensors may have any shape, all the same. Thresholds of r are numbers, or one for each token.
 """
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,13 +38,12 @@ def ppo(
     log_probs: Tensor,
     sampling_log_probs: Tensor,
     advantages: Tensor,
-    clip_low_threshold: float = 0.8,
-    clip_high_threshold: float = 1.2,
+    clip_low_threshold: float | Tensor = 0.8,
+    clip_high_threshold: float | Tensor = 1.2,
 ) -> Tensor:
     """-min(r A, clamp(r, low, high) A): PPO (arXiv:1707.06347) without a dual clip. The thresholds apply to the ratio r."""
-    _check_thresholds(clip_low_threshold, clip_high_threshold)
     ratio = (log_probs - sampling_log_probs).exp()
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    clipped = _clipped(ratio, clip_low_threshold, clip_high_threshold)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
@@ -50,12 +51,14 @@ def cispo(
     log_probs: Tensor,
     sampling_log_probs: Tensor,
     advantages: Tensor,
-    clip_low_threshold: float = 0.8,
-    clip_high_threshold: float = 1.2,
+    clip_low_threshold: float | Tensor = 0.0,
+    clip_high_threshold: float | Tensor = 4.0,
 ) -> Tensor:
-    """-stop_gradient(clamp(r, low, high)) p A: CISPO (arXiv:2506.13585). Every token has a gradient."""
-    _check_thresholds(clip_low_threshold, clip_high_threshold)
-    ratio = (log_probs - sampling_log_probs).exp().clamp(clip_low_threshold, clip_high_threshold)
+    """-stop_gradient(clamp(r, low, high)) p A: CISPO (arXiv:2506.13585). Every token has a gradient.
+
+    By default only large ratios are clipped.
+    """
+    ratio = _clipped((log_probs - sampling_log_probs).exp(), clip_low_threshold, clip_high_threshold)
     return -ratio.detach() * log_probs * advantages
 
 
@@ -76,6 +79,39 @@ DATUM_LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 }
 """Each loss, and the columns that it takes after ``log_probs``, in the order of its arguments."""
 
+WITHOUT_FORMULA = ("gspo", "stable_reinforce", "custom")
+"""Losses that the Tinker API has and does not define in public."""
+THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+"""Options that may also be columns, with one number for each token."""
+
+
+def loss_options(name: str, config: Mapping[str, Any]) -> dict[str, float]:
+    """The options of the loss ``name``, as numbers.
+
+    Raises:
+        InvalidConfig: the loss or an option is unknown, or an option is no finite number.
+
+    >>> loss_options("dro", {"beta": 1})
+    {'beta': 1.0}
+    """
+    if name in WITHOUT_FORMULA:
+        raise InvalidConfig(f"loss {name!r} has no public formula: choose one of {', '.join(DATUM_LOSSES)}")
+    if name not in DATUM_LOSSES:
+        raise InvalidConfig(f"loss {name!r} is unknown: choose one of {', '.join(DATUM_LOSSES)}")
+    options = option_names(name)
+    for option, value in config.items():
+        if option not in options:
+            raise InvalidConfig(f"loss {name!r} has no option {option!r}: it has {', '.join(options) or 'none'}")
+        if isinstance(value, str) or not math.isfinite(value):
+            raise InvalidConfig(f"loss {name!r}: {option}={value!r} is not a finite number")
+    return {option: float(value) for option, value in config.items()}
+
+
+def option_names(name: str) -> list[str]:
+    """The options that a loss has."""
+    formula, columns = DATUM_LOSSES[name]
+    return list(inspect.signature(formula).parameters)[1 + len(columns) :]
+
 
 def datum_loss(name: str, **config: Any) -> LossFn:
     """The loss ``name`` as a loss function for a worker, with its options in ``config``.
@@ -88,21 +124,23 @@ def datum_loss(name: str, **config: Any) -> LossFn:
     Traceback (most recent call last):
     dataproto.errors.InvalidConfig: loss 'ppo' has no option 'beta': it has clip_low_threshold, clip_high_threshold
     """
-    if name not in DATUM_LOSSES:
-        raise InvalidConfig(f"loss {name!r} is unknown: choose one of {', '.join(DATUM_LOSSES)}")
+    options = loss_options(name, config)
     formula, columns = DATUM_LOSSES[name]
-    options = list(inspect.signature(formula).parameters)[1 + len(columns) :]
-    for option in config:
-        if option not in options:
-            raise InvalidConfig(f"loss {name!r} has no option {option!r}: it has {', '.join(options) or 'none'}")
 
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         require(data, *columns)
-        return formula(outputs.log_probs, *(data[column] for column in columns), **config), {}
+        of_tokens = {option: data[option] for option in THRESHOLDS if option in data}
+        for option in of_tokens.keys() - set(option_names(name)):
+            raise InvalidConfig(f"loss {name!r} does not read {option!r}: leave it out of the loss inputs")
+        return formula(outputs.log_probs, *(data[column] for column in columns), **{**options, **of_tokens}), {}
 
     return loss_fn
 
 
-def _check_thresholds(low: float, high: float) -> None:
-    if not 0 <= low <= high:
-        raise InvalidConfig(f"clip_low_threshold={low} and clip_high_threshold={high}: must be 0 <= low <= high")
+def _clipped(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """The ratio between the thresholds. Raises `InvalidConfig` unless 0 <= low <= high for every token."""
+    bounds = [torch.as_tensor(bound, dtype=ratio.dtype, device=ratio.device) for bound in (low, high)]
+    if not bool(((bounds[0] >= 0) & (bounds[0] <= bounds[1])).all()):
+        given = "of the tokens" if isinstance(low, Tensor) or isinstance(high, Tensor) else f"{low} and {high}"
+        raise InvalidConfig(f"clip_low_threshold and clip_high_threshold {given}: must be 0 <= low <= high")
+    return ratio.clamp(*bounds)

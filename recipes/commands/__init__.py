@@ -87,6 +87,11 @@ COMMANDS = {
     "view": Command(
         "recipes.view:main", "show a run in the browser, while it goes on", "recipes.configs.view_config:parse"
     ),
+    "serve": Command(
+        "recipes.serve.serve_command:main",
+        "train and sample for clients of the Tinker SDK",
+        "recipes.serve.serve_config:parse",
+    ),
     "report": Command("recipes.report.__main__:main", "write the page that shows a run"),
 }
 """The commands by name. A further one is one line here."""

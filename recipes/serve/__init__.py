@@ -1,5 +1,13 @@
-"""Training driven step by step by another program."""
+"""Training driven by another program: in process by a `TrainingClient`, or by clients of the Tinker SDK over HTTP."""
 
-from recipes.serve.training_client import ForwardBackwardOutput, SampledSequence, TrainingClient
+from typing import TYPE_CHECKING
 
-__all__ = ["ForwardBackwardOutput", "SampledSequence", "TrainingClient"]
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from recipes.serve.backend import Backend
+    from recipes.serve.training_client import ForwardBackwardOutput, SampledSequence, TrainingClient
+
+__all__ = ["Backend", "ForwardBackwardOutput", "SampledSequence", "TrainingClient"]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -24,9 +24,9 @@ from recipes.algorithms.datum_losses import datum_loss
 from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, token_values
 from workers import Roles
+from workers.model.model_config import AdamParams
 from workers.roles.step_by_step import LOSS_SUM
 from workers.training.forward_pass import LossFn
-from workers.training.optimizer import AdamParams
 
 DEFAULT_MAX_TOKENS = 1024
 CLIENT_FILE = "client.json"

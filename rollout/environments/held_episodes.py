@@ -24,7 +24,7 @@ class EpisodePlan:
     def __post_init__(self) -> None:
         if self.limits.last_pictures is not None:
             raise InvalidConfig(
-                f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that goes on after its step has "
+                f"last_pictures={self.limits.last_pictures} makes several rows of an episode; one that goes on later has "
                 "one row"
             )
 

@@ -25,6 +25,7 @@ class Unread(NamedTuple):
     position_ids: Tensor  # (4, L) or (L,)
     media: Sequence[Media]
     prefix: Prefix | None  # whose cache comes before
+    row: OpenRequest  # the first one with this prompt
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Decoder:
             cache, earlier = stack_prefixes(prefixes, config, self.device)
         else:
             cache, earlier = DynamicCache(config=config), torch.zeros(len(parts), 0, dtype=torch.int64)
-        hidden, mask, following = self._run(parts, cache, earlier.to(self.device))
+        hidden, mask, following = self.run(parts, cache, earlier.to(self.device))
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
@@ -92,9 +93,9 @@ class Decoder:
         start, parts = 0, shown_media(request.multi_modal_inputs)
         if prefix is not None:
             start, parts = prefix.cached_tokens, parts[len(prefix.media) :]
-        return Unread(ids[start:], types[start:], positions[..., start:], parts, prefix)
+        return Unread(ids[start:], types[start:], positions[..., start:], parts, prefix, row)
 
-    def _run(self, parts: Sequence[Unread], cache: DynamicCache, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, parts: Sequence[Unread], cache: DynamicCache, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states ``(prompts, L, H)``, the attention mask ``(prompts, T)`` with the ``earlier`` one, and the positions that
         follow.
         """
@@ -107,13 +108,17 @@ class Decoder:
         if positions.ndim == 3:
             positions, following = positions.transpose(0, 1), following.transpose(0, 1)
 
-        media = self.family.distinct_media([part.media for part in parts], self.model.config)
-        inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
-        spans = media_spans(types, media).to(self.device)
-        embeddings, extras = self.family.embed(self.model, ids.to(self.device), inputs, spans)
+        embeddings, extras = self.embed(ids, types, parts)
         whole = torch.cat([earlier, mask.to(self.device)], dim=1)
         hidden = self._decode(embeddings, positions.to(self.device), extras, whole, cache)
         return hidden, whole, following.to(self.device)
+
+    def embed(self, ids: Tensor, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Embeddings ``(prompts, L, H)`` of tokens ``(prompts, L)`` with the media of the parts, and the decoder's extras."""
+        media = self.family.distinct_media([part.media for part in parts], self.model.config)
+        inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
+        spans = media_spans(types, media).to(self.device)
+        return self.family.embed(self.model, ids.to(self.device), inputs, spans)
 
     def _batch(
         self,

@@ -78,7 +78,8 @@ class HFEngine:
         self.model.to(self.device)
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
-        self.banned_ids = tuple(self.family.banned_ids(self.model.config))
+        self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
+        self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.prefilled_tokens = 0
         """Number of prompt tokens that were computed in the engine's life."""
@@ -252,7 +253,7 @@ class HFEngine:
 
     def _sample(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The next tokens ``(W,)`` and their log-probs ``(W,)``; one call of `sample` for rows with the same settings."""
-        logits = project(batch.hidden, self.family.lm_head(self.model).weight)
+        logits = self._logits(batch)
         drawn = np.array([row.drawn for row in batch.rows])
         numbers = torch.from_numpy(uniforms(batch.seeds, drawn)).to(self.device)
         groups: dict[tuple[float, float, int, float], list[int]] = {}
@@ -263,12 +264,18 @@ class HFEngine:
                 log_probs = policy_log_probs(logits[place, None], row.sampling.temperature or 1.0, self.banned_ids)
                 row.top_log_probs += likeliest(log_probs, wanted)
         if len(groups) == 1:
-            return sample(logits, batch.rows[0].sampling, numbers, self.banned_ids)
+            return sample(logits, batch.rows[0].sampling, numbers, self.banned_ids, self.undrawn_ids)
         tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)
         for places in groups.values():
             sampling = batch.rows[places[0]].sampling
-            tokens[places], values[places] = sample(logits[places], sampling, numbers[places], self.banned_ids)
+            tokens[places], values[places] = sample(
+                logits[places], sampling, numbers[places], self.banned_ids, self.undrawn_ids
+            )
         return tokens, values
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Logits ``(W, V)`` of the next tokens."""
+        return project(batch.hidden, self.family.lm_head(self.model).weight)
 
     def _finish_reason(self, row: OpenRequest) -> FinishReason | None:
         """Why the row ends with its last token, or ``None`` if it goes on."""

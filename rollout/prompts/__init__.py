@@ -12,7 +12,8 @@ require_extra("train", "rollout.prompts", "transformers")
 
 if TYPE_CHECKING:
     from rollout.pretrained import IMAGE_BACKEND, load_image_processor
-    from rollout.prompts.chunk_rendering import ChunkRenderer, Resolver, token_values
+    from rollout.prompts.chunk_rendering import ChunkRenderer, RenderedInput, Resolver, token_values
+    from rollout.prompts.content_store import ContentStore
     from rollout.prompts.conversations import SupervisedBuilder, TrainingRow
     from rollout.prompts.image_processing import ProcessedImage
     from rollout.prompts.messages import Turns
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "IMAGE_BACKEND",
     "ChunkRenderer",
+    "ContentStore",
     "ProcessedImage",
     "Prompt",
     "PromptBuilder",
+    "RenderedInput",
     "Resolver",
     "SupervisedBuilder",
     "TrainingRow",

@@ -4,7 +4,8 @@ The position of an image is that of its chunk; token ids are never searched for 
 longest row, R = L - 1.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from dataproto.chunks import (
 )
 from dataproto.collation import pad_rows
 from dataproto.errors import DataProtoError, InvalidChunk, InvalidMedia, InvalidPrompt, InvalidRow
+from dataproto.vlm import media_grids
 from rollout.prompts.conversations import collate_rows
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
@@ -38,12 +40,28 @@ Ids = npt.NDArray[np.int64]
 COLUMN_OF = {"weights": "loss_weights", "logprobs": "rollout_log_probs", "advantages": "advantages"}
 """Columns of loss inputs. ``target_tokens`` are the tokens themselves, and ``mask`` becomes ``response_mask``."""
 
+SETTINGS = ("clip_low_threshold", "clip_high_threshold")
+"""Loss inputs that say nothing of whether a token is learned. They are columns of the same name."""
+
 
 class Part(NamedTuple):
     """The tokens of a chunk: ids and, for an image, token types, with one placeholder per feature."""
 
     ids: Ids
     types: npt.NDArray[np.int8] | None = None
+
+
+@dataclass(frozen=True)
+class RenderedInput:
+    """The L tokens of a model input, with one placeholder per feature of an image, and its images in order."""
+
+    input_ids: Tensor  # (L,) int64
+    token_types: Tensor  # (L,) int8
+    position_ids: Tensor  # (4, L) or (L,)
+    images: tuple[ProcessedImage, ...]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
 
 
 class ChunkRenderer:
@@ -73,6 +91,25 @@ class ChunkRenderer:
         ids: list[int] = _joined(parts)[0].tolist()
         return ids
 
+    def rendered(self, model_input: Any, seen: MutableMapping[Any, ProcessedImage]) -> RenderedInput:
+        """One model input, with images from ``seen`` where it has them; other images are added.
+
+        Args:
+            seen: images by the bytes of their files, such as a `ContentStore`.
+
+        Raises:
+            InvalidChunk: a chunk cannot be rendered, or is not of its claimed size; names its number.
+            InvalidPrompt: the input is empty.
+        """
+        parts, images = self._parts(model_input, seen)
+        ids, types = (torch.from_numpy(values.copy()) for values in _joined(parts))
+        if not len(ids):
+            raise InvalidPrompt("its model input is empty")
+        grids = media_grids([tuple(image.inputs for image in images)])
+        family, config = self.builder.family, self.builder.config
+        positions = family.position_ids(types[None], torch.ones_like(ids)[None], **grids, config=config)
+        return RenderedInput(ids, types, positions[0], images)
+
     # For engines
 
     def prompts(self, inputs: Sequence[Any]) -> DataProto:
@@ -85,7 +122,7 @@ class ChunkRenderer:
         prompts = [self._numbered(number, self._prompt, value, seen) for number, value in enumerate(inputs)]
         return self.builder.collate(prompts)
 
-    def _prompt(self, model_input: Any, seen: dict[Any, ProcessedImage]) -> Prompt:
+    def _prompt(self, model_input: Any, seen: MutableMapping[Any, ProcessedImage]) -> Prompt:
         parts, images = self._parts(model_input, seen)
         ids, types = _joined(parts)
         image = self.builder.media_tokens.image
@@ -106,9 +143,10 @@ class ChunkRenderer:
         """The training batch of data. A row consists of the input of its datum, followed by the last target.
 
         In addition to the columns of `collate_rows`, ``weights``, ``logprobs`` and ``advantages`` become ``loss_weights``,
-        ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32; element i of a loss input is in column i. ``response_mask``
-        is ``mask``, or without a mask 1 where one of the others is not 0. Text tokens may have any id, because token types mark
-        images. The column ``targets`` exists only if some target is not the next token of its sequence.
+        ``rollout_log_probs`` and ``advantages`` ``(B, R)`` float32, and the thresholds of clipping columns of their own names;
+        element i of a loss input is in column i. ``response_mask`` is ``mask``, or without a mask 1 where ``weights``,
+        ``logprobs`` or ``advantages`` are not 0. Text tokens may have any id, because token types mark images. The column
+        ``targets`` exists only if some target is not the next token of its sequence.
 
         Raises:
             InvalidRow: a datum cannot be rendered, a loss input does not have one number per token, or a masked-in target is a
@@ -131,7 +169,7 @@ class ChunkRenderer:
             RaggedTensor(torch.from_numpy(flat_mask), lengths + 1),
             {"uid": self.builder.uids(rows)},
         )
-        columns = {COLUMN_OF[name]: flat[name] for name in COLUMN_OF if name in names}
+        columns = {COLUMN_OF.get(name, name): flat[name] for name in (*COLUMN_OF, *SETTINGS) if name in names}
         if np.any(np.concatenate([row.input_ids[1:] for row in rows]) != flat["target_tokens"]):
             columns["targets"] = flat["target_tokens"]
         width = batch["response_mask"].shape[1]
@@ -139,7 +177,7 @@ class ChunkRenderer:
             batch[column] = pad_rows(RaggedTensor(torch.from_numpy(values), lengths), width, 0)[0]
         return batch
 
-    def _row(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[Prompt, dict[str, npt.NDArray[Any]]]:
+    def _row(self, value: Any, seen: MutableMapping[Any, ProcessedImage]) -> tuple[Prompt, dict[str, npt.NDArray[Any]]]:
         """The sequence with its last target appended, and the loss inputs."""
         datum = read_datum(value)
         inputs = dict(datum.loss_fn_inputs)
@@ -176,7 +214,9 @@ class ChunkRenderer:
 
     # One input
 
-    def _parts(self, value: Any, seen: dict[Any, ProcessedImage]) -> tuple[list[Part], tuple[ProcessedImage, ...]]:
+    def _parts(
+        self, value: Any, seen: MutableMapping[Any, ProcessedImage]
+    ) -> tuple[list[Part], tuple[ProcessedImage, ...]]:
         images: list[ProcessedImage] = []
         parts: list[Part] = []
         for number, chunk in enumerate(read_model_input(value).chunks):
@@ -198,7 +238,9 @@ class ChunkRenderer:
             raise InvalidChunk(f"token {place} is {ids[place]}, but the model has tokens 0 to {self._vocabulary - 1}")
         return Part(ids)
 
-    def _image(self, chunk: ImageChunk | ImageAssetPointerChunk, seen: dict[Any, ProcessedImage]) -> ProcessedImage:
+    def _image(
+        self, chunk: ImageChunk | ImageAssetPointerChunk, seen: MutableMapping[Any, ProcessedImage]
+    ) -> ProcessedImage:
         self.builder.check_taken("image")
         key = bytes(chunk.data) if isinstance(chunk, ImageChunk) else chunk.location
         if key not in seen:
@@ -230,7 +272,9 @@ class ChunkRenderer:
             raise InvalidChunk(f"expected_tokens={expected}, but its {width} x {height} pixels make {len(ids)} tokens")
         return Part(ids, types)
 
-    def _numbered(self, number: int, render: Callable[..., Any], value: Any, seen: dict[Any, ProcessedImage]) -> Any:
+    def _numbered(
+        self, number: int, render: Callable[..., Any], value: Any, seen: MutableMapping[Any, ProcessedImage]
+    ) -> Any:
         try:
             return render(value, seen)
         except DataProtoError as error:

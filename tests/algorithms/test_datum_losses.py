@@ -55,9 +55,25 @@ def test_ppo_takes_the_larger_of_clipped_and_unclipped_loss():
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
-    loss, grad = slope(cispo, numbers(Q), numbers(A))
+    loss, grad = slope(cispo, numbers(Q), numbers(A), clip_low_threshold=0.8, clip_high_threshold=1.2)
     assert loss == pytest.approx([-1.2 * P[0], 2 * P[1], 0.8 * P[2]])
     assert grad == pytest.approx([-1.2, 2.0, 0.8])
+    loss, _ = slope(cispo, numbers(Q), numbers(A))  # by default between 0 and 4
+    assert loss == pytest.approx([-2 * P[0], 2 * P[1], 0.5 * P[2]])
+    loss, _ = slope(cispo, numbers([P[0] - math.log(8), *Q[1:]]), numbers(A))
+    assert loss[0] == pytest.approx(-4 * P[0])
+
+
+def test_thresholds_may_differ_from_token_to_token():
+    low, high = numbers([0.8, 0.8, 0.6]), numbers([1.5, 1.2, 1.2])
+    loss, _ = slope(ppo, numbers(Q), numbers(A), clip_low_threshold=low, clip_high_threshold=high)
+    assert loss == pytest.approx([-1.5, 2.0, 0.6])
+    columns = {"rollout_log_probs": torch.tensor([Q]), "advantages": torch.tensor([A])}
+    data = DataProto.from_dict({**columns, "clip_low_threshold": low.float(), "clip_high_threshold": high.float()})
+    by_name, _ = datum_loss("ppo", clip_high_threshold=9.0)(Outputs(torch.tensor([P])), data)
+    assert by_name[0].tolist() == pytest.approx(loss)
+    with pytest.raises(InvalidConfig, match="'dro' does not read 'clip_"):
+        datum_loss("dro")(Outputs(torch.tensor([P])), data)
 
 
 def test_dro_has_a_squared_penalty():
@@ -85,13 +101,17 @@ def test_options_reach_the_loss():
     loss, _ = datum_loss("ppo", clip_high_threshold=1.5)(Outputs(torch.tensor([P])), data)
     assert loss[0, 0].item() == pytest.approx(-1.5)
     with pytest.raises(InvalidConfig, match="0 <= low <= high"):
-        datum_loss("cispo", clip_low_threshold=2.0)(Outputs(torch.tensor([P])), data)
+        datum_loss("cispo", clip_low_threshold=5.0)(Outputs(torch.tensor([P])), data)
     with pytest.raises(InvalidConfig, match="beta=-1"):
         datum_loss("dro", beta=-1)(Outputs(torch.tensor([P])), data)
 
 
 def test_unknown_losses_and_options_raise_an_error():
-    with pytest.raises(InvalidConfig, match="'gspo' is unknown: choose one of cross_entropy"):
+    with pytest.raises(InvalidConfig, match="'hinge' is unknown: choose one of cross_entropy"):
+        datum_loss("hinge")
+    with pytest.raises(InvalidConfig, match="'gspo' has no public formula: choose one of cross_entropy"):
         datum_loss("gspo")
+    with pytest.raises(InvalidConfig, match="beta=nan is not a finite number"):
+        datum_loss("dro", beta=math.nan)
     with pytest.raises(InvalidConfig, match="'cross_entropy' has no option 'beta': it has none"):
         datum_loss("cross_entropy", beta=1)

@@ -19,9 +19,8 @@ from rollout.engine import SamplingParams
 from rollout.prompts import ChunkRenderer, PromptBuilder
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import running_ray
-from workers.model.model_config import ModelConfig
+from workers.model.model_config import AdamParams, ModelConfig
 from workers.ranks.layout import Layout
-from workers.training.optimizer import AdamParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -16,13 +16,22 @@ from rollout.engine import ENGINES
     ("package", "names"),
     [
         (rollout, ["Completion", "Request", "RolloutEngine", "SamplingParams", "create_engine"]),
-        (rollout.hf, ["HFEngine"]),
+        (rollout.hf, ["AdapterEngine", "AdapterRequest", "HFEngine", "PromptScores"]),
         (rollout.vllm, ["VLLMEngine"]),
         (
             rollout.prompts,
             [
-                *("ChunkRenderer", "IMAGE_BACKEND", "ProcessedImage", "Prompt", "PromptBuilder", "Resolver"),
-                *("SupervisedBuilder", "TrainingRow", "Turns", "invalid_row", "load_image_processor", "row_digest"),
+                *("ChunkRenderer", "ContentStore", "IMAGE_BACKEND", "ProcessedImage", "Prompt", "PromptBuilder"),
+                *(
+                    "RenderedInput",
+                    "Resolver",
+                    "SupervisedBuilder",
+                    "TrainingRow",
+                    "Turns",
+                    "invalid_row",
+                    "load_image_processor",
+                    "row_digest",
+                ),
                 *("row_number", "token_values"),
             ],
         ),
@@ -34,7 +43,9 @@ def test_a_package_exports_exactly_this(package, names):
     assert all(hasattr(package, name) for name in names)
 
 
-@pytest.mark.parametrize("package", ["rollout", "rollout.prompts", "rollout.responses", "rollout.vllm"])
+@pytest.mark.parametrize(
+    "package", ["rollout", "rollout.adapters", "rollout.prompts", "rollout.responses", "rollout.vllm"]
+)
 def test_importing_loads_no_heavy_library(package):
     program = f"import sys, {package}; print(sorted({{'ray', 'vllm', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -18,12 +18,12 @@ from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
 from workers import launch
 from workers.cluster.local_group import LocalGroup
+from workers.model.model_config import AdamParams
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import join_updates
 from workers.roles.step_by_step import PassOutput, join_passes
-from workers.training.optimizer import AdamParams
 from workers.training.training_model import Updated
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ Imports no torch, so that a command shows its options at once.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig
 
@@ -81,3 +81,26 @@ class OptimizerConfig:
             raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
         if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise InvalidConfig(f"total_steps={self.total_steps} must be above warmup_steps={self.warmup_steps}")
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """Settings of one step, for training step by step; names and defaults are those of the ``tinker`` package."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0  # 0: gradients are not clipped
+
+    def __post_init__(self) -> None:
+        if self.learning_rate < 0 or self.grad_clip_norm < 0 or self.eps < 0 or self.weight_decay < 0:
+            raise InvalidConfig(f"{self}: no number may be negative")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise InvalidConfig(f"beta1={self.beta1} and beta2={self.beta2}: must be at least 0 and below 1")
+
+    @classmethod
+    def of(cls, params: Any) -> "AdamParams":
+        """From an object with these attributes, such as ``tinker.AdamParams``."""
+        return cls(**{name: float(getattr(params, name)) for name in cls.__dataclass_fields__})

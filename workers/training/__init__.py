@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
+    from workers.model.model_config import AdamParams, OptimizerConfig
     from workers.training.aggregation import aggregate
     from workers.training.checkpoint import latest_checkpoint, writing_checkpoint
     from workers.training.forward_pass import LossFn
-    from workers.training.optimizer import AdamParams, OptimizerConfig
     from workers.training.training_model import TrainingModel, Updated
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,35 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
-from workers.model.model_config import OptimizerConfig
+from workers.model.model_config import AdamParams, OptimizerConfig
 from workers.ranks.autograd_collectives import local_part
 
 EPS = 1e-8  # of a configured AdamW
 
 Moments = Mapping[Tensor, dict[str, Tensor]]  # Adam's state of each parameter that has some
-
-
-@dataclass(frozen=True)
-class AdamParams:
-    """Settings of one step, for training step by step; names and defaults are those of the ``tinker`` package."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # 0: gradients are not clipped
-
-    def __post_init__(self) -> None:
-        if self.learning_rate < 0 or self.grad_clip_norm < 0 or self.eps < 0 or self.weight_decay < 0:
-            raise InvalidConfig(f"{self}: no number may be negative")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise InvalidConfig(f"beta1={self.beta1} and beta2={self.beta2}: must be at least 0 and below 1")
-
-    @classmethod
-    def of(cls, params: Any) -> "AdamParams":
-        """From an object with these attributes, such as ``tinker.AdamParams``."""
-        return cls(**{name: float(getattr(params, name)) for name in cls.__dataclass_fields__})
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig) -> float:

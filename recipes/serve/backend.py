@@ -1,0 +1,304 @@
+"""What the server asks of the engine that computes: plain data and arrays, without torch.
+
+A `Backend` trains and samples adapters (LoRA) of base models that it holds. It is called from one thread. It knows no clients,
+no order of requests and no files but the directories that it is given.
+
+When the same calls come in the same order and grouping, a backend on the CPU gives the same results bit for bit: the server
+replays a journal of calls after a crash.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy.typing as npt
+
+from dataproto.chunks import Chunk
+from workers.model.model_config import AdamParams
+
+Array: TypeAlias = npt.NDArray[Any]
+TopK: TypeAlias = tuple[Array, Array]
+"""The k most probable tokens of n positions: ids ``(n, k)`` int32, most probable first, and log-probs ``(n, k)`` float32."""
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""The file of `Backend.save` with the AdamW state; the other files are the adapter, as `Backend.export` writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A base model.
+
+    Args:
+        name: by which clients call it, such as ``Qwen/Qwen3-VL-4B-Instruct``.
+        tokenizer: the hub name or path from which clients load its tokenizer.
+        max_context_length: tokens of prompt and answer, media included.
+        trainable: adapters of it can be trained.
+        sampleable: it and its adapters can be sampled from.
+        max_lora_rank: of its adapters.
+    """
+
+    name: str
+    tokenizer: str
+    max_context_length: int
+    trainable: bool = True
+    sampleable: bool = True
+    max_lora_rank: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend has.
+
+    Args:
+        models: the base models.
+        losses: names that `Pass.loss` may have.
+        max_models: adapters that can be trained at the same time.
+    """
+
+    models: Sequence[ModelInfo]
+    losses: Sequence[str]
+    max_models: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """A new adapter.
+
+    Args:
+        rank: of every matrix; alpha is 32.
+        seed: of the initial weights; ``None`` is seed 0.
+        train_mlp: the matrices of the MLPs have an adapter.
+        train_attn: the matrices of attention have one.
+        train_unembed: the output matrix has one.
+    """
+
+    rank: int
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """An ``(N, K)`` array whose rows hold few values (compressed sparse rows).
+
+    Row n has ``values[crow_indices[n]:crow_indices[n + 1]]`` at the columns ``col_indices`` of the same places, and 0 elsewhere.
+
+    Args:
+        values: ``(nonzero,)``.
+        crow_indices: ``(N + 1,)`` int64, not decreasing, from 0 to ``nonzero``.
+        col_indices: ``(nonzero,)`` int64, each in ``[0, K)``.
+        shape: ``(N, K)``.
+    """
+
+    values: Array
+    crow_indices: Array
+    col_indices: Array
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """A row of a pass.
+
+    Args:
+        chunks: the N tokens and images of the input; images count with all their tokens.
+        inputs: of the loss, by the public names (``target_tokens``, ``weights``, ``logprobs``, ``advantages``, ...): ``(N,)``
+            or ``(N, K)``, int64 or float32.
+    """
+
+    chunks: Sequence[Chunk]
+    inputs: Mapping[str, "Array | SparseRows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass over rows, and backward unless ``forward_only``: the gradients add to those of the model.
+
+    Args:
+        loss: a name of `Capabilities.losses`.
+        loss_config: options of the loss.
+    """
+
+    model_id: str
+    data: Sequence[Datum]
+    loss: str
+    loss_config: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """The result of a pass.
+
+    Args:
+        outputs: of each datum: ``logprobs`` float32, ``(N,)`` or ``(N, K)`` like its targets, 0 where a target has none.
+        metrics: names with one ``:`` and a suffix that says how parts of a pass are joined (``sum``, ``mean``, ``min``, ``max``,
+            ...); always ``loss:sum``.
+    """
+
+    outputs: Sequence[Mapping[str, Array]]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request failed; ``user`` if its sender can correct it, and ``server`` otherwise."""
+
+    message: str
+    category: Literal["user", "server"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How samples are drawn.
+
+    Args:
+        max_tokens: of an answer; ``None`` is as many as the context holds.
+        temperature: 0 takes the most probable token.
+        top_k: only the k most probable tokens; -1 is all.
+        seed: of the random stream; ``None`` leaves it to the backend.
+        stop: texts or token ids that end an answer; ``None`` is the model's own end tokens, and an empty list nothing at all.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Samples of one prompt, and log-probs of the prompt itself; both come from the weights of the sampler.
+
+    Args:
+        prompt_logprobs: the log-prob of every token of the prompt.
+        topk_prompt_logprobs: at every position of the prompt, the k most probable tokens; 0 is none.
+        topk_sample_logprobs: the same for every sampled token.
+        target_prompt_logprobs: ``(n,)`` or ``(n, k)`` int64 tokens, whose log-probs are given in place of the prompt's own.
+        prompt_logprobs_last_n: log-probs of the last n positions of the prompt only.
+    """
+
+    request_id: str
+    sampler_id: str
+    chunks: Sequence[Chunk]
+    num_samples: int
+    sampling: Sampling
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Array | None = None
+    prompt_logprobs_last_n: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer.
+
+    Args:
+        tokens: ``(n,)`` int32, with the end token or the stop text that ended it.
+        logprobs: ``(n,)`` float32, under the tempered distribution.
+        topk: see `SampleRequest.topk_sample_logprobs`.
+    """
+
+    tokens: Array
+    logprobs: Array
+    stop_reason: Literal["stop", "length"]
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """The samples of a request.
+
+    Args:
+        prompt_logprobs: float32, as long as the prompt with all tokens of its images: NaN at 0, and 0.0 on the tokens of images.
+        topk_prompt_logprobs: of the same length; ids 0 and log-probs -99999 where there are none.
+        target_prompt_logprobs: of the shape of the targets.
+        prompt_cache_hit_tokens: tokens of the prompt that did not have to be computed.
+    """
+
+    request_id: str
+    samples: Sequence[Sample]
+    prompt_logprobs: Array | None = None
+    topk_prompt_logprobs: TopK | None = None
+    target_prompt_logprobs: Array | None = None
+    prompt_cache_hit_tokens: int = 0
+
+
+class Backend(Protocol):
+    """What trains and samples. A user's mistake is an error of `dataproto.errors`, or a `Failure` where that is returned."""
+
+    def describe(self) -> Capabilities:
+        """The models that it has, and its limits."""
+        ...
+
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None) -> None:
+        """Makes an adapter with the initial weights of its seed, without AdamW state; ``None`` trains all weights.
+
+        Raises:
+            InvalidConfig: there is no such base model, the rank is too large, or no slot is free.
+        """
+        ...
+
+    def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
+        """Computes passes of any models in one packed batch; the gradients of a model add up until its `optim_step`.
+
+        A pass that fails adds no gradient and does not fail the others.
+        """
+        ...
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
+        """Makes a step of AdamW on the gradients of a model, and forgets them.
+
+        Returns:
+            metrics, ``grad_norm`` before clipping among them.
+        """
+        ...
+
+    def save(self, model_id: str, directory: Path) -> None:
+        """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients."""
+        ...
+
+    def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        """Replaces the adapter of a model by a saved one, drops its gradients, and reads or drops its AdamW state.
+
+        Raises:
+            CheckpointError: the files do not fit the model, or are damaged.
+        """
+        ...
+
+    def export(self, model_id: str, directory: Path) -> None:
+        """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it."""
+        ...
+
+    def release(self, model_id: str) -> None:
+        """Forgets a model; an unknown one is no error."""
+        ...
+
+    def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
+        """Makes samples of an exported adapter possible, or of the base model. The directory stays until `close_sampler`."""
+        ...
+
+    def close_sampler(self, sampler_id: str) -> None:
+        """Forgets a sampler, and aborts its requests; an unknown one is no error."""
+        ...
+
+    def submit(self, request: SampleRequest) -> None:
+        """Takes a request in. A mistake in it becomes a `Failure` of `poll`."""
+        ...
+
+    def poll(self) -> list[SampleResult | tuple[str, Failure]]:
+        """Makes a decoding step of all requests, and returns the finished ones, the failed ones by ``request_id``.
+
+        Returns at once with an empty list when nothing is in flight.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drops requests; they never appear in `poll` again. Unknown ones are no error."""
+        ...

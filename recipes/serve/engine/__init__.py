@@ -1,0 +1,13 @@
+"""The engine of the server: it trains and samples adapters of base models in this process."""
+
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from recipes.serve.engine.engine_options import EngineOptions
+    from recipes.serve.engine.in_process import InProcessEngine, engine_from_json
+
+__all__ = ["EngineOptions", "InProcessEngine", "engine_from_json"]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -1,0 +1,52 @@
+"""A base model of the engine: what trains and what samples its adapters, on the same frozen weights."""
+
+from functools import cached_property
+
+import torch
+from transformers import AutoConfig
+
+from dataproto.chunks import ModelInput
+from dataproto.errors import InvalidPrompt
+from recipes.serve.engine.engine_options import EngineOptions
+from rollout.hf import AdapterEngine
+from rollout.prompts import ChunkRenderer, ContentStore, PromptBuilder, RenderedInput
+from workers.adapters import AdapterTrainer
+
+LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context
+
+
+class BaseModel:
+    """A checkpoint with its tokenizer and image processor. Images are processed, and read by the tower, once by their bytes."""
+
+    def __init__(self, path: str, options: EngineOptions, device: torch.device | None = None) -> None:
+        """Loads the checkpoint at ``path``."""
+        self.path, self.options = path, options
+        self.trainer = AdapterTrainer(path, device, options.token_budget)
+        self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
+        self.images = ContentStore(options.image_bytes)
+        text = self.trainer.model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.max_context_length = context_length(path, options)
+
+    @cached_property
+    def sampler(self) -> AdapterEngine:
+        """Loaded when the first request comes."""
+        return AdapterEngine(self.path, self.trainer.features, self.options.max_num_seqs, self.trainer.device)
+
+    def rendered(self, model_input: ModelInput) -> RenderedInput:
+        """Tokens and images of a model input. Raises the errors of `ChunkRenderer.rendered`."""
+        return self.renderer.rendered(model_input, self.images)
+
+    def check_context(self, tokens: int, more: int = 0) -> None:
+        """Raises `InvalidPrompt` if a row with ``more`` tokens to come is longer than the context."""
+        if tokens + more > self.max_context_length:
+            raise InvalidPrompt(
+                f"{tokens} tokens" + (f" and max_tokens={more}" if more else "") + f" exceed the model's context of "
+                f"{self.max_context_length} tokens"
+            )
+
+
+def context_length(path: str, options: EngineOptions) -> int:
+    """The longest row of a checkpoint: its number of positions, or the options' limit if that is smaller."""
+    positions = int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
+    return min(positions, options.max_context_length or positions)

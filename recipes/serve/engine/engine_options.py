@@ -1,0 +1,25 @@
+"""Limits of the engine. Imports no torch, so that a command shows its options at once."""
+
+from dataclasses import dataclass
+
+from dataproto.errors import InvalidConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Limits of what the engine holds and computes at a time."""
+
+    token_budget: int = 16_384  # tokens of one packed pass; a longer row is computed alone
+    max_context_length: int | None = None  # tokens of a row, media included; None: as many as the model has positions
+    max_models: int = 64  # adapters that are trained at the same time
+    max_lora_rank: int = 64
+    max_samplers: int = 32  # snapshots whose adapters stay in memory; others are read from their files again
+    max_num_seqs: int = 256  # answers that are decoded at the same time
+    max_targets: int = 2**26  # targets of one datum: its tokens times the targets of each
+    image_bytes: int = 512 << 20  # memory for processed images
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidConfig(f"{name}={value}: must be at least 1")

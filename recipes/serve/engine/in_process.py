@@ -1,0 +1,265 @@
+"""`InProcessEngine`: the backend of the server that computes in this process, on its CPU or its first CUDA device."""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
+from recipes.algorithms.datum_losses import DATUM_LOSSES
+from recipes.serve.backend import (
+    OPTIMIZER_FILE,
+    Capabilities,
+    Failure,
+    LoraSpec,
+    ModelInfo,
+    Pass,
+    PassResult,
+    SampleRequest,
+    SampleResult,
+)
+from recipes.serve.engine.base_model import BaseModel, context_length
+from recipes.serve.engine.engine_options import EngineOptions
+from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
+from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
+from rollout.adapters import Adapter, AdapterConfig, read_adapter
+from workers.adapters import TrainedAdapter
+from workers.model.model_config import AdamParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that a client trains."""
+
+    base_model: str
+    base: BaseModel
+    trained: TrainedAdapter
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A snapshot that a client samples from; without a directory the base model."""
+
+    base: BaseModel
+    directory: Path | None
+
+
+class InProcessEngine:
+    """A `Backend` for adapters of some base models. Models with the same path share their weights.
+
+    Log-probs are those of the model's own softmax over the whole vocabulary, as a forward pass of Hugging Face computes them; ids
+    of media are never sampled, but they are not masked. On the CPU equal calls in the same grouping give equal results, bit for
+    bit. Use it from one thread.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str | Path],
+        options: EngineOptions | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``models``: checkpoint directories by the names that clients use. They are loaded when they are first used."""
+        self.options, self.device = options or EngineOptions(), device
+        self.paths = {name: str(path) for name, path in models.items()}
+        self._bases: dict[str, BaseModel] = {}
+        self._models: dict[str, TrainedModel] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._snapshots: OrderedDict[str, Adapter] = OrderedDict()  # last used last
+        self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # by the numbers of samples in the engine
+        self._ready: list[SampleResult | tuple[str, Failure]] = []
+
+    def describe(self) -> Capabilities:
+        """See `Backend.describe`."""
+        models = [
+            ModelInfo(name, path, context_length(path, self.options), max_lora_rank=self.options.max_lora_rank)
+            for name, path in self.paths.items()
+        ]
+        return Capabilities(models, tuple(DATUM_LOSSES), self.options.max_models)
+
+    def base(self, name: str) -> BaseModel:
+        """A base model by the name that clients use. Raises `InvalidConfig`."""
+        if name not in self.paths:
+            raise InvalidConfig(f"base model {name!r} is unknown: choose one of {', '.join(self.paths)}")
+        path = self.paths[name]
+        if path not in self._bases:
+            self._bases[path] = BaseModel(path, self.options, self.device)
+        return self._bases[path]
+
+    # Training
+
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None) -> None:
+        """See `Backend.create`."""
+        if lora is None:
+            raise InvalidConfig("this engine trains adapters: full fine-tuning needs a lora_config")
+        if not 1 <= lora.rank <= self.options.max_lora_rank:
+            raise InvalidConfig(f"rank={lora.rank}: must be from 1 to max_lora_rank={self.options.max_lora_rank}")
+        if model_id in self._models:
+            raise InvalidConfig(f"model {model_id!r} exists already")
+        if len(self._models) >= self.options.max_models:
+            raise InvalidConfig(f"{len(self._models)} models are trained already, the most that there may be")
+        base = self.base(base_model)
+        config = AdapterConfig(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
+        adapter = base.trainer.new_adapter(config, lora.seed or 0)
+        self._models[model_id] = TrainedModel(base_model, base, TrainedAdapter(adapter))
+
+    def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
+        """See `Backend.passes`."""
+        results: dict[int, PassResult | Failure] = {}
+        opened: dict[BaseModel, list[OpenPass]] = {}
+        for number, given in enumerate(passes):
+            try:
+                model = self._model(given.model_id)
+                one = open_pass(number, given, model.base, model.trained.adapter, self.options.max_targets)
+                opened.setdefault(model.base, []).append(one)
+            except DataProtoError as error:
+                results[number] = Failure(str(error), "user")
+        for base, group in opened.items():
+            gradients, found = run_passes(base, group)
+            results |= found
+            for model in self._models.values():
+                if model.trained.adapter in gradients:
+                    model.trained.add_gradients(gradients[model.trained.adapter])
+        return [results[number] for number in range(len(passes))]
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
+        """See `Backend.optim_step`; ``lr`` and ``skipped_steps``, those with a gradient that was not finite, are also metrics."""
+        return self._model(model_id).trained.step(adam)
+
+    def save(self, model_id: str, directory: Path) -> None:
+        """See `Backend.save`; a file of digests is added, which `load` compares."""
+        model = self._model(model_id)
+        model.trained.save(directory, model.base_model, OPTIMIZER_FILE)
+
+    def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        """See `Backend.load`."""
+        model = self._model(model_id)
+        trainer = model.base.trainer
+        model.trained.load(directory, trainer.model, trainer.family, OPTIMIZER_FILE if optimizer else None)
+
+    def export(self, model_id: str, directory: Path) -> None:
+        """See `Backend.export`."""
+        model = self._model(model_id)
+        model.trained.export(directory, model.base_model)
+
+    def release(self, model_id: str) -> None:
+        """See `Backend.release`."""
+        self._models.pop(model_id, None)
+
+    def _model(self, model_id: str) -> TrainedModel:
+        if model_id not in self._models:
+            raise InvalidConfig(f"model {model_id!r} is unknown")
+        return self._models[model_id]
+
+    # Sampling
+
+    def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
+        """See `Backend.open_sampler`. Raises `CheckpointError` for an adapter that does not fit."""
+        if sampler_id in self._samplers:
+            raise InvalidConfig(f"sampler {sampler_id!r} exists already")
+        self._samplers[sampler_id] = Sampler(self.base(base_model), adapter)
+        try:
+            self._snapshot(sampler_id)
+        except CheckpointError:
+            del self._samplers[sampler_id]
+            raise
+
+    def _snapshot(self, sampler_id: str) -> Adapter | None:
+        """The adapter of a sampler, from memory or from its files."""
+        if sampler_id not in self._samplers:
+            raise InvalidConfig(f"sampler {sampler_id!r} is unknown")
+        sampler = self._samplers[sampler_id]
+        if sampler.directory is None:
+            return None
+        if sampler_id not in self._snapshots:
+            trainer = sampler.base.trainer
+            adapter = read_adapter(sampler.directory, trainer.model, trainer.family, trainer.device)
+            self._snapshots[sampler_id] = adapter
+            while len(self._snapshots) > self.options.max_samplers:
+                self._snapshots.popitem(last=False)
+        self._snapshots.move_to_end(sampler_id)
+        return self._snapshots[sampler_id]
+
+    def close_sampler(self, sampler_id: str) -> None:
+        """See `Backend.close_sampler`."""
+        self._samplers.pop(sampler_id, None)
+        self._snapshots.pop(sampler_id, None)
+        requests = [each.request for group in self._open.values() for each in group.values()]
+        self.abort([request.request_id for request in requests if request.sampler_id == sampler_id])
+
+    def submit(self, request: SampleRequest) -> None:
+        """See `Backend.submit`."""
+        try:
+            adapter = self._snapshot(request.sampler_id)
+            base = self._samplers[request.sampler_id].base
+            opened = open_sample(request, base, adapter)
+        except CheckpointError as error:  # its files were there when it was opened
+            self._ready.append((request.request_id, Failure(str(error), "server")))
+        except DataProtoError as error:
+            self._ready.append((request.request_id, Failure(str(error), "user")))
+        else:
+            self._open.setdefault(base, {}).update(dict.fromkeys(opened.numbers, opened))
+
+    def poll(self) -> list[SampleResult | tuple[str, Failure]]:
+        """See `Backend.poll`."""
+        for base, group in self._open.items():
+            if group:
+                self._ready += self._decode(base, group)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _decode(self, base: BaseModel, group: dict[int, OpenSample]) -> list[SampleResult | tuple[str, Failure]]:
+        """One decoding step of a base model's requests. If it fails, so do they, and the engine is as before them."""
+        try:
+            completions = [each for each in base.sampler.poll() if each.request in group]
+        except Exception as error:
+            log.exception("a decoding step failed")
+            message = f"sampling failed: {type(error).__name__}: {error}"
+            names = list(dict.fromkeys(each.request.request_id for each in group.values()))
+            self.abort(names)
+            return [(name, Failure(message, "server")) for name in names]
+        ready: list[SampleResult | tuple[str, Failure]] = []
+        wrong = {group[each.request].request.request_id: each.error for each in completions if each.error is not None}
+        ready += [(name, Failure(str(reason), "user")) for name, reason in wrong.items()]
+        for each in finished(group, completions):
+            if each.request.request_id not in wrong:
+                ready.append(each.result())
+        self._forget(ready)
+        return ready
+
+    def _forget(self, ready: Sequence[SampleResult | tuple[str, Failure]]) -> None:
+        self.abort([each[0] if isinstance(each, tuple) else each.request_id for each in ready])
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """See `Backend.abort`."""
+        names = set(request_ids)
+        for base, group in self._open.items():
+            for number in [number for number, each in group.items() if each.request.request_id in names]:
+                base.sampler.abort(number)
+                del group[number]
+        self._ready = [
+            each for each in self._ready if (each[0] if isinstance(each, tuple) else each.request_id) not in names
+        ]
+
+
+def engine_from_json(text: str) -> InProcessEngine:
+    """An engine of options as JSON, as a process gets them: ``models`` (paths by name; null: the name itself) and those of
+    `EngineOptions`.
+
+    Raises:
+        InvalidConfig: the text is no such JSON; names what is wrong.
+
+    >>> engine_from_json('{"models": {"tiny": "path/to/tiny"}, "max_models": 8}').options.max_models
+    8
+    """
+    try:
+        given = json.loads(text)
+        models = {str(name): str(path or name) for name, path in given.pop("models").items()}
+        return InProcessEngine(models, EngineOptions(**given))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidConfig(f"the options of the engine cannot be read: {error}") from error

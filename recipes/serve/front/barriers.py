@@ -1,0 +1,289 @@
+"""The requests of a run that are carried out alone: creation, updates, saving and loading."""
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.serve.front.catalogue import Catalogue
+from recipes.serve.ledger.directories import (
+    check_directory,
+    checked_name,
+    directory_size,
+    new_directory,
+    remove_directory,
+)
+from recipes.serve.ledger.journal import Entry, Outcome
+from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, drop, put, text
+from recipes.serve.link import EngineLink
+from recipes.serve.refusals import InvalidRequest
+from recipes.serve.serve_config import ServeConfig
+from recipes.serve.wire.json_requests import (
+    CreateModel,
+    LoadWeights,
+    OptimStep,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+    parse_json,
+    read,
+)
+from workers.model.model_config import AdamParams
+
+MILLIARD = 1_000_000_000
+EXPIRED, EXPIRED_SECONDS = "_expired", 86400
+SHORTEST_TTL, LONGEST_TTL = 1, 10 * 365 * 86400
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a request came to.
+
+    Args:
+        answer: the JSON that the client gets.
+        jobs: writes that belong into the same commit.
+        after: is called when that is on disk.
+    """
+
+    answer: dict[str, Any]
+    jobs: Sequence[Job] = ()
+    after: Callable[[], None] = lambda: None
+
+    def outcome(self) -> Outcome:
+        return Outcome(json.dumps(self.answer).encode())
+
+
+class Barriers:
+    """Carries out one request at a time. A request that a crash interrupted can be carried out again."""
+
+    def __init__(
+        self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, retire: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            retire: removes the directory of a sampler when no request needs it any more.
+        """
+        self.link, self.catalogue, self.config, self.retire = link, catalogue, config, retire
+        self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
+            "create": self._create,
+            "load": self._load,
+            "optim_step": self._optim_step,
+            "save": self._save,
+            "save_for_sampler": self._save_for_sampler,
+            "save_external": self._save_external,
+            "invalid": self._invalid,
+        }
+
+    async def carry_out(self, run: Run, entry: Entry, body: bytes) -> Done:
+        """
+        Raises:
+            CallFailed, EngineLost: see `EngineLink.call`.
+            InvalidRequest: it cannot be carried out.
+        """
+        if run.state not in ("new", "live"):
+            raise InvalidRequest(
+                f"run {run.id} is not in training: it has {'failed' if run.state == 'failed' else 'ended'}"
+            )
+        done: Done = await self.kinds[entry.kind](run, entry, body)
+        return done
+
+    async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
+        """Brings the engine to where it was behind a request that was carried out before."""
+        if entry.kind in ("create", "load", "optim_step"):
+            await self.kinds[entry.kind](run, entry, body)
+
+    async def _invalid(self, run: Run, entry: Entry, body: bytes) -> Done:
+        raise InvalidRequest(body.decode())
+
+    async def _create(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(CreateModel, parse_json(body))
+        if asked.optimizer_config != {"type": "adamw"}:
+            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
+        await self.link.call("create", model_id=run.id, base_model=run.base_model, lora=run.spec)
+        return self._created(run, {"model_id": run.id, "type": "create_model"})
+
+    def _created(self, run: Run, answer: dict[str, Any]) -> Done:
+        run.state = "live"
+        return Done(answer, [put(run)])
+
+    async def _load(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(LoadWeights, parse_json(body))
+        if asked.weights_access_token is not None:
+            raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
+        if asked.optimizer_config not in (None, {"type": "adamw"}):
+            raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
+        checkpoint = self.catalogue.checkpoint(asked.path, run.owner)
+        if asked.optimizer and checkpoint.kind != "weights":
+            raise InvalidRequest(f"{asked.path} holds no optimizer state: load a checkpoint of save_state")
+        base, lora = self.catalogue.spec_of(checkpoint)
+        if asked.base_model not in (None, base):
+            raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
+        check_directory(Path(checkpoint.directory))
+        new = entry.seq == 0
+        if new:
+            run.base_model, run.lora = base, None if lora is None else text(lora)
+            await self.link.call("create", model_id=run.id, base_model=base, lora=run.spec)
+        await self.link.call("load", model_id=run.id, directory=Path(checkpoint.directory), optimizer=asked.optimizer)
+        answer = {"path": asked.path, "model_id": run.id, "type": "load_weights"}
+        return self._created(run, answer) if new else Done(answer)
+
+    async def _optim_step(self, run: Run, entry: Entry, body: bytes) -> Done:
+        given = parse_json(body)
+        if "optimizer_params" in given:
+            raise InvalidRequest(
+                "optimizer_params belong to an optimizer that is not supported: there is adamw (adam_params)"
+            )
+        params = asdict(read(OptimStep, given).adam_params)
+        if not all(map(math.isfinite, params.values())):
+            raise InvalidRequest(f"adam_params {params}: must be finite")
+        metrics = await self.link.call("optim_step", model_id=run.id, adam=AdamParams(**params))
+        return Done({"metrics": metrics, "type": "optim_step"})
+
+    async def _save(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(SaveWeights, parse_json(body))
+        name = checked_name(asked.path or f"step-{entry.seq}")
+        return await self._checkpoint(run, "weights", name, asked.ttl_seconds, asked.user_metadata, asked.overwrite)
+
+    async def _save_external(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(SaveExternal, parse_json(body))
+        if asked.age_encryption_recipients:
+            raise InvalidRequest("age_encryption_recipients: this server does not encrypt exports")
+        return await self._checkpoint(run, "external_weights", checked_name(asked.path), asked.ttl_seconds, None, False)
+
+    async def _save_for_sampler(self, run: Run, entry: Entry, body: bytes) -> Done:
+        asked = read(SaveForSampler, parse_json(body))
+        if asked.path is not None:
+            name = checked_name(asked.path)
+            return await self._checkpoint(run, "sampler_weights", name, asked.ttl_seconds, asked.user_metadata, False)
+        if asked.sampling_session_seq_id is None:
+            raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
+        moving = asked.kind == "inflight"
+        directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
+        async with new_directory(directory) as temporary:
+            await self.link.call("export", model_id=run.id, directory=temporary)
+        sampler = Sampler(
+            id=f"{run.session}:sample:{asked.sampling_session_seq_id}",
+            session=run.session,
+            owner=run.owner,
+            run=run.id,
+            base_model=run.base_model,
+            model_path=None,
+            directory=str(directory),
+            own=1,
+            digest="",
+            created=time.time(),
+            moving=int(moving),
+        )
+        return self._new_sampler(sampler)
+
+    def _new_sampler(self, sampler: Sampler) -> Done:
+        """The sampler, to whose directory the earlier ones of the run move if they follow it."""
+        earlier = [
+            each
+            for each in self.catalogue.samplers.values()
+            if sampler.moving and each.moving and each.run == sampler.run
+        ]
+        left = {each.directory for each in earlier if each.directory != sampler.directory}
+        for each in earlier:
+            each.directory = sampler.directory
+
+        def after() -> None:
+            self.catalogue.samplers[sampler.id] = sampler
+            for directory in left:
+                self.retire(str(directory))
+
+        answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
+        return Done(answer, [put(sampler), *map(put, earlier)], after)
+
+    async def _checkpoint(
+        self, run: Run, kind: str, name: str, ttl: int | None, metadata: dict[str, Any] | None, overwrite: bool
+    ) -> Done:
+        """Writes a checkpoint, and drops those beyond ``--keep-last``."""
+        known = self.catalogue.checkpoints
+        if (run.id, kind, name) in known and not overwrite:
+            raise InvalidRequest(f"there is a checkpoint {kind}/{name} already: choose another name, or overwrite it")
+        check_ttl(ttl)
+        self._check_room(run.owner)
+        directory = self.catalogue.run_directory(run) / kind / f"{name}-{uuid.uuid4().hex[:8]}"
+        async with new_directory(directory) as temporary:
+            await self.link.call("save" if kind == "weights" else "export", model_id=run.id, directory=temporary)
+        now = time.time()
+        checkpoint = Checkpoint(
+            run=run.id,
+            kind=kind,
+            name=name,
+            owner=run.owner,
+            directory=str(directory),
+            created=now,
+            expires=None if ttl is None else now + ttl,
+            public=0,
+            size=directory_size(directory),
+            metadata=text(metadata),
+        )
+        replaced = known.get((run.id, kind, name))
+        gone = [*([replaced] if replaced else []), *self._beyond(run, kind, name)]
+
+        def after() -> None:
+            for each in gone:
+                known.pop((each.run, each.kind, each.name), None)
+                self.retire(each.directory)
+            known[run.id, kind, name] = checkpoint
+
+        answer = {"path": checkpoint.path, "type": SAVED[kind]}
+        if kind == "external_weights":
+            answer["size_bytes"] = checkpoint.size  # type: ignore[assignment]
+        return Done(answer, [*map(drop, gone), put(checkpoint)], after)
+
+    def _beyond(self, run: Run, kind: str, name: str) -> list[Checkpoint]:
+        """The oldest unpublished checkpoints of a kind, where there are more than ``--keep-last`` with a new one."""
+        if not self.config.keep_last:
+            return []
+        others = [each for each in self.catalogue.checkpoints_of(run=run.id) if each.kind == kind and each.name != name]
+        return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
+
+    def _check_room(self, owner: str) -> None:
+        most = self.config.limits.max_checkpoint_gb
+        used = sum(each.size for each in self.catalogue.checkpoints_of(owner)) / MILLIARD
+        if used >= most:
+            raise InvalidRequest(
+                f"the checkpoints of this key take {used:.1f} GB: at most {most} (--max-checkpoint-gb)"
+            )
+
+    async def snapshot(self, run: Run, seq: int) -> Path:
+        """Writes the state of a run behind an update, and returns the directory."""
+        directory = self.catalogue.run_directory(run) / f"snapshot-{seq}"
+        async with new_directory(directory) as temporary:
+            await self.link.call("save", model_id=run.id, directory=temporary)
+        return directory
+
+    async def keep(self, run: Run) -> Done:
+        """Writes the checkpoint of a run whose client has gone."""
+        return await self._checkpoint(run, "weights", EXPIRED, EXPIRED_SECONDS, None, True)
+
+    async def restore(self, run: Run) -> None:
+        """Brings the engine to a run's snapshot."""
+        await self.link.call("create", model_id=run.id, base_model=run.base_model, lora=run.spec)
+        await self.link.call("load", model_id=run.id, directory=Path(str(run.snapshot)), optimizer=True)
+
+
+SAVED = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+
+
+def check_ttl(ttl: int | None) -> None:
+    """Raises `InvalidRequest` for a time to live of no length, or beyond ten years."""
+    if ttl is not None and not SHORTEST_TTL <= ttl <= LONGEST_TTL:
+        raise InvalidRequest(f"ttl_seconds={ttl}: must be from {SHORTEST_TTL} to {LONGEST_TTL}, or null for no end")
+
+
+def remove_run_files(directory: Path) -> None:
+    """Removes the snapshots of a run that has ended."""
+    for path in directory.glob("snapshot-*"):
+        remove_directory(path)

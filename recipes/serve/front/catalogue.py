@@ -1,0 +1,94 @@
+"""Sessions, runs, samplers and checkpoints in memory, as on disk, and who may see them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.records import KINDS, Checkpoint, Run, Sampler, Session, everything, put
+from recipes.serve.refusals import NotFound, Refused
+
+PATH = re.compile(rf"tinker://([^/]{{1,300}})/({'|'.join(KINDS)})/([^/]{{1,128}})")
+
+
+class Catalogue:
+    """All records. Look-ups refuse what does not exist and what belongs to another key alike, with 404."""
+
+    def __init__(self, database: Database, state: Path) -> None:
+        self.database = database
+        self.state = state
+        self.sessions: dict[str, Session] = {each.id: each for each in database.run_now(everything(Session))}
+        self.runs: dict[str, Run] = {each.id: each for each in database.run_now(everything(Run))}
+        self.samplers: dict[str, Sampler] = {each.id: each for each in database.run_now(everything(Sampler))}
+        checkpoints = database.run_now(everything(Checkpoint))
+        self.checkpoints: dict[tuple[str, str, str], Checkpoint] = {(e.run, e.kind, e.name): e for e in checkpoints}
+        self._numbers = max((run.number for run in self.runs.values()), default=0)
+
+    def next_number(self) -> int:
+        """A number for a new run, which names its directory."""
+        self._numbers += 1
+        return self._numbers
+
+    async def write(self, *records: Any) -> None:
+        """Writes changed records."""
+        for record in records:
+            await self.database.run(put(record))
+
+    def session(self, session_id: str, owner: str) -> Session:
+        found = self.sessions.get(session_id)
+        if found is None or found.owner != owner:
+            raise Refused(404, f"there is no session {session_id!r}")
+        return found
+
+    def live_session(self, session_id: str, owner: str) -> Session:
+        """A session that has not ended; refused with 410 if it has."""
+        found = self.session(session_id, owner)
+        if found.state != "live":
+            raise Refused(410, f"session {session_id!r} is {found.state}")
+        return found
+
+    def run(self, run_id: str, owner: str) -> Run:
+        found = self.runs.get(run_id)
+        if found is None or found.owner != owner:
+            raise Refused(404, f"there is no run {run_id!r}")
+        return found
+
+    def sampler(self, sampler_id: str, owner: str) -> Sampler:
+        found = self.samplers.get(sampler_id)
+        if found is None or found.owner != owner:
+            raise Refused(404, f"there is no sampling session {sampler_id!r}")
+        return found
+
+    def checkpoint(self, path: str, owner: str, *, own: bool = False) -> Checkpoint:
+        """The checkpoint at a ``tinker://`` path: one of the key's, or a published one unless ``own``.
+
+        Raises:
+            NotFound: there is none.
+        """
+        match = PATH.fullmatch(path)
+        found = self.checkpoints.get(match.groups()) if match else None  # type: ignore[arg-type]
+        if found is None or (found.owner != owner and (own or not found.public)):
+            raise NotFound(f"there is no checkpoint {path[:400]!r}: it may have expired or been deleted")
+        return found
+
+    def checkpoints_of(self, owner: str | None = None, run: str | None = None) -> list[Checkpoint]:
+        """Checkpoints of a key or of a run, oldest first."""
+        found = [
+            each
+            for each in self.checkpoints.values()
+            if (owner is None or each.owner == owner) and (run is None or each.run == run)
+        ]
+        return sorted(found, key=lambda each: each.created)
+
+    def live_runs(self, owner: str) -> list[Run]:
+        """The runs of a key that are in training."""
+        return [run for run in self.runs.values() if run.owner == owner and run.state in ("new", "live")]
+
+    def spec_of(self, checkpoint: Checkpoint) -> tuple[str, dict[str, Any] | None]:
+        """Base model and LoRA options of the run that wrote a checkpoint."""
+        run = self.runs[checkpoint.run]
+        return run.base_model, None if run.lora is None else json.loads(run.lora)
+
+    def run_directory(self, run: Run) -> Path:
+        return self.state / "runs" / str(run.number)

@@ -1,0 +1,90 @@
+"""Results that clients wait for."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from recipes.serve.ledger.journal import Outcome
+
+ACTIVE, PAUSED = "active", "paused_capacity"
+
+
+@dataclass
+class PendingResult:
+    """A result that is awaited, or known and kept for a while.
+
+    Args:
+        owner: the key that may fetch it.
+        sampler: the sampling session of a sample; ``None`` for requests that train, whose results are on disk too.
+    """
+
+    id: str
+    owner: str
+    sampler: str | None = None
+    outcome: Outcome | None = None
+    known: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: float = 0.0
+    digest: str = ""  # of the body of a sample
+    samples: int = 1
+    announced: int = 0  # place among the finished results of its sampling session
+    reason: Callable[[], str] = lambda: "the request waits for its turn"
+
+
+class Futures:
+    """All results that this process knows, by the id of their request."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, PendingResult] = {}
+        self._finished_in: dict[str, list[PendingResult]] = {}
+        self._news: dict[str, asyncio.Event] = {}
+
+    def open(self, request_id: str, owner: str, sampler: str | None = None) -> PendingResult:
+        """The result of a request, made if there is none."""
+        return self.pending.setdefault(request_id, PendingResult(request_id, owner, sampler))
+
+    def resolve(self, request_id: str, outcome: Outcome) -> None:
+        """Makes a result known; that of an unknown request is dropped."""
+        found = self.pending.get(request_id)
+        if found is None or found.outcome is not None:
+            return
+        found.outcome, found.finished = outcome, time.time()
+        found.known.set()
+        if found.sampler is not None:
+            finished = self._finished_in.setdefault(found.sampler, [])
+            found.announced = finished[-1].announced + 1 if finished else 1
+            finished.append(found)
+            self._news.pop(found.sampler, asyncio.Event()).set()
+
+    async def wait(self, request_id: str, seconds: float) -> Outcome | None:
+        """The outcome of a request, or ``None`` if it is not known in time."""
+        found = self.pending[request_id]
+        try:
+            await asyncio.wait_for(found.known.wait(), seconds)
+        except TimeoutError:
+            return None
+        return found.outcome
+
+    async def finished_since(self, sampler: str, cursor: int, seconds: float) -> list[PendingResult]:
+        """The finished results of a sampling session behind a cursor, as soon as there is one, or none in time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = [each for each in self._finished_in.get(sampler, []) if each.announced > cursor]
+            remaining = deadline - time.monotonic()
+            if found or remaining <= 0:
+                return found
+            news = self._news.setdefault(sampler, asyncio.Event())
+            try:
+                await asyncio.wait_for(news.wait(), remaining)
+            except TimeoutError:
+                return []
+
+    def forget(self, finished_before: float) -> None:
+        """Drops results that have been known for long. Those of requests that train can still be read from disk."""
+        old = [each for each in self.pending.values() if each.outcome is not None and each.finished < finished_before]
+        for each in old:
+            del self.pending[each.id]
+            if each.sampler is not None:
+                self._finished_in[each.sampler].remove(each)
+                if not self._finished_in[each.sampler]:
+                    del self._finished_in[each.sampler]

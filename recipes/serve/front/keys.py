@@ -1,0 +1,76 @@
+"""API keys, and signatures of download addresses."""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+
+from dataproto.errors import InvalidConfig
+
+KEY_FILE, SECRET_FILE = "api-key", "signing-secret"
+LINE = re.compile(r"([\w.-]{1,64}):\s*([0-9a-f]{64})", re.ASCII)
+OWNER = "local"  # whose key a server without a file of keys makes
+
+
+class Keys:
+    """Knows the owner of an API key by the key's SHA-256.
+
+    >>> keys = Keys({hashlib.sha256(b"tml-a").hexdigest(): "ann"}, b"secret")
+    >>> keys.owner("tml-a"), keys.owner("tml-b"), keys.owner(None)
+    ('ann', None, None)
+    """
+
+    def __init__(self, owners: dict[str, str], secret: bytes) -> None:
+        self.owners, self.secret = owners, secret
+
+    def owner(self, key: str | None) -> str | None:
+        """The owner of a key, or ``None``. Takes the same time for every wrong key."""
+        digest = hashlib.sha256((key or "").encode(errors="replace")).hexdigest()
+        found = None
+        for known, owner in self.owners.items():
+            if hmac.compare_digest(known, digest):
+                found = owner
+        return found
+
+    def signature(self, path: str, expires: int) -> str:
+        """The signature of a path until a time in seconds."""
+        return hmac.new(self.secret, f"{expires}:{path}".encode(), hashlib.sha256).hexdigest()
+
+    def signed(self, path: str, expires: int, signature: str, now: float) -> bool:
+        """Whether a signature is right and has not expired."""
+        return hmac.compare_digest(self.signature(path, expires), signature) and now < expires
+
+
+def read_keys(file: Path | None, state: Path) -> Keys:
+    """The keys of a file of lines ``name: sha256``, or the one key of ``--state``.
+
+    Raises:
+        InvalidConfig: a line of the file is malformed, or there is none.
+    """
+    secret = private_text(state / SECRET_FILE, secrets.token_hex(32)).encode()
+    if file is None:
+        key = private_text(state / KEY_FILE, f"tml-{secrets.token_urlsafe(32)}")
+        return Keys({hashlib.sha256(key.encode()).hexdigest(): OWNER}, secret)
+    owners: dict[str, str] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            match = LINE.fullmatch(line.strip())
+            if match is None:
+                raise InvalidConfig(f"{file}, line {number}: must be 'name: sha256 of a key in 64 hexadecimal digits'")
+            owners[match[2]] = match[1]
+    if not owners:
+        raise InvalidConfig(f"{file} has no key")
+    return Keys(owners, secret)
+
+
+def private_text(path: Path, new: str) -> str:
+    """The text of a file that its owner alone can read, made with ``new`` if there is none."""
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text().strip()
+    with os.fdopen(number, "w") as file:
+        file.write(new)
+    return new

@@ -1,0 +1,93 @@
+"""The ends of things: silent sessions, checkpoints whose time is over, old results, and what a kill left on disk."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from recipes.serve.front.catalogue import Catalogue
+from recipes.serve.front.futures import Futures
+from recipes.serve.front.sample_queue import Samples
+from recipes.serve.front.scheduler import Scheduler
+from recipes.serve.ledger import journal
+from recipes.serve.ledger.directories import remove_directory, remove_unfinished
+from recipes.serve.ledger.records import Checkpoint, Session, drop
+from recipes.serve.serve_config import ServeConfig
+
+log = logging.getLogger("dataproto.serve")
+SWEEP_SECONDS = 5.0
+RESULT_SECONDS = 86400.0  # that a result is kept if nobody fetches it
+FETCHED_SECONDS = 600.0  # that a fetched result is kept, for a client that lost the answer
+
+
+class Lifecycle:
+    """Looks every few seconds for what has ended."""
+
+    def __init__(
+        self, catalogue: Catalogue, scheduler: Scheduler, samples: Samples, futures: Futures, config: ServeConfig
+    ) -> None:
+        self.catalogue, self.scheduler, self.samples = catalogue, scheduler, samples
+        self.futures, self.config = futures, config
+
+    def begin(self) -> None:
+        """Removes what a kill left, and goes on with ends that it interrupted. Sessions count as seen now."""
+        now = time.time()
+        for session in self.catalogue.sessions.values():
+            session.seen = now
+        for run in self.catalogue.runs.values():
+            if run.state in ("new", "live") and self.catalogue.sessions[run.session].state != "live":
+                self.scheduler.end(run.id, "kept")
+        remove_unfinished(self.catalogue.state / "runs")
+        for directory in (self.catalogue.state / "runs").glob("*/*"):
+            self._remove_unknown(directory)
+
+    def _remove_unknown(self, directory: Path) -> None:
+        """Removes the directory of a snapshot, sampler or checkpoint of which no record knows."""
+        known: set[str | None] = {each.directory for each in self.catalogue.checkpoints.values()}
+        known |= {each.directory for each in self.catalogue.samplers.values()}
+        known |= {run.snapshot for run in self.catalogue.runs.values()}
+        nested = directory.name in ("weights", "sampler_weights", "external_weights")
+        for each in directory.iterdir() if nested else [directory]:
+            if str(each) not in known:
+                remove_directory(each)
+
+    async def run(self) -> None:
+        """Sweeps for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            try:
+                await self.sweep(time.time())
+            except Exception:
+                log.exception("a sweep failed; the next one comes in %g s", SWEEP_SECONDS)
+
+    async def sweep(self, now: float) -> None:
+        """Ends what has ended at a time."""
+        for session in list(self.catalogue.sessions.values()):
+            if session.state == "live" and now - session.seen > self.config.session_seconds:
+                log.info("session %s is silent: its runs are kept as checkpoints", session.id)
+                await self.end_session(session, "expired")
+        for checkpoint in list(self.catalogue.checkpoints.values()):
+            if checkpoint.expires is not None and checkpoint.expires <= now:
+                await self.delete_checkpoint(checkpoint)
+        self.futures.forget(now - FETCHED_SECONDS)
+        await self.catalogue.database.run(journal.forget_old(now - RESULT_SECONDS, now - FETCHED_SECONDS))
+
+    async def end_session(self, session: Session, state: str) -> None:
+        """Ends a session, its samplers and, when their work is done, its runs."""
+        session.state = state
+        await self.catalogue.write(session)
+        self.samples.cancel_session(session.id)
+        for run in self.catalogue.runs.values():
+            if run.session == session.id:
+                self.scheduler.end(run.id, "kept" if state == "expired" else "dropped")
+        for sampler in [each for each in self.catalogue.samplers.values() if each.session == session.id]:
+            del self.catalogue.samplers[sampler.id]
+            await self.catalogue.database.run(drop(sampler))
+            if sampler.own and sampler.directory is not None:
+                self.samples.retire(sampler.directory)
+
+    async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Deletes a checkpoint; requests for samples of it that are in flight still end."""
+        self.catalogue.checkpoints.pop((checkpoint.run, checkpoint.kind, checkpoint.name), None)
+        await self.catalogue.database.run(drop(checkpoint))
+        self.samples.retire(checkpoint.directory)

@@ -1,0 +1,175 @@
+"""Samples in flight: they are kept in memory, and sent again to an engine that starts anew."""
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.serve.backend import Failure
+from recipes.serve.front.counters import Counters
+from recipes.serve.front.futures import Futures
+from recipes.serve.front.scheduler import PROTOBUF, failed
+from recipes.serve.ledger.directories import remove_directory
+from recipes.serve.ledger.journal import Outcome
+from recipes.serve.ledger.records import Sampler
+from recipes.serve.link import CallFailed, EngineLink, EngineLost
+from recipes.serve.refusals import Refused
+from recipes.serve.serve_config import ServeConfig
+from recipes.serve.wire import SampleCall, write_sample_result
+
+log = logging.getLogger("dataproto.serve")
+MOST_OPEN = 64  # adapters that the engine holds for sampling; more if all have requests
+
+
+@dataclass
+class Flight:
+    """A request for samples that is being computed."""
+
+    call: SampleCall
+    owner: str
+    base_model: str
+    directory: str | None
+    session: str
+    sent: bool = False
+    tries: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.call.request.sampler_id
+
+
+def engine_key(sampler: Sampler) -> str:
+    """The engine's name of a sampler: all samplers of one adapter share it."""
+    return f"base:{sampler.base_model}" if sampler.directory is None else f"adapter:{sampler.directory}"
+
+
+class Samples:
+    """Sends requests for samples to the engine, and their results to who waits."""
+
+    def __init__(self, link: EngineLink, futures: Futures, config: ServeConfig, counters: Counters) -> None:
+        self.link, self.futures, self.config, self.counters = link, futures, config, counters
+        self.flights: dict[str, Flight] = {}
+        self._open: dict[str, None] = {}  # samplers of the engine, the latest used last
+        self._retired: set[str] = set()
+        self._sending = asyncio.Lock()
+        self._ready = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        link.on_lost = self._lost
+
+    def take_in(self, call: SampleCall, sampler: Sampler) -> None:
+        """Takes in a request. Raises `Refused` with 429 if too many of the key wait."""
+        waiting = sum(each.call.request.num_samples for each in self.flights.values() if each.owner == sampler.owner)
+        most = self.config.limits.max_queued_samples
+        if waiting + call.request.num_samples > most:
+            raise Refused(429, f"{waiting} samples of this key wait: at most {most} (--max-queued-samples)")
+        request = call.request.request_id
+        self.futures.open(request, sampler.owner, sampler.id).reason = self._reason
+        self.flights[request] = Flight(call, sampler.owner, sampler.base_model, sampler.directory, sampler.session)
+        self._start(self._send(request))
+
+    def _reason(self) -> str:
+        if not self._ready:
+            return "the engine starts again; the samples continue then"
+        return f"{len(self.flights)} requests for samples are in flight"
+
+    def waiting_of(self, owner: str) -> Counter[str]:
+        """The number of samples in flight of a key, by session."""
+        found: Counter[str] = Counter()
+        for each in self.flights.values():
+            if each.owner == owner:
+                found[each.session] += each.call.request.num_samples
+        return found
+
+    def ready(self) -> None:
+        """Sends all requests to an engine that has just started."""
+        self._ready = True
+        self._open.clear()
+        for request in self.flights:
+            self._start(self._send(request))
+
+    def _lost(self) -> None:
+        self._ready = False
+        for each in self.flights.values():
+            each.tries += each.sent
+            each.sent = False
+
+    def received(self, request: str, result: Any) -> None:
+        """Hands a result of the engine to who waits."""
+        flight = self.flights.pop(request, None)
+        if flight is None:
+            return
+        if isinstance(result, Failure):
+            self.futures.resolve(request, failed(result.message, result.category))
+        else:
+            tokens = sum(len(sample.tokens) for sample in result.samples)
+            self.counters.add("sampled_tokens", tokens)
+            self.counters.add("samples", len(result.samples))
+            self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
+        self._start(self._close_unused())
+
+    def cancel(self, request: str) -> None:
+        """Drops a request."""
+        if self.flights.pop(request, None) is not None:
+            self.futures.resolve(request, failed("the client cancelled the request", "user"))
+            self._start(self._post("abort", request_ids=[request]))
+
+    def cancel_session(self, session: str) -> None:
+        """Drops all requests of a session."""
+        for request in [name for name, each in self.flights.items() if each.session == session]:
+            self.cancel(request)
+
+    def retire(self, directory: str) -> None:
+        """Removes the directory of an adapter when no request in flight needs it."""
+        self._retired.add(directory)
+        self._start(self._close_unused())
+
+    async def _send(self, request: str) -> None:
+        async with self._sending:
+            flight = self.flights.get(request)
+            if flight is None or flight.sent or not self._ready:
+                return
+            if flight.tries >= 3:
+                self.received(request, Failure("the engine ended 3 times at this request", "server"))
+                return
+            try:
+                await self._open_sampler(flight)
+                flight.sent = True
+                await self.link.post("submit", request=flight.call.request)
+            except CallFailed as error:
+                self.received(request, error.failure)
+            except EngineLost:
+                flight.sent = False
+
+    async def _open_sampler(self, flight: Flight) -> None:
+        if flight.key not in self._open:
+            adapter = None if flight.directory is None else Path(flight.directory)
+            await self.link.call("open_sampler", sampler_id=flight.key, base_model=flight.base_model, adapter=adapter)
+        self._open.pop(flight.key, None)
+        self._open[flight.key] = None
+
+    async def _close_unused(self) -> None:
+        """Closes samplers without requests: the retired ones, and the oldest beyond `MOST_OPEN`."""
+        async with self._sending:
+            used = {each.key for each in self.flights.values()}
+            idle = [key for key in self._open if key not in used]
+            retired = {f"adapter:{directory}" for directory in self._retired}
+            surplus = idle[: max(0, len(self._open) - MOST_OPEN)]
+            for key in [each for each in idle if each in retired or each in surplus]:
+                del self._open[key]
+                await self._post("close_sampler", sampler_id=key)
+            for directory in [each for each in self._retired if f"adapter:{each}" not in used]:
+                self._retired.discard(directory)
+                await asyncio.to_thread(remove_directory, Path(directory))
+
+    async def _post(self, method: str, **arguments: Any) -> None:
+        try:
+            await self.link.post(method, **arguments)
+        except EngineLost:
+            log.debug("%s of an engine that has gone", method)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,386 @@
+"""Carries out the requests of all runs, in the order of each, and again after a crash."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from recipes.serve.backend import Failure, Pass, PassResult
+from recipes.serve.front.barriers import Barriers, Done, remove_run_files
+from recipes.serve.front.catalogue import Catalogue
+from recipes.serve.front.counters import Counters
+from recipes.serve.front.futures import Futures
+from recipes.serve.front.lanes import Lane
+from recipes.serve.ledger import journal
+from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.directories import remove_directory
+from recipes.serve.ledger.journal import Entry, Outcome
+from recipes.serve.ledger.records import Job, Run, put, together
+from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
+from recipes.serve.refusals import InvalidRequest, Refused
+from recipes.serve.serve_config import ServeConfig
+from recipes.serve.wire import read_pass, write_pass_result
+
+log = logging.getLogger("dataproto.serve")
+TURN_BYTES = 32 << 20  # of the bodies of a turn's passes, of each run
+MOST_TRIES = 3  # of a turn at which the engine ends
+LOOK_SECONDS = 1.0  # between looks for gaps
+PROTOBUF = "application/x-protobuf"
+
+
+class Scheduler:
+    """One turn after the other: passes of all runs together, then updates, then the rest."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        database: Database,
+        catalogue: Catalogue,
+        futures: Futures,
+        barriers: Barriers,
+        config: ServeConfig,
+        counters: Counters,
+    ) -> None:
+        self.link, self.database, self.catalogue, self.futures = link, database, catalogue, futures
+        self.barriers, self.config, self.counters = barriers, config, counters
+        self.lanes: dict[str, Lane] = {}
+        self.on_ready: Callable[[], Awaitable[None]]
+        self._turn_number = database.run_now(journal.last_turn)
+        self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._tries: Counter[tuple[str, ...]] = Counter()
+        self._wake = asyncio.Event()
+        for run in catalogue.runs.values():
+            if run.state in ("new", "live"):
+                self.lanes[run.id] = Lane(run)
+        unfinished = [
+            entry for turn in database.run_now(journal.turns_to_replay) for entry in turn if entry.state == "queued"
+        ]
+        for entry in [*unfinished, *database.run_now(journal.waiting)]:
+            if entry.run in self.lanes:
+                self._enter(entry)
+
+    async def accept(self, run: Run, seq: int, kind: str, body: bytes) -> str:
+        """Takes in a request, and returns its id as soon as it is on disk. One that came before has the same id.
+
+        Raises:
+            Refused: another request has this number, or too much waits.
+        """
+        known: str | None = None
+        request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
+        if request_id in self._accepting:
+            known, task = self._accepting[request_id]
+            await asyncio.shield(task)
+        else:
+            found = await self.database.run(journal.find(request_id))
+            known = found[0] if found else None
+        if known is not None:
+            if known != digest:
+                raise Refused(400, f"request {seq} of {run.id} has come before with another content")
+            return request_id
+        if seq < run.next_seq:
+            raise Refused(400, f"request {seq} of {run.id} comes too late: the run is at {run.next_seq}")
+        self._check_room(run.owner, len(body))
+        entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
+        task = asyncio.create_task(self._take_in(entry, digest))
+        self._accepting[request_id] = (digest, task)
+        try:
+            await asyncio.shield(task)
+        finally:
+            self._accepting.pop(request_id, None)
+        return request_id
+
+    async def _take_in(self, entry: Entry, digest: str) -> None:
+        await self.database.run(journal.accept(entry, digest))
+        entry.body = None  # it is on disk
+        self._enter(entry)
+
+    def _enter(self, entry: Entry) -> None:
+        lane = self.lanes.get(entry.run)
+        if lane is None:
+            lane = self.lanes[entry.run] = Lane(self.catalogue.runs[entry.run])
+        pending = self.futures.open(entry.id, lane.run.owner)
+        pending.reason = lambda: self._reason(lane, entry)
+        lane.add(entry)
+        self._wake.set()
+
+    def _reason(self, lane: Lane, entry: Entry) -> str:
+        if not self.link.connected:
+            return "the engine starts again; the request continues then"
+        gap = lane.gap()
+        if gap is not None:
+            return f"request {entry.seq} waits for request {gap[0]}"
+        ahead = sum(len(each.entries) for each in self.lanes.values()) - 1
+        return f"request {entry.seq} is being computed or waits for its turn; {ahead} others wait"
+
+    def _check_room(self, owner: str, size: int) -> None:
+        waiting = [e.size for lane in self.lanes.values() if lane.run.owner == owner for e in lane.entries.values()]
+        if sum(waiting) + size > self.config.limits.max_queued_mb << 20:
+            raise Refused(429, f"the waiting requests of this key take {sum(waiting) >> 20} MB (--max-queued-mb)")
+
+    def end(self, run_id: str, how: Literal["dropped", "kept"]) -> None:
+        """Ends a run when nothing waits in it; one that is kept leaves a checkpoint for a day."""
+        if run_id in self.lanes:
+            self.lanes[run_id].ending = how
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Works for ever; connects again when the engine is lost."""
+        while True:
+            try:
+                await self.link.connect()
+                await self._replay()
+                await self.on_ready()
+                await self._turns()
+            except EngineLost:
+                self.counters.add("engine_losses")
+                log.warning("the engine ended: waiting for a new one")
+
+    async def _turns(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                if not await self._turn():
+                    await self._rest()
+            except EngineLost:
+                raise
+            except Exception:  # a full disk, say; a request at which this repeats fails after some tries
+                log.exception("a turn failed and is tried again")
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _rest(self) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
+        except TimeoutError:
+            if not self.link.connected:
+                raise EngineLost("the engine ended while nothing was to do") from None
+
+    async def _turn(self) -> bool:
+        """Carries out what is due, and returns whether there was anything."""
+        lanes = list(self.lanes.values())
+        await self._fail_gaps(lanes)
+        passes = [entry for lane in lanes for entry in lane.passes(TURN_BYTES)]
+        if passes:
+            await self._passes(passes)
+        steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
+        for entry in steps:
+            await self._barrier(entry)
+        others = [
+            head for lane in lanes if (head := lane.head()) is not None and head.kind not in ("pass", "optim_step")
+        ]
+        for entry in others:
+            await self._barrier(entry)
+        ended = [lane for lane in lanes if lane.ending and not lane.entries]
+        for lane in ended:
+            await self._end(lane)
+        return bool(passes or steps or others or ended)
+
+    async def _fail_gaps(self, lanes: Sequence[Lane]) -> None:
+        now = time.monotonic()
+        for lane in lanes:
+            gap = lane.gap()
+            if gap is None or lane.blocked_since is None or now - lane.blocked_since < self.config.gap_seconds:
+                continue
+            missing, late = gap
+            message = (
+                f"request {missing} of {lane.run.id} has not come within {self.config.gap_seconds:g} s (--gap-seconds)"
+            )
+            for seq in late:
+                await self._finish(lane.entries[seq], failed(f"{message}: request {seq} waited for it", "user"))
+
+    # Passes
+
+    async def _passes(self, entries: Sequence[Entry]) -> None:
+        passes, ready = [], []
+        for entry in entries:
+            try:
+                if self.lanes[entry.run].run.state != "live":
+                    raise InvalidRequest(f"run {entry.run} is not in training")
+                body = await self.database.run(journal.body_of(entry.id))
+                passes.append(await asyncio.to_thread(read_pass, body, self.config.limits))
+                ready.append(entry)
+            except Exception as error:
+                failure = failure_of(error)
+                await self._finish(entry, failed(failure.message, failure.category))
+        if not ready or not await self._begin(ready):
+            return
+        began = time.monotonic()
+        try:
+            results = await self.link.call("passes", passes=passes)
+        except CallFailed as error:
+            results = [error.failure] * len(ready)
+        self.counters.add("pass_seconds", time.monotonic() - began)
+        self.counters.add("passes", len(passes))
+        self.counters.add("pass_rows", sum(len(each.data) for each in passes))
+        await asyncio.gather(*(self._finish(entry, pass_outcome(result)) for entry, result in zip(ready, results)))
+
+    async def _begin(self, entries: Sequence[Entry]) -> bool:
+        """Records a turn before it is computed; ``False`` if the engine has ended at it too often, and it has failed."""
+        ids = tuple(entry.id for entry in entries)
+        self._tries[ids] += 1
+        if self._tries[ids] > MOST_TRIES:
+            queued = [entry for entry in entries if entry.state == "queued"]
+            await self.database.run(journal.withdraw([entry.id for entry in queued]))
+            for entry in queued:
+                await self._finish(
+                    entry, failed(f"the engine or the server failed {MOST_TRIES} times at this request", "server")
+                )
+            return False
+        if entries[0].turn is None:
+            self._turn_number += 1
+            await self.database.run(journal.begin_turn(self._turn_number, ids))
+            for place, entry in enumerate(entries):
+                entry.turn, entry.place = self._turn_number, place
+        return True
+
+    # All other requests
+
+    async def _barrier(self, entry: Entry) -> None:
+        lane = self.lanes[entry.run]
+        if not await self._begin([entry]):
+            return
+        body = await self.database.run(journal.body_of(entry.id))
+        try:
+            done: Done = await self.barriers.carry_out(lane.run, entry, body)
+        except CallFailed as error:
+            await self._failed_barrier(lane, entry, error.failure)
+        except EngineLost:
+            raise
+        except Exception as error:
+            await self._failed_barrier(lane, entry, failure_of(error))
+        else:
+            await self._finish(entry, done.outcome(), *done.jobs)
+            done.after()
+            if entry.kind in ("optim_step", "load"):
+                await self._snapshot(lane, entry.seq, forced=entry.kind == "load")
+
+    async def _failed_barrier(self, lane: Lane, entry: Entry, failure: Failure) -> None:
+        jobs: list[Job] = []
+        if lane.run.state == "new":  # it could not be created
+            lane.run.state = "failed"
+            jobs.append(put(lane.run))
+        await self._finish(entry, failed(failure.message, failure.category), *jobs)
+
+    async def _snapshot(self, lane: Lane, seq: int, *, forced: bool) -> None:
+        """Writes the run's state behind an update, where no gradient stands, if it is time."""
+        lane.steps += 1
+        due = lane.steps >= self.config.snapshot_steps
+        if not (forced or due or time.monotonic() - lane.last_snapshot >= self.config.snapshot_seconds):
+            return
+        try:
+            directory = await self.barriers.snapshot(lane.run, seq)
+        except (CallFailed, OSError):
+            log.exception("no snapshot of %s: the journal keeps its requests", lane.run.id)
+            return
+        old = lane.run.snapshot
+        lane.run.snapshot, lane.run.snapshot_seq = str(directory), seq
+        await self.database.run(journal.snapshot_taken(lane.run.id, seq, str(directory)))
+        lane.steps, lane.last_snapshot = 0, time.monotonic()
+        if old is not None:
+            await asyncio.to_thread(remove_directory, Path(old))
+
+    async def _end(self, lane: Lane) -> None:
+        run = lane.run
+        if lane.ending == "kept" and run.state == "live":
+            await self._keep(run)
+        run.state = "ended"
+        await self.database.run(together(put(run), journal.forget_covered))
+        del self.lanes[run.id]
+        await self.link.call("release", model_id=run.id)
+        await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))
+
+    async def _keep(self, run: Run) -> None:
+        try:
+            done = await self.barriers.keep(run)
+        except (CallFailed, OSError):
+            log.exception("no checkpoint of the expired run %s", run.id)
+        else:
+            await self.database.run(together(*done.jobs))
+            done.after()
+
+    async def _finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
+        """Writes the outcome, and gives it to who waits for it."""
+        lane = self.lanes[entry.run]
+        job = journal.finish(entry.id, entry.run, entry.seq + 1, outcome, time.time())
+        await self.database.run(together(*jobs, job))
+        lane.run.last_request = time.time()
+        lane.done(entry)
+        if lane.run.state not in ("new", "live") and not lane.entries:
+            self.lanes.pop(lane.run.id, None)
+        self._tries.clear()
+        self.counters.add("failed_requests" if outcome.failed else "finished_requests")
+        self.futures.resolve(entry.id, outcome)
+
+    # After a crash
+
+    async def _replay(self) -> None:
+        """Brings an engine that holds no run to where the journal is."""
+        began = time.monotonic()
+        for lane in self.lanes.values():
+            if lane.run.state == "live" and lane.run.snapshot is not None:
+                await self.barriers.restore(lane.run)
+        turns = await self.database.run(journal.turns_to_replay)
+        for turn in turns:
+            await self._repeat(turn)
+        if turns:
+            log.info("replayed %d turns in %.1f s", len(turns), time.monotonic() - began)
+
+    async def _repeat(self, turn: Sequence[Entry]) -> None:
+        unfinished = [entry for entry in turn if entry.state == "queued"]
+        if unfinished and not await self._begin(turn):
+            return
+        if turn[0].kind == "pass":
+            await self._repeat_passes(turn)
+        elif unfinished:
+            await self._barrier(self.lanes[turn[0].run].entries[turn[0].seq])
+        elif turn[0].state == "done":
+            body = await self.database.run(journal.body_of(turn[0].id))
+            await self.barriers.repeat(self.lanes[turn[0].run].run, turn[0], body)
+
+    async def _repeat_passes(self, turn: Sequence[Entry]) -> None:
+        """Computes passes again in the same group. For a run that is further, an adapter of the same kind takes its place."""
+        passes: list[Pass] = []
+        stand_ins: dict[str, str] = {}
+        for entry in turn:
+            body = await self.database.run(journal.body_of(entry.id))
+            each = await asyncio.to_thread(read_pass, body, self.config.limits)
+            run = self.catalogue.runs[entry.run]
+            if entry.state != "queued" and (run.state != "live" or entry.seq <= run.snapshot_seq):
+                each = await self._with_stand_in(each, run, stand_ins)
+            passes.append(each)
+        try:
+            results = await self.link.call("passes", passes=passes)
+        except CallFailed as error:
+            results = [error.failure] * len(passes)
+        for model in stand_ins.values():
+            await self.link.call("release", model_id=model)
+        for entry, result in zip(turn, results):
+            if entry.state == "queued":
+                await self._finish(self.lanes[entry.run].entries[entry.seq], pass_outcome(result))
+
+    async def _with_stand_in(self, each: Pass, run: Run, stand_ins: dict[str, str]) -> Pass:
+        if run.id not in stand_ins:
+            stand_ins[run.id] = f"{run.id}:stand-in"
+            await self.link.call("create", model_id=stand_ins[run.id], base_model=run.base_model, lora=run.spec)
+        return replace(each, model_id=stand_ins[run.id])
+
+
+def pass_outcome(result: PassResult | Failure) -> Outcome:
+    """What the client of a pass gets."""
+    if isinstance(result, Failure):
+        return failed(result.message, result.category)
+    return Outcome(write_pass_result(result), PROTOBUF)
+
+
+def failed(message: str, category: str) -> Outcome:
+    """What the client of a failed request gets: status 200 with the error, which the SDK raises with its category.
+
+    >>> failed("rank=0", "user").result
+    b'{"error": "rank=0", "category": "user"}'
+    """
+    return Outcome(json.dumps({"error": message, "category": category}).encode(), failed=True)

@@ -1,0 +1,38 @@
+"""The process that clients talk to. It imports no torch."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from recipes.serve.front import Service
+from recipes.serve.link.engine_process import end_with_parent
+from recipes.serve.routes import application
+from recipes.serve.serve_config import ServeConfig, parse
+
+KEEP_ALIVE_SECONDS = 75
+SHUTDOWN_SECONDS = 3
+
+
+def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pipe: int) -> None:
+    """Serves on a socket that listens already, which the process that started this one holds open across restarts."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    end_with_parent(parent_pipe)
+    serve_front(parse(arguments), Path(engine_socket), listener)
+
+
+def serve_front(config: ServeConfig, engine_socket: Path, listener: int) -> None:
+    """Serves until a signal ends it."""
+    os.umask(0o077)
+    app = application(Service(config, engine_socket))
+    uvicorn.run(
+        app,
+        fd=listener,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )

@@ -1,0 +1,133 @@
+"""The server's SQLite database: one connection, one thread, and one commit to disk for all writes that wait."""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dataproto.errors import FileFormatError
+
+Result = TypeVar("Result")
+Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
+VERSION = 1
+SCHEMA = """
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY, owner TEXT, created REAL, state TEXT, project TEXT, display_name TEXT, metadata TEXT, tags TEXT);
+CREATE TABLE runs (
+    id TEXT PRIMARY KEY, number INTEGER, session TEXT, owner TEXT, base_model TEXT, lora TEXT, metadata TEXT, created REAL,
+    last_request REAL, state TEXT, next_seq INTEGER, snapshot_seq INTEGER, snapshot TEXT);
+CREATE TABLE requests (
+    id TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, digest TEXT, body BLOB, size INTEGER, created REAL, turn INTEGER,
+    place INTEGER, state TEXT, result BLOB, media TEXT, finished REAL, fetched REAL);
+CREATE UNIQUE INDEX request_numbers ON requests (run, seq);
+CREATE INDEX request_turns ON requests (turn) WHERE turn IS NOT NULL;
+CREATE TABLE checkpoints (
+    run TEXT, kind TEXT, name TEXT, owner TEXT, directory TEXT, created REAL, expires REAL, public INTEGER, size INTEGER,
+    metadata TEXT, PRIMARY KEY (run, kind, name));
+CREATE TABLE samplers (
+    id TEXT PRIMARY KEY, session TEXT, owner TEXT, run TEXT, base_model TEXT, model_path TEXT, directory TEXT, own INTEGER,
+    digest TEXT, created REAL, moving INTEGER, joined INTEGER);
+"""
+
+
+class Database:
+    """Runs functions of a connection in the order in which they come; each sees the writes of those before it.
+
+    A function that raises changes nothing. `run` returns when what the function wrote is on disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens or makes the database. Raises `FileFormatError` for one of another version."""
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._work, args=(path, ready), name="database")
+        self._thread.start()
+        ready.result()
+
+    async def run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+        """The result of a function, after the commit."""
+        return await asyncio.wrap_future(self._submit(function))
+
+    def run_now(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
+        """The same for callers without an event loop."""
+        return self._submit(function).result()
+
+    def post(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+        """Runs a function without waiting for it."""
+        self._submit(function)
+
+    def close(self) -> None:
+        """Waits for all functions, and closes the database."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _submit(self, function: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
+        done: Future[Result] = Future()
+        self._jobs.put((function, done))
+        return done
+
+    def _work(self, path: Path, ready: "Future[None]") -> None:
+        try:
+            connection = _open(path)
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        while (jobs := self._next()) is not None:
+            _commit(connection, jobs)
+        connection.close()
+
+    def _next(self) -> list[Job] | None:
+        """All jobs that wait, at least one; ``None`` at the end."""
+        first = self._jobs.get()
+        if first is None:
+            return None
+        jobs = [first]
+        while not self._jobs.empty():
+            job = self._jobs.get()
+            if job is None:
+                self._jobs.put(None)
+                break
+            jobs.append(job)
+        return jobs
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA journal_size_limit=67108864")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version not in (0, VERSION):
+        raise FileFormatError(f"{path} was written by another version of this program: choose another --state")
+    if version == 0:
+        connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={VERSION}; COMMIT;")
+    return connection
+
+
+def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
+    connection.execute("BEGIN")
+    answers: list[tuple[Future[Any], Any, BaseException | None]] = []
+    for function, done in jobs:
+        connection.execute("SAVEPOINT job")
+        try:
+            answers.append((done, function(connection), None))
+        except BaseException as error:
+            connection.execute("ROLLBACK TO job")
+            answers.append((done, None, error))
+        connection.execute("RELEASE job")
+    try:
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:  # a full disk, say
+        connection.execute("ROLLBACK")
+        answers = [(done, None, error) for done, _, _ in answers]
+    for done, result, problem in answers:
+        if problem is not None:
+            done.set_exception(problem)
+        else:
+            done.set_result(result)

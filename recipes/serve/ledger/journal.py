@@ -1,0 +1,159 @@
+"""The journal: the bodies of requests that train, in what grouping they were carried out, and their results.
+
+A request is ``queued`` until its result is known, and then ``done`` or ``failed``. Requests of a turn are computed together, and
+turns one after the other. Grouping changes rounding, so a replay keeps it. A turn is on disk before it is computed.
+"""
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from recipes.serve.ledger.records import Job
+
+MEMBERS = "id, run, seq, kind, body, size, created, turn, place, state"
+
+
+@dataclass
+class Entry:
+    """A request of the journal."""
+
+    id: str
+    run: str
+    seq: int
+    kind: str
+    body: bytes | None
+    size: int
+    created: float
+    turn: int | None = None
+    place: int | None = None
+    state: str = "queued"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a client gets for a request: JSON or protobuf bytes; of a failed one its JSON says why."""
+
+    result: bytes
+    media: str = "application/json"
+    failed: bool = False
+
+
+def find(request_id: str) -> Callable[[sqlite3.Connection], tuple[str, str, Outcome | None] | None]:
+    """The digest and state of a request, and its outcome if it is known and still kept."""
+
+    def run(db: sqlite3.Connection) -> tuple[str, str, Outcome | None] | None:
+        row = db.execute("SELECT digest, state, result, media FROM requests WHERE id = ?", [request_id]).fetchone()
+        if row is None:
+            return None
+        known = row["result"] is not None
+        return (
+            row["digest"],
+            row["state"],
+            Outcome(row["result"], row["media"], row["state"] == "failed") if known else None,
+        )
+
+    return run
+
+
+def accept(entry: Entry, digest: str) -> Job:
+    """Writes a new request."""
+    values = (entry.id, entry.run, entry.seq, entry.kind, digest, entry.body, entry.size, entry.created, entry.state)
+    return lambda db: db.execute(
+        "INSERT INTO requests (id, run, seq, kind, digest, body, size, created, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        values,
+    )
+
+
+def begin_turn(turn: int, ids: Sequence[str]) -> Job:
+    """Records which requests are carried out together, in their order."""
+    rows = [(turn, place, each) for place, each in enumerate(ids)]
+    return lambda db: db.executemany("UPDATE requests SET turn = ?, place = ? WHERE id = ?", rows)
+
+
+def finish(request_id: str, run: str, next_seq: int, outcome: Outcome, now: float) -> Job:
+    """Records the outcome of a request, and that its run has come so far."""
+
+    def write(db: sqlite3.Connection) -> None:
+        db.execute(
+            "UPDATE requests SET state = ?, result = ?, media = ?, finished = ? WHERE id = ?",
+            ("failed" if outcome.failed else "done", outcome.result, outcome.media, now, request_id),
+        )
+        db.execute("UPDATE runs SET next_seq = MAX(next_seq, ?), last_request = ? WHERE id = ?", (next_seq, now, run))
+
+    return write
+
+
+def withdraw(request_ids: Sequence[str]) -> Job:
+    """Takes requests out of their turns, so that no replay carries them out."""
+    rows = [(each,) for each in request_ids]
+    return lambda db: db.executemany("UPDATE requests SET turn = NULL, place = NULL WHERE id = ?", rows)
+
+
+def body_of(request_id: str) -> Callable[[sqlite3.Connection], bytes]:
+    """The body of a request that is not covered by a snapshot."""
+
+    def run(db: sqlite3.Connection) -> bytes:
+        body: bytes = db.execute("SELECT body FROM requests WHERE id = ?", [request_id]).fetchone()["body"]
+        return body
+
+    return run
+
+
+def snapshot_taken(run: str, seq: int, directory: str) -> Job:
+    """Records a snapshot, and forgets the bodies that no replay can need: those of turns that snapshots cover for all runs."""
+
+    def write(db: sqlite3.Connection) -> None:
+        db.execute("UPDATE runs SET snapshot_seq = ?, snapshot = ? WHERE id = ?", (seq, directory, run))
+        forget_covered(db)
+
+    return write
+
+
+def forget_covered(db: sqlite3.Connection) -> None:
+    """Removes the bodies of finished requests that no replay can need."""
+    db.execute(
+        """UPDATE requests SET body = NULL WHERE body IS NOT NULL AND state != 'queued' AND (turn IS NULL OR turn NOT IN (
+            SELECT turn FROM requests JOIN runs ON runs.id = requests.run WHERE turn IS NOT NULL AND requests.body IS NOT NULL
+            AND (requests.state = 'queued' OR (runs.state = 'live' AND requests.seq > runs.snapshot_seq))))"""
+    )
+
+
+def forget_old(before: float, before_fetched: float) -> Job:
+    """Removes results that were fetched, or that nobody fetched for long; and requests of ended runs."""
+
+    def write(db: sqlite3.Connection) -> None:
+        db.execute("UPDATE requests SET result = NULL WHERE fetched < ? OR finished < ?", (before_fetched, before))
+        db.execute("DELETE FROM requests WHERE result IS NULL AND body IS NULL AND finished < ?", (before,))
+        forget_covered(db)
+
+    return write
+
+
+def fetched(request_id: str, now: float) -> Job:
+    """Records that a client got the result."""
+    return lambda db: db.execute("UPDATE requests SET fetched = ? WHERE id = ?", (now, request_id))
+
+
+def last_turn(db: sqlite3.Connection) -> int:
+    """The highest number of a turn."""
+    found: int | None = db.execute("SELECT MAX(turn) FROM requests").fetchone()[0]
+    return found or 0
+
+
+def turns_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
+    """The turns of which at least one request is unfinished or behind its run's snapshot, in their order, without bodies."""
+    sql = f"""SELECT {MEMBERS.replace("body", "NULL AS body")} FROM requests WHERE turn IN (
+        SELECT turn FROM requests JOIN runs ON runs.id = requests.run WHERE turn IS NOT NULL AND body IS NOT NULL
+        AND runs.state IN ('new', 'live') AND (requests.state = 'queued' OR requests.seq > runs.snapshot_seq))
+        ORDER BY turn, place"""
+    turns: dict[int, list[Entry]] = {}
+    for row in db.execute(sql):
+        turns.setdefault(row["turn"], []).append(Entry(**dict(row)))
+    return list(turns.values())
+
+
+def waiting(db: sqlite3.Connection) -> list[Entry]:
+    """The requests that wait for their turn, without bodies."""
+    columns = MEMBERS.replace("body", "NULL AS body")
+    rows = db.execute(f"SELECT {columns} FROM requests WHERE state = 'queued' AND turn IS NULL ORDER BY run, seq")
+    return [Entry(**dict(row)) for row in rows]

@@ -1,0 +1,126 @@
+"""Sessions, runs, samplers and checkpoints, as rows of the database."""
+
+import json
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from recipes.serve.backend import LoraSpec
+
+Record = TypeVar("Record")
+Job = Callable[[sqlite3.Connection], Any]
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""The kinds of checkpoints: the part of a ``tinker://`` path, and the word of lists."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    id: str
+    owner: str
+    created: float
+    state: str = "live"  # live, finished or expired
+    project: str | None = None
+    display_name: str | None = None
+    metadata: str = "{}"
+    tags: str = "[]"
+    seen: float = 0.0  # not written: at a start all live sessions count as seen
+
+
+@dataclass(kw_only=True)
+class Run:
+    id: str
+    number: int
+    session: str
+    owner: str
+    base_model: str
+    lora: str | None
+    metadata: str
+    created: float
+    last_request: float
+    state: str = "new"  # new, live, failed, or ended
+    next_seq: int = 0  # of the next request that is carried out
+    snapshot_seq: int = -1  # the last request that the snapshot covers
+    snapshot: str | None = None  # its directory
+
+    @property
+    def spec(self) -> LoraSpec | None:
+        return None if self.lora is None else LoraSpec(**json.loads(self.lora))
+
+
+@dataclass(kw_only=True)
+class Sampler:
+    id: str
+    session: str
+    owner: str
+    run: str | None
+    base_model: str
+    model_path: str | None
+    directory: str | None  # of the adapter; None: the base model
+    own: int  # the directory belongs to this sampler alone, and is removed with it
+    digest: str
+    created: float
+    moving: int = 0  # follows the inflight saves of its run
+    joined: int = 0  # clients that joined
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    run: str
+    kind: str
+    name: str
+    owner: str
+    directory: str
+    created: float
+    expires: float | None
+    public: int
+    size: int
+    metadata: str
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+TABLES: dict[type, str] = {Session: "sessions", Run: "runs", Sampler: "samplers", Checkpoint: "checkpoints"}
+NOT_WRITTEN = ("seen",)
+
+
+def put(record: Any) -> Job:
+    """Writes a record, over one with the same key."""
+    values = {name: value for name, value in asdict(record).items() if name not in NOT_WRITTEN}
+    columns, marks = ", ".join(values), ", ".join("?" * len(values))
+    sql = f"INSERT OR REPLACE INTO {TABLES[type(record)]} ({columns}) VALUES ({marks})"
+    return lambda db: db.execute(sql, list(values.values()))
+
+
+def together(*jobs: Job) -> Job:
+    """Several writes, all or none."""
+
+    def run(db: sqlite3.Connection) -> None:
+        for job in jobs:
+            job(db)
+
+    return run
+
+
+def everything(kind: type[Record]) -> Callable[[sqlite3.Connection], list[Record]]:
+    """All records of a kind, oldest first."""
+    names = [field.name for field in fields(kind) if field.name not in NOT_WRITTEN]  # type: ignore[arg-type]
+    sql = f"SELECT {', '.join(names)} FROM {TABLES[kind]} ORDER BY created, rowid"
+    return lambda db: [kind(**dict(row)) for row in db.execute(sql)]
+
+
+def drop(record: Any) -> Job:
+    """Removes a record."""
+    keys = ("run", "kind", "name") if isinstance(record, Checkpoint) else ("id",)
+    condition = " AND ".join(f"{key} = ?" for key in keys)
+    return lambda db: db.execute(
+        f"DELETE FROM {TABLES[type(record)]} WHERE {condition}", [getattr(record, key) for key in keys]
+    )
+
+
+def text(value: Mapping[str, Any] | list[Any] | None) -> str:
+    """JSON of metadata."""
+    return json.dumps(value or {}, sort_keys=True)

@@ -1,0 +1,160 @@
+"""What every request passes: the key, the limits of its body, the form of errors, a line in the log and a count."""
+
+import asyncio
+import base64
+import binascii
+import io
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import zstandard
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from recipes.serve.front.service import Service
+from recipes.serve.ledger.journal import Outcome
+from recipes.serve.refusals import InvalidRequest, NotFound, Refused
+from recipes.serve.wire import parse_json, read
+
+log = logging.getLogger("dataproto.serve.requests")
+Body = TypeVar("Body")
+ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
+UNREAD = (
+    8  # limits' worth of a body that is read to its end, so that its sender sees the refusal and no broken connection
+)
+MOST_WINDOW = 1 << 26  # bytes that a zstd frame may refer back to
+
+
+@dataclass
+class Call:
+    """A request with its owner and its whole body."""
+
+    service: Service
+    request: Request
+    owner: str
+    body: bytes
+    notes: dict[str, Any] = field(default_factory=dict)  # for the log
+
+    def read(self, kind: type[Body]) -> Body:
+        """The body as a dataclass. Raises `InvalidRequest`."""
+        return read(kind, parse_json(self.body))
+
+    def path(self, name: str) -> str:
+        value: str = self.request.path_params[name]
+        return value
+
+    def number(self, name: str, default: int, most: int = 1_000_000_000) -> int:
+        """A whole number of the query."""
+        text = self.request.query_params.get(name, str(default))
+        if not text.isascii() or not text.isdigit() or int(text) > most:
+            raise InvalidRequest(f"{name}={text[:50]!r}: must be a whole number of at most {most}")
+        return int(text)
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+def gated(method: str, path: str, handler: Handler, *, public: bool = False) -> Route:
+    """A route to a handler; only a public one needs no key."""
+
+    async def endpoint(request: Request) -> Response:
+        service: Service = request.app.state.service
+        began, notes = time.monotonic(), dict[str, Any]()
+        response, owner = await _answered(service, request, handler, public, notes)
+        spent = time.monotonic() - began
+        details = "".join(f" {name}={value}" for name, value in notes.items())
+        log.info(
+            "%s %s %s %d %.0f ms%s", owner or "-", method, request.url.path, response.status_code, 1000 * spent, details
+        )
+        route = path.removeprefix("/api/v1/")
+        service.counters.add("http_requests", route=route, status=response.status_code)
+        service.counters.add("http_seconds", spent, route=route)
+        return response
+
+    return Route(path, endpoint, methods=[method])
+
+
+async def _answered(
+    service: Service, request: Request, handler: Handler, public: bool, notes: dict[str, Any]
+) -> tuple[Response, str | None]:
+    owner = service.keys.owner(given_key(request))
+    try:
+        if owner is None and not public:
+            raise Refused(401, "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)")
+        body = await read_body(request, service.config.limits.max_body_mb << 20)
+        notes["bytes"] = len(body)
+        return await handler(Call(service, request, owner or "", body, notes)), owner
+    except Refused as error:
+        return refusal(error.status, str(error)), owner
+    except InvalidRequest as error:
+        return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
+    except ClientDisconnect:
+        return Response(status_code=499), owner
+    except Exception:
+        incident = uuid.uuid4().hex[:8]
+        logging.getLogger("dataproto.serve").exception("incident %s", incident)
+        await asyncio.sleep(ERROR_SECONDS)
+        return refusal(500, f"the server failed, incident {incident}: its log has more"), owner
+
+
+def refusal(status: int, message: str) -> Response:
+    """An error as the SDK reads it."""
+    headers = {"WWW-Authenticate": 'Basic realm="dataproto serve"'} if status == 401 else None
+    return JSONResponse({"detail": message}, status, headers)
+
+
+def given_key(request: Request) -> str | None:
+    """The key of ``X-API-Key``, or the password of a browser's dialogue."""
+    key = request.headers.get("x-api-key")
+    scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
+    if key is not None or scheme.lower() != "basic":
+        return key
+    try:
+        return base64.b64decode(encoded, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body, decompressed.
+
+    Raises:
+        Refused: it is larger than ``most`` bytes, before or after decompression, or not readable.
+    """
+    too_large = Refused(413, f"the body is larger than {most >> 20} MB (--max-body-mb)")
+    body, received = bytearray(), 0
+    async for part in request.stream():
+        received += len(part)
+        if received > UNREAD * most:
+            raise too_large
+        if received <= most:
+            body += part
+    if received > most:
+        raise too_large
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "identity":
+        return bytes(body)
+    if encoding != "zstd":
+        raise Refused(415, f"content encoding {encoding[:50]!r} is not known: zstd or none")
+    try:
+        reader = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW).stream_reader(io.BytesIO(bytes(body)))
+        plain: bytes = reader.read(most + 1)
+    except zstandard.ZstdError as error:
+        raise Refused(400, f"the body is no zstd frame: {error}") from error
+    if len(plain) > most:
+        raise too_large
+    return plain
+
+
+def answer(value: Any) -> Response:
+    """A JSON answer."""
+    return JSONResponse(value)
+
+
+def answer_outcome(outcome: Outcome) -> Response:
+    return Response(outcome.result, media_type=outcome.media)

@@ -1,0 +1,102 @@
+"""The command ``dataproto serve``: makes the small model if no other is given, starts the server, and says how to use it."""
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataproto.extras import require_extra
+from recipes.options import exit_status
+from recipes.serve.front.keys import read_keys
+from recipes.serve.serve_config import ServeConfig, parse
+from recipes.serve.supervisor import Supervisor
+
+ENGINE = "recipes.serve.engine:engine_from_json"
+TINY_NAMES = ("tiny", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct")
+"""Names of the small model: its own, and two that the Tinker cookbook knows, so that its recipes run on it."""
+
+PROGRAM = """import tinker
+
+with tinker.ServiceClient() as service:
+    client = service.create_lora_training_client("{model}", rank=8).result()
+    tokenizer = client.get_tokenizer()
+    tokens = tokenizer.encode("look: the circle is blue. look: the square is red.")
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}},
+    )
+    for step in range(20):
+        passed = client.forward_backward([datum], "cross_entropy")
+        client.optim_step(tinker.AdamParams(learning_rate=1e-2))
+        print(step, passed.result().metrics["loss:sum"] / len(tokens))
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints(tokens[:6])
+    answer = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=16, temperature=0)).result()
+    print(tokenizer.decode(list(answer.sequences[0].tokens)))
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the command line, serves until it is interrupted, and returns the exit status."""
+    with exit_status(arguments) as status:
+        require_extra("serve", "dataproto serve", "starlette", "uvicorn", "google.protobuf", "zstandard")
+        serve(parse(status.arguments), status.arguments)
+    return status.code
+
+
+def serve(config: ServeConfig, arguments: Sequence[str], factory: str = ENGINE) -> None:
+    """Serves until the program is interrupted or terminated.
+
+    Args:
+        arguments: the command line of ``config``, which the front process reads again.
+        factory: ``module:function`` that makes the engine's backend.
+
+    Raises:
+        InvalidConfig: the port is taken, the state directory is in use, or a process cannot start.
+    """
+    os.umask(0o077)
+    models = config.models or {name: str(tiny_model(config.state)) for name in TINY_NAMES}
+    options = json.dumps({"models": models})
+    read_keys(config.api_keys, made(config.state))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Supervisor(config.state, config.host, config.port, arguments, factory, options) as supervisor:
+        print(how_to_use(config, supervisor.port, next(iter(models))), flush=True)
+        try:
+            supervisor.run()
+        except KeyboardInterrupt:
+            print("\nstopped: the same command continues the runs", flush=True)
+
+
+def made(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def tiny_model(state: Path) -> Path:
+    """The checkpoint of the small model below the state directory, made once."""
+    path = made(state) / "tiny-model"
+    if not (path / "config.json").exists():
+        from recipes.tiny import make_tiny_model  # which loads torch
+
+        make_tiny_model(path)
+    return path.resolve()
+
+
+def how_to_use(config: ServeConfig, port: int, model: str) -> str:
+    """The lines that a client's shell needs, and a program that works."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    if config.api_keys is None:
+        key = f'"$(cat {(config.state / "api-key").resolve()})"'
+    else:
+        key = "tml-..."
+    lines = [
+        f"http://{host}:{port} serves {model}; the page of runs asks for the key as password. Ctrl-C ends.",
+        "",
+        f"export TINKER_BASE_URL=http://{host}:{port}",
+        f"export TINKER_API_KEY={key}",
+        "export TINKER_TELEMETRY=0",
+        "",
+        PROGRAM.format(model=model),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,14 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) of one frozen model, many in one pass: trained ones and snapshots."""
+
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from rollout.adapters.adapter import Adapter, AdapterConfig, new_adapter
+    from rollout.adapters.adapter_files import read_adapter, write_adapter
+    from rollout.adapters.router import AdapterRouter, Run
+
+__all__ = ["Adapter", "AdapterConfig", "AdapterRouter", "Run", "new_adapter", "read_adapter", "write_adapter"]
+
+__getattr__ = lazy_names(__name__, __file__)

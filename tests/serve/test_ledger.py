@@ -1,0 +1,131 @@
+"""What is on disk: commits, whole directories, and what a replay finds."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from dataproto.errors import CheckpointError
+from recipes.serve.ledger import Database, Entry, Outcome, Run, journal
+from recipes.serve.ledger.directories import check_directory, checked_name, link_files, new_directory, remove_unfinished
+from recipes.serve.ledger.records import everything, put
+from recipes.serve.refusals import InvalidRequest
+
+
+@pytest.fixture
+def database(tmp_path):
+    database = Database(tmp_path / "db")
+    yield database
+    database.close()
+
+
+def run_of(name: str, number: int) -> Run:
+    return Run(
+        id=name,
+        number=number,
+        session="s",
+        owner="o",
+        base_model="m",
+        lora=None,
+        metadata="{}",
+        created=number,
+        last_request=0,
+        state="live",
+    )
+
+
+def accept(database: Database, run: str, seq: int, turn: int | None = None, place: int = 0) -> str:
+    name = f"{run}:{seq}"
+    database.run_now(journal.accept(Entry(name, run, seq, "pass", b"body", 4, 0.0), "digest"))
+    if turn is not None:
+        database.run_now(
+            lambda db: db.execute("UPDATE requests SET turn = ?, place = ? WHERE id = ?", (turn, place, name))
+        )
+    return name
+
+
+def test_a_function_that_fails_changes_nothing_and_the_others_of_its_commit_stay(database):
+    def fail(db):
+        put(run_of("bad", 2))(db)
+        raise ValueError("no")
+
+    async def drive():
+        jobs = [database.run(put(run_of("a", 1))), database.run(fail), database.run(put(run_of("c", 3)))]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    assert isinstance(asyncio.run(drive())[1], ValueError)
+    assert [run.id for run in database.run_now(everything(Run))] == ["a", "c"]
+
+
+def bodies(database: Database) -> set[str]:
+    return {
+        row["id"]
+        for row in database.run_now(lambda db: db.execute("SELECT id FROM requests WHERE body IS NOT NULL").fetchall())
+    }
+
+
+def test_a_body_is_kept_as_long_as_a_run_of_its_turn_may_need_it(database):
+    for number, name in enumerate("ab"):
+        database.run_now(put(run_of(name, number)))
+    first, other, second = accept(database, "a", 1, 1), accept(database, "b", 1, 1, 1), accept(database, "a", 2, 2)
+    waits = accept(database, "a", 3)
+    for name in (first, other, second):
+        database.run_now(journal.finish(name, name[0], int(name[2:]) + 1, Outcome(b"result"), time.time()))
+    database.run_now(journal.snapshot_taken("a", 2, "directory"))
+    assert bodies(database) == {first, other, waits}  # b has no snapshot: its turn is computed again with a's pass
+    (turn,) = database.run_now(journal.turns_to_replay)
+    assert [entry.id for entry in turn] == [first, other]
+    assert [entry.id for entry in database.run_now(journal.waiting)] == [waits]
+    database.run_now(journal.snapshot_taken("b", 1, "directory"))
+    assert bodies(database) == {waits}
+    assert database.run_now(journal.turns_to_replay) == []
+    assert database.run_now(journal.find(first)) == ("digest", "done", Outcome(b"result"))
+
+
+def test_results_go_when_they_are_old_and_an_ended_run_leaves_nothing(database):
+    run = run_of("a", 1)
+    database.run_now(put(run))
+    name = accept(database, "a", 1, 1)
+    database.run_now(journal.finish(name, "a", 2, Outcome(b"result"), 100.0))
+    run.state = "ended"
+    database.run_now(put(run))
+    database.run_now(journal.forget_old(50.0, 50.0))
+    assert database.run_now(journal.find(name))[2] == Outcome(b"result")
+    database.run_now(journal.forget_old(200.0, 50.0))
+    assert database.run_now(journal.find(name)) is None
+
+
+def test_a_directory_is_whole_or_absent(tmp_path):
+    target = tmp_path / "runs" / "one"
+
+    async def write(text: str, fail: bool = False):
+        async with new_directory(target) as directory:
+            (directory / "weights").write_text(text)
+            if fail:
+                raise OSError("disk full")
+
+    asyncio.run(write("a"))
+    check_directory(target)
+    with pytest.raises(OSError, match="disk full"):
+        asyncio.run(write("b", fail=True))
+    assert (target / "weights").read_text() == "a"
+    asyncio.run(write("c"))
+    assert (target / "weights").read_text() == "c"
+    assert os.listdir(target.parent) == ["one"]
+    (target / "weights").write_text("changed")
+    with pytest.raises(CheckpointError, match="weights has changed"):
+        check_directory(target)
+    (target.parent / ".new-left").mkdir()
+    remove_unfinished(tmp_path)
+    assert os.listdir(target.parent) == ["one"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    link_files(target, copy)
+    assert os.listdir(copy) == ["weights"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "-a", "a\n", "a b", "a" * 129, "é", ".new-1", "a\0"])
+def test_a_name_that_could_be_a_path_is_refused(name):
+    with pytest.raises(InvalidRequest, match="name"):
+        checked_name(name)

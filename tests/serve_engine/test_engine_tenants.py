@@ -1,0 +1,407 @@
+"""Many models of one base: mixed passes are each alone, mistakes stay with their pass, checkpoints continue bit for bit."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dataproto.errors import CheckpointError, InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.served_models import ADAM, chunks, length, new_model, random_inputs, run_pass, sample, train
+from recipes.algorithms.datum_losses import DATUM_LOSSES
+from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SparseRows
+from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json
+from rollout.adapters.adapter_files import WEIGHTS_FILE
+
+CPU = torch.device("cpu")
+TENANTS = {"a": (4, "cross_entropy"), "b": (8, "ppo"), "c": (8, "dro"), "d": (16, "cispo")}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+def engine_of(path, **options):
+    return InProcessEngine({"tiny": path}, EngineOptions(**options) if options else None, device=CPU)
+
+
+@pytest.fixture
+def engine(path):
+    return engine_of(path)
+
+
+def rows(engine, loss, seed):
+    """Two rows of unequal length, one with two images."""
+    prompts = [chunks(engine, "see", (24, 16), "angle", (16, 16)), chunks(engine, f"Find the angle {seed}")]
+    return [
+        Datum(prompt, random_inputs(length(engine, prompt), loss, seed=10 * seed + number))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def weights(engine, model, directory):
+    directory.mkdir()
+    engine.export(model, directory)
+    return load_file(directory / WEIGHTS_FILE)
+
+
+def gradients(engine, model):
+    return {name: matrix.grad for name, matrix in engine._models[model].trained.matrices.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token_budget", [16_384, 60])
+def test_tenants_together_are_each_alone(path, token_budget, tmp_path):
+    """Ranks 4, 8, 8, 16 and four losses: log-probs, losses and gradients within 1e-5 at every step."""
+    together, alone = engine_of(path, token_budget=token_budget), engine_of(path)
+    for engine in (together, alone):
+        for seed, (name, (rank, _)) in enumerate(TENANTS.items()):
+            new_model(engine, name, rank, seed=seed)
+    adam = replace(ADAM, eps=1e-6)  # at 1e-12 the first steps would be as large for rounding errors as for gradients
+    for step in range(3):
+        passes = [
+            Pass(name, rows(together, loss, seed=4 * step + number), loss)
+            for number, (name, (_, loss)) in enumerate(TENANTS.items())
+        ]
+        mixed, single = together.passes(passes), [alone.passes([each])[0] for each in passes]
+        for one, other in zip(mixed, single, strict=True):
+            assert one.metrics["loss:sum"] == pytest.approx(other.metrics["loss:sum"], abs=1e-4)
+            for mine, theirs in zip(one.outputs, other.outputs, strict=True):
+                np.testing.assert_allclose(mine["logprobs"], theirs["logprobs"], atol=1e-5, rtol=0)
+        for name in TENANTS:
+            for key, gradient in gradients(together, name).items():
+                torch.testing.assert_close(gradient, gradients(alone, name)[key], atol=1e-5, rtol=1e-4)
+            norms = [engine.optim_step(name, adam)["grad_norm"] for engine in (together, alone)]
+            assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+            assert norms[0] > 0
+    for name in TENANTS:
+        found, expected = weights(together, name, tmp_path / f"t{name}"), weights(alone, name, tmp_path / f"a{name}")
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=0)
+
+
+def test_equal_calls_give_equal_bits(path, tmp_path):
+    found = []
+    for number in range(2):
+        engine = engine_of(path)
+        for name, (rank, _) in TENANTS.items():
+            new_model(engine, name, rank, seed=3)
+        for step in range(2):
+            engine.passes([Pass(name, rows(engine, loss, step), loss) for name, (_, loss) in TENANTS.items()])
+            for name in TENANTS:
+                engine.optim_step(name, ADAM)
+        found.append([weights(engine, name, tmp_path / f"{name}{number}") for name in TENANTS])
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("loss", DATUM_LOSSES)
+def test_a_loss_is_its_formula_of_the_log_probs(engine, loss):
+    new_model(engine, "m")
+    data = rows(engine, loss, seed=2)
+    if loss in ("ppo", "cispo"):  # a threshold for each token
+        for datum in data:
+            count = len(datum.inputs["target_tokens"])
+            datum.inputs["clip_low_threshold"] = np.linspace(0.2, 0.9, count, dtype=np.float32)
+            datum.inputs["clip_high_threshold"] = np.linspace(1.1, 1.5, count, dtype=np.float32)
+    found = run_pass(engine, "m", data, loss)
+    total = 0.0
+    for output, datum in zip(found.outputs, data, strict=True):
+        p, given = torch.from_numpy(output["logprobs"]), {k: torch.from_numpy(v) for k, v in datum.inputs.items()}
+        if loss == "cross_entropy":
+            total -= (p * given["weights"]).sum().item()
+            continue
+        learned = (given["logprobs"] != 0) | (given["advantages"] != 0)
+        thresholds = {name: given[name] for name in given if name.startswith("clip")}
+        tokens = DATUM_LOSSES[loss][0](p, given["logprobs"], given["advantages"], **thresholds)
+        total += tokens[learned].sum().item()
+    assert found.metrics == {"loss:sum": pytest.approx(total, rel=1e-5)}
+
+
+def test_clipping_of_cispo_is_one_sided_by_default(engine):
+    new_model(engine, "m")
+    data = rows(engine, "cispo", seed=2)
+    default = run_pass(engine, "m", data, "cispo").metrics["loss:sum"]
+    same = run_pass(engine, "m", data, "cispo", loss_config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0})
+    other = run_pass(engine, "m", data, "cispo", loss_config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+    assert default == same.metrics["loss:sum"] != other.metrics["loss:sum"]
+
+
+def test_several_targets_a_token_dense_or_sparse(engine):
+    """Distillation: K targets with weights; sparse arrays are the same, and the loss is the sum over targets."""
+    new_model(engine, "m")
+    prompt = chunks(engine, "see", (24, 16), "angle")
+    count, random = length(engine, prompt), np.random.default_rng(0)
+    targets = random.integers(1, 250, (count, 5)) * (random.random((count, 5)) < 0.4)
+    weights = (targets > 0) * random.random((count, 5)).astype(np.float32)
+    dense = run_pass(engine, "m", [Datum(prompt, {"target_tokens": targets, "weights": weights})])
+    first = {name: gradient.clone() for name, gradient in gradients(engine, "m").items()}
+    engine.optim_step("m", replace(ADAM, learning_rate=0.0))
+    sparse = run_pass(engine, "m", [Datum(prompt, {"target_tokens": csr(targets), "weights": csr(weights)})])
+    values = dense.outputs[0]["logprobs"]
+    assert values.shape == (count, 5)
+    assert np.array_equal(values, sparse.outputs[0]["logprobs"])
+    assert dense.metrics["loss:sum"] == pytest.approx(-(values * weights).sum(), rel=1e-5)
+    assert all(torch.equal(first[name], gradient) for name, gradient in gradients(engine, "m").items())
+
+
+def csr(array):
+    starts = np.concatenate([[0], np.cumsum((array != 0).sum(1))])
+    return SparseRows(array[array != 0], starts, np.nonzero(array)[1], array.shape)
+
+
+def test_a_loss_of_the_client_is_cross_entropy_with_its_gradient(engine):
+    """As the SDK's forward_backward_custom does: weights are minus the derivative by the log-probs. Within 1e-6."""
+    new_model(engine, "m")
+    data = rows(engine, "cross_entropy", seed=4)
+    run_pass(engine, "m", data)
+    built_in = {name: gradient.clone() for name, gradient in gradients(engine, "m").items()}
+    engine.optim_step("m", replace(ADAM, learning_rate=0.0))
+    forward = run_pass(engine, "m", data, forward_only=True)
+    assert all(gradient is None for gradient in gradients(engine, "m").values())
+    custom = []
+    for datum, output in zip(data, forward.outputs, strict=True):
+        p = torch.from_numpy(output["logprobs"]).requires_grad_()
+        (-p * torch.from_numpy(datum.inputs["weights"])).sum().backward()
+        custom.append(Datum(datum.chunks, {**datum.inputs, "weights": -p.grad.numpy()}))
+    run_pass(engine, "m", custom)
+    for name, gradient in gradients(engine, "m").items():
+        torch.testing.assert_close(gradient, built_in[name], atol=1e-6, rtol=0)
+
+
+def test_gradients_add_up_until_a_step(engine):
+    for name in ("halves", "whole"):
+        new_model(engine, name, seed=1)
+    data = rows(engine, "cross_entropy", seed=4)
+    for datum in data:
+        run_pass(engine, "halves", [datum])
+    run_pass(engine, "whole", data)
+    for key, gradient in gradients(engine, "whole").items():
+        torch.testing.assert_close(gradients(engine, "halves")[key], gradient, atol=1e-5, rtol=1e-4)
+    before = {name: matrix.detach().clone() for name, matrix in engine._models["whole"].trained.matrices.items()}
+    clipped = engine.optim_step("whole", replace(ADAM, grad_clip_norm=1e-6))
+    assert clipped["grad_norm"] > 1
+    assert clipped["lr"] == ADAM.learning_rate
+    moved = [not torch.equal(before[name], m) for name, m in engine._models["whole"].trained.matrices.items()]
+    assert any(moved)
+    assert engine.optim_step("whole", ADAM)["grad_norm"] == 0  # no gradients are left
+
+
+@pytest.mark.parametrize(
+    ("spec", "kinds"),
+    [
+        ({"train_mlp": False, "train_unembed": False}, {"attn"}),
+        ({"train_attn": False}, {"mlp", "head"}),
+        ({"train_attn": False, "train_mlp": False}, {"head"}),
+    ],
+)
+def test_only_the_chosen_layers_are_trained(engine, spec, kinds):
+    new_model(engine, "m", **spec)
+    run_pass(engine, "m", rows(engine, "cross_entropy", seed=1))
+    found = gradients(engine, "m")
+    assert {"head" if "lm_head" in key else "attn" if "attn" in key else "mlp" for key in found} == kinds
+    assert all(gradient.abs().sum() > 0 for key, gradient in found.items() if "lora_B" in key)
+
+
+WRONG = [
+    ("gspo", {}, {}, "loss 'gspo' has no public formula"),
+    ("stable_reinforce", {}, {}, "'stable_reinforce' has no public formula"),
+    ("hinge", {}, {}, "'hinge' is unknown: choose one of cross_entropy"),
+    ("dro", {"kl_coeff": 1.0}, {}, "has no option 'kl_coeff': it has beta"),
+    ("dro", {"beta": "much"}, {}, "beta='much' is not a finite number"),
+    ("ppo", {"clip_low_threshold": 2.0}, {}, "must be 0 <= low <= high"),
+    (
+        "ppo",
+        {},
+        {"sequence_ratio_mask": np.ones(6, np.float32)},
+        "['sequence_ratio_mask'] is not read by the loss 'ppo'",
+    ),
+    ("ppo", {}, {"advantages": None}, "lack 'advantages'"),
+    ("ppo", {}, {"advantages": np.full(6, np.nan, np.float32)}, "['advantages'][0] is not finite"),
+    ("ppo", {}, {"advantages": np.ones(5, np.float32)}, "has shape (5,), but its model input has 6 tokens"),
+    ("ppo", {}, {"target_tokens": np.zeros((6, 2), np.int64)}, "only cross_entropy takes several targets"),
+    (
+        "cross_entropy",
+        {},
+        {"target_tokens": np.full(6, 10**6)},
+        "target_tokens'][0] = 1000000 is no token of the model",
+    ),
+    ("cross_entropy", {}, {"target_tokens": np.zeros(6, np.float32)}, "is float32, not int64"),
+    ("cross_entropy", {}, {"weights": np.ones((6, 2), np.float32)}, "has shape (6, 2), but 'target_tokens' (6,)"),
+    (
+        "cross_entropy",
+        {},
+        {"weights": SparseRows(np.ones(1, np.float32), np.array([0, 1]), np.array([9]), (6, 2**40))},
+        "more than max_targets",
+    ),
+    (
+        "cross_entropy",
+        {},
+        {"weights": SparseRows(np.ones(1, np.float32), np.array([0] * 6 + [1]), np.array([9]), (6, 3))},
+        "its indices are out of range",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "config", "inputs", "message"), WRONG)
+def test_a_wrong_pass_fails_alone_and_adds_no_gradient(engine, loss, config, inputs, message):
+    for name in ("m", "other"):
+        new_model(engine, name)
+    prompt = chunks(engine, "abcdef")
+    assert length(engine, prompt) == 6
+    good = Datum(prompt, random_inputs(6, "cross_entropy", seed=1))
+    given = {**random_inputs(6, loss if loss in DATUM_LOSSES else "cross_entropy", seed=2), **inputs}
+    datum = Datum(prompt, {name: value for name, value in given.items() if value is not None})
+    first = (
+        good
+        if loss == "cross_entropy"
+        else Datum(prompt, random_inputs(6, loss if loss in DATUM_LOSSES else "ppo", seed=3))
+    )
+    failed, fine = engine.passes(
+        [Pass("m", [first, datum] if not config else [datum], loss, config), Pass("other", [good], "cross_entropy")]
+    )
+    assert isinstance(failed, Failure)
+    assert failed.category == "user"
+    assert message in failed.message
+    assert math.isfinite(fine.metrics["loss:sum"])
+    assert all(gradient is None for gradient in gradients(engine, "m").values())
+    assert any(gradient is not None for gradient in gradients(engine, "other").values())
+
+
+def test_a_target_without_a_log_prob_gives_zero(engine):
+    new_model(engine, "m")
+    prompt = chunks(engine, "abcdef")
+    inputs = {"target_tokens": np.array([5, -100, 7, 10**6, 9, 1]), "weights": np.float32([1, 0, 1, 0, 1, 1])}
+    found = run_pass(engine, "m", [Datum(prompt, inputs)]).outputs[0]["logprobs"]
+    assert (found == 0).tolist() == [False, True, False, True, False, False]
+
+
+def test_a_model_that_is_not_finite_fails_by_name(engine):
+    new_model(engine, "m")
+    new_model(engine, "other")
+    next(iter(engine._models["m"].trained.matrices.values())).data.fill_(math.inf)
+    data = rows(engine, "cross_entropy", seed=1)
+    failed, fine = engine.passes([Pass("m", data, "cross_entropy"), Pass("other", data, "cross_entropy")])
+    assert "logits of the model are not finite" in failed.message
+    assert math.isfinite(fine.metrics["loss:sum"])
+
+
+def test_a_pass_that_cannot_be_computed_is_the_servers_fault(engine, monkeypatch):
+    for name in ("m", "other"):
+        new_model(engine, name)
+    data, trainer = rows(engine, "cross_entropy", seed=1), engine.base("tiny").trainer
+    mine, compute = engine._models["m"].trained.adapter, trainer.log_probs
+
+    def fail(rows):
+        if any(row.adapter is mine for row in rows):
+            raise RuntimeError("out of memory")
+        return compute(rows)
+
+    monkeypatch.setattr(trainer, "log_probs", fail)
+    failed, fine = engine.passes([Pass("m", data, "cross_entropy"), Pass("other", data, "cross_entropy")])
+    assert failed == Failure("the pass could not be computed: RuntimeError: out of memory", "server")
+    assert math.isfinite(fine.metrics["loss:sum"])
+    assert any(gradient is not None for gradient in gradients(engine, "other").values())
+
+
+# Checkpoints
+
+
+def test_saved_and_loaded_is_uninterrupted_bit_for_bit(path, tmp_path):
+    whole, parts = engine_of(path), engine_of(path)
+    for engine in (whole, parts):
+        new_model(engine, "m", 8, seed=2)
+        train(engine, "m", rows(engine, "cross_entropy", seed=1), steps=2)
+    (tmp_path / "saved").mkdir()
+    parts.save("m", tmp_path / "saved")
+    later = engine_of(path)
+    new_model(later, "m", 8, seed=9)
+    run_pass(later, "m", rows(later, "cross_entropy", seed=3))  # gradients that loading drops
+    later.load("m", tmp_path / "saved", optimizer=True)
+    for engine in (whole, later):
+        train(engine, "m", rows(engine, "cross_entropy", seed=2), steps=2)
+    expected, found = weights(whole, "m", tmp_path / "a"), weights(later, "m", tmp_path / "b")
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    later.load("m", tmp_path / "saved", optimizer=False)
+    train(later, "m", rows(later, "cross_entropy", seed=2), steps=2)
+    fresh = weights(later, "m", tmp_path / "c")
+    assert not all(torch.equal(fresh[key], value) for key, value in expected.items())
+
+
+def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(engine, tmp_path):
+    new_model(engine, "m", 8)
+    train(engine, "m", rows(engine, "cross_entropy", seed=1))
+    (tmp_path / "saved").mkdir()
+    engine.save("m", tmp_path / "saved")
+    new_model(engine, "smaller", 4)
+    with pytest.raises(CheckpointError, match=r"rank=8.*not of.*rank=4"):
+        engine.load("smaller", tmp_path / "saved", optimizer=True)
+    before = weights(engine, "m", tmp_path / "before")
+    content = (tmp_path / "saved" / OPTIMIZER_FILE).read_bytes()
+    (tmp_path / "saved" / OPTIMIZER_FILE).write_bytes(content[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match=f"{OPTIMIZER_FILE} is damaged"):
+        engine.load("m", tmp_path / "saved", optimizer=True)
+    (tmp_path / "saved" / OPTIMIZER_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {OPTIMIZER_FILE}"):
+        engine.load("m", tmp_path / "saved", optimizer=True)
+    after = weights(engine, "m", tmp_path / "after")
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_a_snapshot_does_not_follow_its_model(path, tmp_path):
+    engine = engine_of(path, max_samplers=1)
+    new_model(engine, "m", 8)
+    prompt = chunks(engine, "see", (24, 16))
+    data = rows(engine, "cross_entropy", seed=1)
+    found = []
+    for step in range(2):
+        train(engine, "m", data)
+        (tmp_path / str(step)).mkdir()
+        engine.export("m", tmp_path / str(step))
+        engine.open_sampler(str(step), "tiny", tmp_path / str(step))
+        found.append(sample(engine, str(step), prompt, prompt_logprobs=True).prompt_logprobs[1:])
+    assert not np.allclose(found[0], found[1], atol=1e-3)
+    again = sample(engine, "0", prompt, prompt_logprobs=True).prompt_logprobs[1:]  # read from its files again
+    np.testing.assert_array_equal(again, found[0])
+
+
+def test_limits_and_names(path, tmp_path):
+    engine = engine_of(path, max_models=1, max_lora_rank=8, max_context_length=20)
+    (model,) = engine.describe().models
+    assert (model.name, model.tokenizer, model.max_context_length, model.max_lora_rank) == ("tiny", path, 20, 8)
+    assert "cispo" in engine.describe().losses
+    for spec, name, message in (
+        (None, "tiny", "trains adapters"),
+        (LoraSpec(9), "tiny", "rank=9: must be from 1 to max_lora_rank=8"),
+        (LoraSpec(4), "huge", "base model 'huge' is unknown: choose one of tiny"),
+    ):
+        with pytest.raises(InvalidConfig, match=message):
+            engine.create("m", name, spec)
+    new_model(engine, "m")
+    for name, message in (("m", "exists already"), ("n", "1 models are trained already")):
+        with pytest.raises(InvalidConfig, match=message):
+            new_model(engine, name)
+    (failed,) = engine.passes([Pass("m", [Datum(chunks(engine, "a" * 21), {})], "cross_entropy")])
+    assert "row 0: 21 tokens exceed the model's context of 20 tokens" in failed.message
+    engine.release("m")
+    engine.release("m")
+    with pytest.raises(InvalidConfig, match="model 'm' is unknown"):
+        engine.optim_step("m", ADAM)
+    with pytest.raises(CheckpointError, match="lacks adapter_model"):
+        engine.open_sampler("s", "tiny", tmp_path)
+    with pytest.raises(InvalidConfig, match="max_models=0"):
+        EngineOptions(max_models=0)
+
+
+def test_a_process_gets_its_engine_from_json(path):
+    engine = engine_from_json(json.dumps({"models": {"tiny": path, "a/hub": None}, "max_models": 3}))
+    assert engine.paths == {"tiny": path, "a/hub": "a/hub"}
+    assert engine.options == EngineOptions(max_models=3)
+    for text, message in (("[]", "cannot be read"), ('{"models": {}, "speed": 1}', "speed"), ("{}", "models")):
+        with pytest.raises(InvalidConfig, match=message):
+            engine_from_json(text)

@@ -1,0 +1,230 @@
+"""The engine against Hugging Face's own forward and against itself: log-probs of passes, of samples and of prompts."""
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
+from helpers.checkpoints import write_checkpoint
+from helpers.served_models import (
+    chunks,
+    hugging_face_logprobs,
+    length,
+    new_model,
+    png,
+    random_inputs,
+    run_pass,
+    sample,
+    train,
+    until_done,
+)
+from helpers.tiny_models import TEXT_TYPES
+from recipes.serve.backend import Datum, Failure, Pass, SampleRequest, Sampling
+from recipes.serve.engine import InProcessEngine
+
+CPU = torch.device("cpu")
+TYPES = [
+    "qwen2_5_vl",
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_vl", "internvl", "smolvlm", "glm4v", "qwen3")),
+]
+
+
+class Served:
+    """An engine with a trained adapter, its export and samplers of it and of the base."""
+
+    def __init__(self, model_type, directory):
+        self.path = write_checkpoint(model_type, directory / "model")
+        self.engine = InProcessEngine({"tiny": self.path}, device=CPU)
+        images = [] if model_type in TEXT_TYPES else [(40, 32), (16, 24)]  # of unequal size
+        self.prompt = chunks(self.engine, "Find", *images[:1], " the angle", *images[1:], " x")
+        self.tokens = length(self.engine, self.prompt)
+        self.adapter = directory / "adapter"
+        self.adapter.mkdir()
+        new_model(self.engine, "m", rank=4, seed=1)
+        train(self.engine, "m", [Datum(self.prompt, random_inputs(self.tokens, "cross_entropy"))])
+        self.engine.export("m", self.adapter)
+        self.engine.open_sampler("adapter", "tiny", self.adapter)
+        self.engine.open_sampler("base", "tiny", None)
+
+    def expected(self, parts=None, adapter=True):
+        return hugging_face_logprobs(self.path, parts or self.prompt, self.engine, self.adapter if adapter else None)
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def served(request, tmp_path_factory):
+    return Served(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return Served("qwen2_5_vl", tmp_path_factory.mktemp("qwen"))
+
+
+def test_log_probs_of_a_pass_are_those_of_hugging_face_with_the_exported_adapter(served):
+    """On all tokens, those of images and of their borders included: no id is masked. Within 1e-5."""
+    inputs = random_inputs(served.tokens, "cross_entropy", seed=5)
+    inputs["target_tokens"][0] = served.engine.base("tiny").vocabulary - 1
+    found = run_pass(served.engine, "m", [Datum(served.prompt, inputs)], forward_only=True)
+    expected = served.expected().gather(1, torch.from_numpy(inputs["target_tokens"])[:, None])[:, 0]
+    np.testing.assert_allclose(found.outputs[0]["logprobs"], expected, atol=1e-5, rtol=0)
+    assert found.metrics["loss:sum"] == pytest.approx(-(expected * inputs["weights"]).sum().item(), abs=1e-3)
+    assert (served.expected(adapter=False) - served.expected()).abs().max() > 0.05
+
+
+def test_sampled_log_probs_are_those_of_a_forward_pass(served):
+    """Of the adapter and of the base, decoded in one batch. Within 1e-4."""
+    for name in ("adapter", "base"):
+        served.engine.submit(SampleRequest(name, name, served.prompt, 3, Sampling(max_tokens=5, seed=7, stop=[])))
+    for result in until_done(served.engine, 2):
+        assert len({tuple(one.tokens) for one in result.samples}) > 1
+        for one in result.samples:
+            assert len(one.tokens) == 5
+            assert one.stop_reason == "length"
+            whole = [*served.prompt, EncodedTextChunk(one.tokens.tolist())]
+            after = served.expected(whole, result.request_id == "adapter")[served.tokens - 1 : -1]
+            expected = after.gather(1, torch.from_numpy(one.tokens).long()[:, None])[:, 0]
+            np.testing.assert_allclose(one.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_a_prompt_is_scored_by_the_sampler_and_not_by_the_model(served):
+    parts, count = served.prompt, served.tokens
+    targets = np.stack([np.arange(count - 1), np.full(count - 1, -1)], 1)
+    found = sample(
+        served.engine,
+        "adapter",
+        parts,
+        sampling={"max_tokens": 1},
+        prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        target_prompt_logprobs=targets,
+    )
+    rendered = served.engine.base("tiny").rendered(ModelInput(parts))
+    text, expected = rendered.token_types[1:] == 0, served.expected()[:-1]
+    own = expected.gather(1, rendered.input_ids[1:, None])[:, 0]
+    assert np.isnan(found.prompt_logprobs[0])
+    assert len(found.prompt_logprobs) == count
+    np.testing.assert_allclose(found.prompt_logprobs[1:][text], own[text], atol=1e-4, rtol=0)
+    assert not found.prompt_logprobs[1:][~text].any()
+    ids, values = found.topk_prompt_logprobs
+    np.testing.assert_allclose(values[1:][text], expected.topk(3).values[text], atol=1e-4, rtol=0)
+    assert (values[0] == -99999).all()
+    assert (ids[1:][~text] == 0).all()
+    scored = expected.gather(1, torch.from_numpy(targets[:, :1]))
+    np.testing.assert_allclose(found.target_prompt_logprobs[:, :1], scored, atol=1e-4, rtol=0)
+    assert not found.target_prompt_logprobs[:, 1].any()
+
+
+def test_only_the_last_tokens_are_scored(qwen):
+    whole = sample(qwen.engine, "adapter", qwen.prompt, prompt_logprobs=True).prompt_logprobs
+    last = sample(qwen.engine, "adapter", qwen.prompt, prompt_logprobs=True, prompt_logprobs_last_n=2).prompt_logprobs
+    assert np.isnan(last[:-2]).all()
+    np.testing.assert_allclose(last[-2:], whole[-2:], atol=1e-6, rtol=0)
+
+
+def test_one_prefill_serves_the_samples_and_the_scores(qwen):
+    before, computed = (
+        qwen.engine.base("tiny").sampler.prefilled_tokens,
+        qwen.engine.base("tiny").trainer.features.computed,
+    )
+    sample(qwen.engine, "adapter", qwen.prompt, count=5, prompt_logprobs=True)
+    assert qwen.engine.base("tiny").sampler.prefilled_tokens == before + qwen.tokens
+    assert qwen.engine.base("tiny").trainer.features.computed == computed == 2  # by passes, once
+
+
+def test_samples_are_tempered_and_greedy_ones_are_equal(qwen):
+    warm = sample(
+        qwen.engine, "adapter", qwen.prompt, sampling={"temperature": 0.5, "stop": []}, topk_sample_logprobs=2
+    )
+    token, log_prob = warm.samples[0].tokens[0], warm.samples[0].logprobs[0]
+    tempered = (qwen.expected()[-1] / 0.5).log_softmax(-1)
+    assert log_prob == pytest.approx(tempered[token].item(), abs=1e-4)
+    ids, values = warm.samples[0].topk
+    assert ids.shape == values.shape == (6, 2)
+    np.testing.assert_allclose(values[0], tempered.topk(2).values, atol=1e-4, rtol=0)
+    greedy = sample(qwen.engine, "adapter", qwen.prompt, count=3, sampling={"temperature": 0.0})
+    assert len(greedy.samples) == 3
+    assert all(one.tokens.tolist() == greedy.samples[0].tokens.tolist() for one in greedy.samples)
+    assert greedy.samples[0].tokens[0] == qwen.expected()[-1].argmax()
+
+
+def test_a_seed_repeats_samples_and_requests_without_one_differ(qwen):
+    def tokens(name, seed):
+        qwen.engine.submit(SampleRequest(name, "base", qwen.prompt, 2, Sampling(max_tokens=8, seed=seed, stop=[])))
+        return [one.tokens.tolist() for one in until_done(qwen.engine, 1)[0].samples]
+
+    assert tokens("a", 4) == tokens("b", 4) != tokens("b", 5)
+    assert tokens("a", None) == tokens("a", None) != tokens("b", None)
+
+
+@pytest.mark.slow
+def test_stops_are_tokens_texts_or_none_at_all(qwen):
+    encode = qwen.engine.base("tiny").renderer.builder.tokenizer
+    free = sample(qwen.engine, "base", qwen.prompt, sampling={"max_tokens": 40, "stop": []}).samples[0]
+    assert len(free.tokens) == 40
+    assert free.stop_reason == "length"
+    token = int(free.tokens[7])
+    first = free.tokens.tolist().index(token)
+    stopped = sample(qwen.engine, "base", qwen.prompt, sampling={"max_tokens": 40, "stop": [token]}).samples[0]
+    assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
+    assert stopped.stop_reason == "stop"
+    text = encode.decode(free.tokens[10:13])
+    by_text = sample(qwen.engine, "base", qwen.prompt, sampling={"max_tokens": 40, "stop": text}).samples[0]
+    assert by_text.stop_reason == "stop"
+    assert text in encode.decode(by_text.tokens)
+    assert text not in encode.decode(by_text.tokens[:-1])
+    end = encode.eos_token_id
+    for stop, reason in ((None, "stop"), ([], "length")):
+        endless = [EncodedTextChunk([end])]
+        one = sample(qwen.engine, "base", endless, count=64, sampling={"max_tokens": 60, "stop": stop})
+        reasons = {each.stop_reason for each in one.samples if end in each.tokens}
+        assert reasons == {reason}
+
+
+def test_media_ids_are_never_sampled(qwen):
+    undrawn = qwen.engine.base("tiny").sampler.undrawn_ids
+    assert undrawn
+    many = sample(qwen.engine, "base", qwen.prompt, count=64, sampling={"max_tokens": 30, "stop": []})
+    assert not np.isin(np.concatenate([one.tokens for one in many.samples]), undrawn).any()
+
+
+def failure(engine, parts, sampling=None, **options):
+    engine.submit(
+        SampleRequest("wrong", options.pop("sampler_id", "base"), parts, 1, sampling or Sampling(4), **options)
+    )
+    ((name, failed),) = until_done(engine, 1)
+    assert name == "wrong"
+    assert isinstance(failed, Failure)
+    assert failed.category == "user"
+    return failed.message
+
+
+def test_mistakes_in_a_request_are_the_users(qwen):
+    engine, text = qwen.engine, chunks(qwen.engine, "x")
+    wrong = [*text, ImageChunk(png(40, 32), "png", expected_tokens=63)]
+    assert "chunk 1 (image): expected_tokens=63, but its 40 x 32 pixels make 20 tokens" in failure(engine, wrong)
+    (failed,) = engine.passes([Pass("m", [Datum(wrong, {})], "cross_entropy")])
+    assert "row 0: chunk 1 (image): expected_tokens=63" in failed.message
+    assert failed.category == "user"
+    assert "sampler 'nobody' is unknown" in failure(engine, text, sampler_id="nobody")
+    assert "max_tokens=5000 exceed the model's context of 1024 tokens" in failure(engine, text, Sampling(5000))
+    assert "max_tokens=0" in failure(engine, text, Sampling(0))
+    assert "top_p=2.0" in failure(engine, text, Sampling(4, top_p=2.0))
+    assert "top_k=-2" in failure(engine, text, Sampling(4, top_k=-2))
+    assert "its model input is empty" in failure(engine, [])
+    assert "from 1 to 0" in failure(engine, text, prompt_logprobs=True, prompt_logprobs_last_n=3)
+    assert "takes int64 of (0, K)" in failure(engine, text, target_prompt_logprobs=np.zeros((1, 1), np.int64))
+    assert "token 0 is 1000000, but the model has tokens 0 to" in failure(engine, [EncodedTextChunk([10**6])])
+    assert sample(engine, "base", text).samples  # the engine goes on
+
+
+def test_aborted_and_closed_requests_never_return(qwen):
+    engine, text = qwen.engine, chunks(qwen.engine, "x")
+    engine.open_sampler("short", "tiny", qwen.adapter)
+    for name, sampler in (("a", "short"), ("b", "base"), ("c", "base")):
+        engine.submit(SampleRequest(name, sampler, text, 2, Sampling(3, stop=[])))
+    assert engine.poll() == []
+    engine.close_sampler("short")
+    engine.abort(["b", "unknown"])
+    assert [result.request_id for result in until_done(engine, 1)] == ["c"]
+    assert engine.poll() == []
+    assert engine.base("tiny").sampler.unfinished == 0

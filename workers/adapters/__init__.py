@@ -1,0 +1,13 @@
+"""Training of many adapters of one frozen model, whose rows are computed in one packed pass."""
+
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from workers.adapters.adapter_trainer import AdapterTrainer, ScoredRow
+    from workers.adapters.trained_adapter import TrainedAdapter
+
+__all__ = ["AdapterTrainer", "ScoredRow", "TrainedAdapter"]
+
+__getattr__ = lazy_names(__name__, __file__)

@@ -1,0 +1,104 @@
+"""Log-probs of several targets a token under a frozen head with an adapter, in chunks, so that full logits are never in memory.
+
+Letters: N tokens, K targets of each, H hidden size, V vocabulary, r rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rollout.adapters.router import add_head
+from rollout.sampling import project
+from workers.model.logprobs import chunk_size
+
+
+def adapted_log_probs(
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    pair: tuple[Tensor, Tensor] | None = None,
+    scaling: float = 1.0,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """``log softmax(states (W + scaling B A)^T)`` at the targets: no temperature, and no id masked.
+
+    The backward pass computes the logits again, unless they are one chunk on the CPU.
+
+    Args:
+        states: ``(N, H)``.
+        weight: W ``(V, H)``, frozen: it gets no gradient.
+        targets: ``(N, K)`` int64.
+        pair: A ``(r, H)`` and B ``(V, r)``; ``None`` for the head alone.
+        chunk_elements: logits in memory at a time, see `workers.model.logprobs.chunk_size`.
+
+    Returns:
+        ``(N, K)`` float32 (float64 for float64 states).
+
+    >>> adapted_log_probs(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([[0, 3]])).exp()
+    tensor([[0.2500, 0.2500]])
+    """
+    size = chunk_size(len(weight), states.device, chunk_elements)
+    down, up = pair or (None, None)
+    found: Tensor = _AdaptedLogProbs.apply(states, weight, targets, down, up, scaling, size)
+    return found
+
+
+class _AdaptedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        down: Tensor | None,
+        up: Tensor | None,
+        scaling: float,
+        size: int,
+    ) -> Tensor:
+        keep = len(states) <= size and not states.is_cuda
+        parts, sums, kept = [], [], None
+        for part, chosen in zip(states.split(size), targets.split(size), strict=True):
+            logits, _ = _logits(part, weight, down, up, scaling)
+            log_sum = logits.logsumexp(1, keepdim=True)
+            parts.append(logits.gather(1, chosen) - log_sum)
+            sums.append(log_sum)
+            kept = logits if keep else None
+        ctx.save_for_backward(states, weight, targets, down, up, torch.cat(sums), kept)
+        ctx.settings = scaling, size
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, targets, down, up, sums, kept = ctx.saved_tensors
+        scaling, size = ctx.settings
+        grad_states = torch.empty_like(states)
+        grads = () if down is None or up is None else (torch.zeros_like(down), torch.zeros_like(up))
+        for start in range(0, len(states), size):
+            rows = slice(start, start + size)
+            logits, inner = (kept, None) if kept is not None else _logits(states[rows], weight, down, up, scaling)
+            # d log p_t / d z_j = [j = t] - p_j
+            slope = (logits - sums[rows]).exp_().mul_(-grad[rows].sum(1, keepdim=True))
+            slope.scatter_add_(1, targets[rows], grad[rows])
+            torch.mm(slope.to(states.dtype), weight, out=grad_states[rows])
+            if not grads:
+                continue
+            part = states[rows].to(slope.dtype)
+            inner = torch.mm(part, down.t().to(slope.dtype)) if inner is None else inner
+            grad_inner = torch.mm(slope, up.to(slope.dtype)).mul_(scaling)
+            grad_states[rows] += torch.mm(grad_inner, down.to(slope.dtype)).to(states.dtype)
+            grads[0].addmm_(grad_inner.t(), part)
+            grads[1].addmm_(slope.t(), inner, alpha=scaling)
+        return grad_states, None, None, *(grads or (None, None)), None, None
+
+
+def _logits(
+    states: Tensor, weight: Tensor, down: Tensor | None, up: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor | None]:
+    """Logits ``(n, V)`` float32 and, with an adapter, ``states A^T``."""
+    logits = project(states, weight)
+    if down is None or up is None:
+        return logits, None
+    return logits, add_head(logits, states, down, up, scaling)

@@ -1,0 +1,142 @@
+"""A frozen model and passes of rows with different adapters over it. Letters: N tokens of a row, T of all, K targets of each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dataproto.packing import PackedRows
+from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, Run, new_adapter
+from rollout.adapters.router import Route
+from rollout.image_features import ImageFeatures
+from rollout.prompts import RenderedInput
+from workers.adapters.adapted_logprobs import adapted_log_probs
+from workers.model.packed_model import PackedVLM
+from workers.model.precision import compute_dtype
+from workers.training.loading import checkpoint_family
+
+Gradients = Mapping[Adapter, list[Tensor | None]]
+"""For each adapter the gradients of its matrices, in the order of `Adapter.named_parameters`."""
+
+LossOf = Callable[[Sequence[int], Sequence[Tensor]], Tensor | None]
+"""From the numbers of rows and their log-probs ``(N, K)`` each to the number () that the backward pass starts from, if any."""
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A row, and the tokens whose log-probs are wanted at each of its places: token i of the input predicts ``targets[i]``."""
+
+    rendered: RenderedInput
+    targets: Tensor  # (N, K) int64, in the vocabulary
+    adapter: Adapter | None
+
+
+class AdapterTrainer:
+    """The base model of many adapters. Its weights are frozen and in memory once; the adapters belong to the caller.
+
+    Rows with the same adapter are computed one after the other, and all rows of a part in one pass over the base.
+    """
+
+    def __init__(self, model_path: str, device: torch.device | None = None, token_budget: int = 16_384) -> None:
+        """Loads the checkpoint at ``model_path``: in bfloat16 on CUDA, in float32 elsewhere.
+
+        Args:
+            token_budget: tokens of a part; a longer row is a part of its own.
+
+        Raises:
+            InvalidConfig, UnknownModel: see `checkpoint_family`.
+        """
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.token_budget = token_budget
+        self.family = checkpoint_family(model_path)
+        dtype = compute_dtype("auto", self.device.type)
+        model = self.family.model_class().from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.packed = PackedVLM(self.model, self.family, temperature=1.0)
+        self.router = AdapterRouter(self.model, self.family)
+        self.features = ImageFeatures(self.model, self.family, self.device)
+
+    def new_adapter(self, config: AdapterConfig, seed: int) -> Adapter:
+        """See `rollout.adapters.new_adapter`."""
+        return new_adapter(self.model, self.family, config, seed, self.device)
+
+    def run(self, rows: Sequence[ScoredRow], loss_of: LossOf, backward: bool = True) -> Gradients:
+        """Computes all rows, part by part, and the gradients of the adapters by the sum of what ``loss_of`` returns.
+
+        The gradients are returned, and added to nothing, so that a pass that fails changes nothing.
+
+        Args:
+            loss_of: called for each part with the numbers of its rows.
+            backward: whether there may be gradients.
+        """
+        gradients: dict[Adapter, list[Tensor | None]] = {}
+        for part in self.parts(rows):
+            with torch.set_grad_enabled(backward):
+                total = loss_of(part, self.log_probs([rows[number] for number in part]))
+            if total is not None and total.requires_grad:
+                adapters = dict.fromkeys(each for number in part if (each := rows[number].adapter) is not None)
+                _add_gradients(gradients, total, [each for each in adapters if each.trained])
+        return gradients
+
+    def parts(self, rows: Sequence[ScoredRow]) -> list[list[int]]:
+        """The numbers of the rows of each part: those of one adapter together, in the order of their first rows."""
+        first = {row.adapter: number for number, row in reversed(list(enumerate(rows)))}
+        parts: list[list[int]] = []
+        room = 0
+        for number in sorted(range(len(rows)), key=lambda number: first[rows[number].adapter]):
+            length = len(rows[number].rendered)
+            if length > room:
+                parts.append([])
+                room = self.token_budget
+            parts[-1].append(number)
+            room -= length
+        return parts
+
+    def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
+        """Log-probs of each row's targets, ``(N, K)`` float32 each, by one pass over the base."""
+        packed = packed_rows([row.rendered for row in rows])
+        features, spans = self.features.placed(packed.token_types, [row.rendered.images for row in rows])
+        packed = packed.to(self.device)
+        runs: list[Run] = [(row.adapter, len(row.rendered)) for row in rows]
+        where = None if features is None else spans
+        embeddings, extras = self.family.merge(self.model, packed.input_ids, features, where)
+        with self.router.routed(runs):
+            states = self.packed.decode(embeddings, extras, packed)[0]
+        return self._head(states, rows, runs)
+
+    def _head(self, states: Tensor, rows: Sequence[ScoredRow], runs: Sequence[Run]) -> list[Tensor]:
+        widest = max(row.targets.shape[1] for row in rows)
+        padded = [torch.nn.functional.pad(row.targets, (0, widest - row.targets.shape[1])) for row in rows]
+        targets = torch.cat(padded).to(self.device)
+        weight = self.family.lm_head(self.model).weight
+        segments, matrices = Route.of(runs).of_layer(self.family.head)
+        found = []
+        for each in segments:
+            pair = None if each.place is None else (matrices[2 * each.place], matrices[2 * each.place + 1])
+            found.append(adapted_log_probs(states[each.rows], weight, targets[each.rows], pair, each.scaling))
+        lengths = [len(row.rendered) for row in rows]
+        by_row = torch.cat(found).split(lengths)
+        return [values[:, : row.targets.shape[1]] for values, row in zip(by_row, rows, strict=True)]
+
+
+def _add_gradients(gradients: dict[Adapter, list[Tensor | None]], total: Tensor, adapters: Sequence[Adapter]) -> None:
+    matrices = [matrix for adapter in adapters for _, matrix in adapter.named_parameters()]
+    found = iter(torch.autograd.grad(total, matrices, allow_unused=True))
+    for adapter in adapters:
+        new = [next(found) for _ in adapter.named_parameters()]
+        old = gradients.get(adapter, [None] * len(new))
+        gradients[adapter] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
+
+
+def packed_rows(rows: Sequence[RenderedInput]) -> PackedRows:
+    """The rows one after the other; every token predicts something."""
+    lengths = torch.tensor([len(row) for row in rows])
+    bounds = torch.zeros(len(rows) + 1, dtype=torch.int32)
+    bounds[1:] = lengths.cumsum(0)
+    ids = torch.cat([row.input_ids for row in rows])
+    positions = torch.cat([row.position_ids for row in rows], dim=-1).unsqueeze(-2)
+    longest = int(lengths.max())
+    places = torch.arange(len(ids))
+    types = torch.cat([row.token_types for row in rows])[None]
+    return PackedRows(ids[None], positions, types, bounds, longest, None, bounds, longest, places, ids, places)
