@@ -10,6 +10,7 @@ from rollout.engine import SamplingParams
 from rollout.environments import EnvironmentFailed, EpisodeLimits, MakeEnvironment, Observation, TurnRenderer
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_rows import episode_starts
+from rollout.environments.episodes import bounded
 from rollout.environments.turn_renderer import RenderedTurn
 from rollout.prompts import PromptBuilder
 
@@ -41,15 +42,16 @@ def measure_episode(
     """
     start = episode_starts(prompts[:1], SamplingParams())[0]
     renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
-    with EnvironmentHost(make_environment, limits.seconds) as host:
-        host.reset(0, start.row, start.environment_seed)
+    name = "forecast"
+    with EnvironmentHost(bounded(make_environment, limits), limits.seconds) as host:
+        host.reset(name, start.row, start.environment_seed)
         first = _answer(host)
         prompt = renderer.prompt(start.row, first)
         turns: list[RenderedTurn] = []
         if not actions:
             turns = [renderer.turn(first, ended=True)] * (limits.turns - 1)
         for number, action in enumerate(actions[: limits.turns], 1):
-            host.step(0, action)
+            host.step(name, action)
             shown = _answer(host)
             if shown.done or number == limits.turns:
                 break

@@ -13,7 +13,7 @@ from PIL import Image
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import DrawnEnvironment, RandomEngine, picture, renderer_of, starts_of
-from recipes.run.environment_roles import PlayingRollout
+from recipes.run.environment_roles import PlayedEnvironment, PlayingRollout
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, play_episodes
 from rollout.prompts import PromptBuilder
@@ -76,8 +76,8 @@ def test_episodes_that_a_limit_cut_can_be_left_out(roles):
     _, rollout, builder = roles
     prompts = builder([{"prompt": "Walk.", "uid": "a"}, {"prompt": "Run, please.", "uid": "b"}])
     sampling, limits = replace(SAMPLING, n=6, max_tokens=1), EpisodeLimits(turns=2)
-    kept = PlayingRollout(rollout, Corridor, limits).generate(prompts, sampling)
-    dropped = PlayingRollout(rollout, Corridor, limits, drop_cut=True).generate(prompts, sampling)
+    kept = PlayingRollout(rollout, PlayedEnvironment(Corridor, limits)).generate(prompts, sampling)
+    dropped = PlayingRollout(rollout, PlayedEnvironment(Corridor, limits, drop_cut=True)).generate(prompts, sampling)
     assert {"done", "length"} <= set(kept["end_reason"])
     for row, reason in enumerate(kept["end_reason"]):
         expected = kept["response_mask"][row] * (reason == "done")

@@ -143,7 +143,7 @@ def test_the_forecast_counts_the_pictures_of_later_turns_as_they_are_played():
     starts = episode_starts(prompts, SamplingParams(n=1))
     engine = RandomEngine(renderer, answers=["southwest"])
     episodes = play_episodes(engine, renderer, starts, drawn.make, SamplingParams(max_tokens=20), limits)
-    played = episode_columns(prompts, episodes, renderer, 40, 0)
+    played = episode_columns(prompts, episodes, renderer, 40)
     sizes = measure_episode(prompts, builder, drawn.make, limits, ("southwest", "southwest"))
     batch = BatchSizes(builder.config, sizes.prompts.repeated(4), (sizes.sampled,) * 4, 1, sizes.shown.repeated(4))
     assert batch.lengths.tolist() == played["attention_mask"].sum(1).tolist()
