@@ -62,13 +62,18 @@ class EnvironmentHost:
         self.shut()
 
     def shut(self) -> None:
-        """Closes all environments and ends the event loop."""
+        """Closes all environments and ends the event loop. Further calls do nothing."""
+        if self._loop.is_closed():
+            return
         for episode in list(self._running):
             self.close(episode)
         until = time.monotonic() + CLOSING_S
         for thread in self._closing:
             thread.join(max(until - time.monotonic(), 0.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(CLOSING_S)
+        if not self._loop_thread.is_alive():
+            self._loop.close()
 
     def __contains__(self, episode: str) -> bool:
         """Whether there is an environment of this episode."""

@@ -1,7 +1,7 @@
 """Requests to vLLM's form of prompts, checked before anything is generated."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -23,6 +23,8 @@ class PromptRenderer:
     max_model_len: int
     max_images: int | None
     processor_options: Mapping[str, Any]
+    last: list[tuple[Tensor, Any]] = field(default_factory=list)
+    """The prompt that was rendered last, for the next samples of it: its ``input_ids``, and vLLM's form. At most one."""
 
     def render(self, requests: Sequence[Request], sampling: SamplingParams, names: Sequence[str]) -> dict[int, Any]:
         """vLLM's form of each distinct prompt, by the identity of its ``input_ids``. ``names`` of the requests are for messages.
@@ -56,6 +58,8 @@ class PromptRenderer:
             raise InvalidPrompt(
                 f"{length} prompt tokens and max_tokens={sampling.max_tokens} exceed max_model_len={self.max_model_len}"
             )
+        if self.last and self.last[0][0] is request.input_ids:
+            return self.last[0][1]
         if self.max_images is not None and len(images) > self.max_images:
             raise InvalidPrompt(f"{len(images)} images exceed max_images={self.max_images}")
         if media.get("video"):
@@ -69,6 +73,7 @@ class PromptRenderer:
             prompt["mm_processor_kwargs"] = self.processor_options
         (rendered,) = self.llm.renderer.render_cmpl([prompt])
         check_expansion(rendered["prompt_token_ids"], request.input_ids)
+        self.last[:] = [(request.input_ids, rendered)]
         return rendered
 
 

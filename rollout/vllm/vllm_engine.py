@@ -149,6 +149,7 @@ class VLLMEngine:
         Raises:
             RequestFailed: vLLM has dropped requests.
         """
+        self.prompts.last.clear()
         self._add_waiting()
         for output in self.engine.step() if self._open else ():
             if output.finished and output.request_id in self._open:
@@ -270,6 +271,7 @@ class VLLMEngine:
         try:
             yield
         except BaseException:
+            self.prompts.last.clear()
             self.llm.reset_mm_cache()
             raise
 

@@ -55,10 +55,16 @@ def test_slices_give_the_tokens_of_one_run(model_type, tmp_path):
 
 
 @pytest.mark.vllm
-def test_slices_give_the_tokens_of_one_run_of_vllm(tmp_path):
+def test_slices_give_the_tokens_of_one_run_of_vllm(tmp_path, monkeypatch):
     setup = start("qwen2_5_vl", tmp_path, max_images=6)
     requests = build_requests(setup.prompts, SAMPLED)
     assert_same(setup.vllm, setup.builder.family, requests, "abcd")
+    rendered, render = [], setup.vllm.llm.renderer.render_cmpl
+    monkeypatch.setattr(setup.vllm.llm.renderer, "render_cmpl", lambda prompts: rendered.append(1) or render(prompts))
+    numbers = [setup.vllm.submit(request, SAMPLED) for request in requests]
+    assert len(rendered) == 4  # once for the samples of a prompt
+    for number in numbers:
+        setup.vllm.abort(number)
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), st.integers(0, 3), st.sets(st.sampled_from("abcd")))
