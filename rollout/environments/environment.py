@@ -27,6 +27,7 @@ class Observation:
     done: bool = False  # the episode is over, and the content is not shown to the policy
     info: Mapping[str, Any] = field(default_factory=dict)  # the last one is kept with the episode
     role: Literal["user", "tool"] = "user"  # of the message that shows the content
+    system: Content = ()  # of the first one: a system message before all others
 
 
 class Environment(Protocol):
@@ -85,14 +86,16 @@ def check_observation(value: Any, method: str) -> Observation:
         raise EnvironmentFailed("invalid", f"{method} returned the reward {reward!r}, not a finite number")
     if value.role not in ("user", "tool"):
         raise EnvironmentFailed("invalid", f"{method} returned the role {value.role!r}, not 'user' or 'tool'")
-    content = value.content
-    if isinstance(content, str) or not isinstance(content, Sequence):
-        raise EnvironmentFailed("invalid", f"{method} returned content that is a {type(content).__name__}, not a list")
-    for place, part in enumerate(content):
-        if not isinstance(part, str | Image.Image):
+    for name, content in (("content", value.content), ("system", value.system)):
+        if isinstance(content, str) or not isinstance(content, Sequence):
             raise EnvironmentFailed(
-                "invalid", f"{method} returned a {type(part).__name__} as content[{place}], not text or an image"
+                "invalid", f"{method} returned {name} that is a {type(content).__name__}, not a list"
             )
+        for place, part in enumerate(content):
+            if not isinstance(part, str | Image.Image):
+                raise EnvironmentFailed(
+                    "invalid", f"{method} returned a {type(part).__name__} as {name}[{place}], not text or an image"
+                )
     if not isinstance(value.info, Mapping):
         raise EnvironmentFailed("invalid", f"{method} returned info that is a {type(value.info).__name__}, not a dict")
     return value

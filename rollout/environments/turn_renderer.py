@@ -78,6 +78,8 @@ class TurnRenderer:
             InvalidPrompt: the messages, the observation, or both together cannot be a prompt.
         """
         messages = [dict(message) for message in row["raw_prompt"]]
+        if observation.system:
+            messages.insert(0, {"role": "system", "content": _parts(observation.system, pixels=True)})
         if observation.content:
             shown = _parts(observation.content, pixels=True)
             if messages and messages[-1]["role"] == observation.role:
@@ -128,7 +130,9 @@ class TurnRenderer:
 
     def content_key(self, observation: Observation) -> tuple[Any, ...]:
         """A value that is equal for equal content; it identifies images until `forget`."""
-        return tuple(part if isinstance(part, str) else id(self._image(part)) for part in observation.content)
+        parts = (*observation.system, *observation.content)
+        found = (part if isinstance(part, str) else id(self._image(part)) for part in parts)
+        return (len(observation.system), *found)
 
     def digest(self, observation: Observation) -> str:
         """A digest of the content, equal for equal texts and pixels in any process."""

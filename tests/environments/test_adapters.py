@@ -1,5 +1,6 @@
 """Environments of other libraries, and tools, as environments here."""
 
+import abc
 import asyncio
 import json
 
@@ -12,6 +13,7 @@ from helpers.tiny_prompts import tiny_builder
 from rollout.engine import SamplingParams
 from rollout.environments import (
     EpisodeLimits,
+    Observation,
     ToolEnvironment,
     TurnRenderer,
     from_gymnasium,
@@ -177,51 +179,131 @@ def test_trl():
 # VAGEN
 
 
-class Frozen:
-    """An environment with VAGEN's methods."""
+class GymImageEnv(abc.ABC):
+    """The interface that VAGEN publishes (``vagen/envs/gym_image_env.py``)."""
 
-    def system_prompt(self):
-        return "You walk on ice."
+    def __init__(self, env_config):
+        self.config = env_config
 
-    def reset(self, seed=None):
-        self.steps = 0
+    @abc.abstractmethod
+    async def close(self): ...
+
+    @abc.abstractmethod
+    async def system_prompt(self): ...
+
+    @abc.abstractmethod
+    async def reset(self, seed): ...
+
+    @abc.abstractmethod
+    async def step(self, action_str): ...
+
+
+class Lake(GymImageEnv):
+    """An environment as VAGEN's documents teach to write one."""
+
+    async def close(self):
+        await asyncio.sleep(0)
+
+    async def system_prompt(self):
+        return {"obs_str": f"You walk on ice of size {self.config['size']}, seed {self.seed}."}
+
+    async def reset(self, seed):
+        self.seed, self.steps = seed, 0
         return self._seen(), {}
 
-    def step(self, text):
+    async def step(self, action_str):
+        await asyncio.sleep(0)
         self.steps += 1
-        return self._seen(), 0.5, self.steps == 2, {"metrics": {"turn_metrics": {"action_is_valid": text == "up"}}}
+        done, valid = self.steps == 2, action_str == "up"
+        metrics = {"turn_metrics": {"action_is_valid": valid}, "traj_metrics": {"success": done}}
+        return self._seen(), 0.5, done, {"metrics": metrics, "success": done, "actions": [action_str]}
 
     def _seen(self):
-        return {"obs_str": "Now <image> and?", "multi_modal_data": {"<image>": [picture(16, 16, self.steps)]}}
+        return {"obs_str": "Now <image> and?", "multi_modal_input": {"<image>": [picture(16, 16, self.steps)]}}
 
 
-class FrozenAsync(Frozen):
-    async def reset(self, seed=None):
-        await asyncio.sleep(0)
-        return super().reset(seed)
+class OldLake:
+    """The same in the interface of VAGEN's first version (``vagen/env/base/base_env.py``)."""
 
-    async def step(self, text):
-        seen, *others = super().step(text)
-        return {"obs_str": seen["obs_str"], "multi_modal_input": seen["multi_modal_data"]}, *others
+    def __init__(self, env_config):
+        self.size = env_config["size"]
+
+    def system_prompt(self):
+        return f"You walk on ice of size {self.size}, seed {self.seed}."
+
+    def reset(self, seed=None):
+        self.seed, self.steps = seed, 0
+        return self._seen(), {}
+
+    def step(self, action_str):
+        self.steps += 1
+        done = self.steps == 2
+        metrics = {"turn_metrics": {"action_is_valid": action_str == "up"}, "traj_metrics": {"success": done}}
+        return self._seen(), 0.5, done, {"metrics": metrics}
+
+    def close(self):
+        pass
+
+    def _seen(self):
+        return {"obs_str": "Now <image> and?", "multi_modal_data": {"<image>": [picture(16, 16, self.steps), None]}}
 
 
-@pytest.mark.parametrize("inner", [Frozen, FrozenAsync])
-def test_vagen(inner):
-    with EnvironmentHost(from_vagen(inner), seconds=10) as host:
-        host.reset(0, {}, 1)
+class NewLake(Lake):
+    """The same in the contract of VAGEN's runner (``vagen/envs/_common/base.py``), with a reward for each token."""
+
+    async def step(self, action, response_token_ids=None, tokenizer=None):
+        seen, reward, done, info = await super().step(action)
+        return seen, [0.0, reward], False, done, info
+
+
+@pytest.mark.parametrize("kind", [Lake, OldLake, NewLake])
+def test_vagen(kind):
+    with EnvironmentHost(from_vagen(lambda: kind({"size": 4})), seconds=10) as host:
+        host.reset(0, {"extra_info": {"seed": 7}}, 1)
         ((_, first),) = host.poll(None)
-        assert first.content[0] == "You walk on ice."
-        assert [type(part) for part in first.content[1:]] == [str, Image.Image, str]
+        assert first.system == ["You walk on ice of size 4, seed 7."]
+        assert [type(part) for part in first.content] == [str, Image.Image, str]
         host.step(0, "up")
         ((_, seen),) = host.poll(None)
-        assert (seen.reward, seen.done, seen.info["action_is_valid"]) == (0.5, False, 1.0)
+        assert (seen.reward, seen.done) == (0.5, False)
+        assert (seen.info["action_is_valid"], seen.info["acc"]) == (1.0, 0.0)
         host.step(0, "down")
         ((_, seen),) = host.poll(None)
-        assert (seen.done, seen.info["action_is_valid"]) == (True, 0.0)
+        assert (seen.done, seen.info["action_is_valid"], seen.info["acc"]) == (True, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        ({"obs_str": "a <image>"}, "1 <image> marks, but there are 0 images"),
+        ({"obs_str": "a", "multi_modal_input": {"<video>": [1]}}, "only <image> can be shown"),
+    ],
+)
+def test_what_vagen_cannot_show_either_ends_the_episode(seen, message):
+    class Wrong(Lake):
+        def _seen(self):
+            return seen
+
+    with EnvironmentHost(from_vagen(lambda: Wrong({"size": 4})), seconds=10) as host:
+        host.reset(0, {}, 1)
+        ((_, failed),) = host.poll(None)
+        assert (failed.reason, message in str(failed)) == ("error", True)
+
+
+def test_a_system_prompt_is_the_system_message():
+    renderer = renderer_of("qwen2_5_vl")
+    image = picture(16, 16)
+    found = renderer.prompt({"raw_prompt": []}, Observation(["Go", image], system=["Be", " kind."]))
+    told = [{"type": "text", "text": "Be"}, {"type": "text", "text": " kind."}]
+    shown = [{"type": "text", "text": "Go"}, {"type": "image", "image": image}]
+    messages = [{"role": "system", "content": told}, {"role": "user", "content": shown}]
+    assert found.input_ids.tolist() == renderer.builder.prepare({"prompt": messages}).input_ids.tolist()
 
 
 def test_episodes_of_an_adapter_are_played():
     renderer = renderer_of("qwen2_5_vl")
     limits, sampling = EpisodeLimits(turns=3), SamplingParams(max_tokens=5)
-    found = play_episodes(RandomEngine(renderer), renderer, starts_of(4), from_vagen(Frozen), sampling, limits)
+    found = play_episodes(
+        RandomEngine(renderer), renderer, starts_of(4), from_vagen(lambda: Lake({"size": 4})), sampling, limits
+    )
     assert [(episode.ended, len(episode.turns)) for episode in found] == [("done", 2)] * 4
