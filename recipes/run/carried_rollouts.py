@@ -7,7 +7,7 @@ No group is learned from later than a given number of updates after it has begun
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 from dataproto import DataProto, object_array
 from dataproto.packing import equally_wide
 from recipes.configs.shared.carrying_config import CarryingConfig
+from recipes.run.environment_roles import PlayingRollout
 from recipes.run.loop import Loader, Measure, measure_rollouts
 from recipes.run.phases import Progression
 from rollout.carried_samples import BEGUN
@@ -301,6 +302,8 @@ def carry_samples(
 ) -> tuple[Loader, Measure]:
     """Replaces the rollout group by a `CarryingRollout`, if the options say so, for a run of ``steps``.
 
+    The roles may be those of `recipes.run.environment_roles.with_environment`, or become so later.
+
     Returns:
         The loader of the run, and its measure, which adds ``training/staleness/{mean,max}`` (updates between the weights that
         sampled a token and those that learn from it) and ``training/carried_groups`` (that have begun and go on).
@@ -308,8 +311,10 @@ def carry_samples(
     if config.in_order:
         return loader, measure_rollouts
     goes_on: Callable[[], bool] = lambda: progression.steps + 1 < steps  # noqa: E731
-    rollout = CarryingRollout(roles.rollout, loader, config, lambda: progression.steps, goes_on, corrected)
-    roles.rollout = rollout
+    playing = roles.rollout if isinstance(roles.rollout, PlayingRollout) else None
+    group = roles.rollout if playing is None else playing.rollout
+    rollout = CarryingRollout(group, loader, config, lambda: progression.steps, goes_on, corrected)
+    roles.rollout = rollout if playing is None else replace(playing, rollout=rollout)
 
     def measure(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
         found = staleness(data, progression.steps) | measure_rollouts(data, metrics, devices)

@@ -7,20 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from dataproto import DataProto
+import workers
+from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.episodes import RandomEngine, picture, renderer_of, starts_of
+from recipes.algorithms.penalties import KLController
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.data.loader import PromptLoader
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
-from recipes.run.carried_rollouts import CarryingRollout, LookAhead
+from recipes.run.carried_rollouts import CarryingRollout, LookAhead, carry_samples
+from recipes.run.environment_roles import with_environment
+from recipes.run.phases import Progression
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, Observation, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episodes import go_on
+from rollout.environments.held_episodes import EpisodePlan
 from rollout.prompts import PromptBuilder
 from workers.cluster.local_group import LocalGroup
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -266,6 +271,7 @@ class Group:
     def submit(self, method, samples, sampling, wanted, weight_version, due, plan):
         assert method == "advance"
         self.calls.append((len(samples), wanted, due))
+        self.plan = plan
         last = [uid for uid in samples["uid"] if uid not in due][::-1][: max(wanted - len(due), 0)]
         done = torch.tensor([uid in (*last, *due) for uid in samples["uid"]])
         found = samples[:]
@@ -274,6 +280,7 @@ class Group:
             found[name] = ones
         found["weight_version"] = weight_version * ones
         found["_finished"] = done
+        found["info"] = object_array([{}] * len(samples))
         found["_begun"] = np.array([None] * len(samples), dtype=object)
         return SimpleNamespace(result=lambda: found)
 
@@ -334,6 +341,22 @@ def test_a_saved_state_holds_what_is_decoded_ahead():
     assert [*first, *second] == expected
     learned = [uid for groups, _ in expected for uid in groups]
     assert len(set(learned)) == len(learned)
+
+
+@pytest.mark.parametrize("first", ["environment", "carrying"])
+def test_episodes_are_carried_over_whichever_comes_first(first):
+    group, loader = Group(), LookAhead(Numbers())
+    roles = workers.Roles(SimpleNamespace(), group, {})
+    config, progression = CarryingConfig(over_ask=2.0), Progression(KLController(0.0))
+    limits = EpisodeLimits(turns=2)
+    if first == "environment":
+        roles = with_environment(roles, Corridor, limits)
+    batches, _ = carry_samples(roles, loader, config, progression, 5, corrected=True)
+    if first == "carrying":
+        roles = with_environment(roles, Corridor, limits)
+    data = roles.rollout.generate(next(batches), SamplingParams())
+    assert data["uid"].tolist() == ["2", "3"]
+    assert group.plan == EpisodePlan(Corridor, limits)
 
 
 def test_other_prompts_are_generated_for_at_once():

@@ -17,7 +17,7 @@ class CarryingConfig:
     parts: int = 1  # a step's groups come in so many parts; with ahead, new weights come after the first one
     early_update: bool = False  # a part's gradients are computed while the next parts are decoded
     max_staleness: int | None = (
-        None  # updates after which a group that has begun is waited for; default: 1, 2 with both
+        None  # updates after which a begun group is waited for; default: 1, or 2 if over-ask is above 1 with ahead
     )
 
     def __post_init__(self) -> None:
