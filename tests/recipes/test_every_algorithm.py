@@ -1,16 +1,21 @@
 """A step of every algorithm by its name, on real roles and a tiny model."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
+from recipes.configs.walk_config import EpisodeAlgorithmConfig
 from recipes.data.drawn_rows import ProblemRows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step
+from recipes.run.environment_roles import with_environment
 from recipes.run.phases import Progression
 from recipes.tiny import make_tiny_model
+from rollout.environments import EpisodeLimits, Observation
 from rollout.prompts import PromptBuilder
 from workers import ActorConfig, OptimizerConfig, launch
 from workers.roles.critic import CriticConfig
@@ -62,7 +67,13 @@ def assert_learned(metrics):
     assert all(math.isfinite(value) for name, value in metrics.items() if name.startswith(("actor/", "rollout_corr/")))
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES.names if name not in ("gae", "reverse_kl")])
+OVER_TURNS = ("gigpo", "turn_returns")
+WITH_CRITIC = tuple(name for name in ADVANTAGES.names if ADVANTAGES.find(name).critic)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ADVANTAGES.names if name not in (*OVER_TURNS, *WITH_CRITIC, "reverse_kl")]
+)
 def test_every_advantage(name, roles, prompts):
     config = GRPOConfig(n=3, advantage=name, minibatch=2)
     data, metrics = step(roles, prompts, config)
@@ -74,6 +85,38 @@ def test_every_advantage(name, roles, prompts):
         each = data["reward_baselines"].view(3, 3)
         assert torch.equal(each, each[:, :1].expand(3, 3))
         assert metrics["reward/greedy_baseline"] == pytest.approx(each.mean().item())
+
+
+class Talk:
+    """Two turns, with a picture each, and a reward for short answers."""
+
+    def reset(self, row, seed):
+        self.left = 2
+        return Observation(["Say.", self.picture()])
+
+    def step(self, action):
+        self.left -= 1
+        return Observation([self.picture()], reward=1.0 / (1 + len(action)), done=not self.left)
+
+    def picture(self):
+        return Image.new("RGB", (28, 28), (100 * self.left, 0, 0))
+
+
+@pytest.mark.parametrize("last_pictures", [None, 1])
+@pytest.mark.parametrize("name", ["grpo", *OVER_TURNS, *WITH_CRITIC])
+def test_every_advantage_over_turns(name, last_pictures, roles, prompts):
+    make = ppo_step if name in WITH_CRITIC else grpo_step
+    config = EpisodeAlgorithmConfig(n=3, advantage=name, minibatch=2, critic_epochs=2)
+    played = with_environment(roles, Talk, EpisodeLimits(turns=3, last_pictures=last_pictures))
+    sampling = replace(config.sampling(max_tokens=6, seed=3), stop_token_ids=tuple(range(0, 300, 2)))
+    data, metrics = make(played, prompts[0], config, sampling, Progression(config.kl_controller()))
+    assert_learned(metrics)
+    mask, episodes = data["response_mask"] != 0, set(data["trajectory"])
+    assert len(episodes) == 9 <= len(data)
+    assert (len(data) > 9) == (last_pictures is not None)
+    assert data["advantages"][mask].any()
+    assert not data["advantages"][~mask].any()
+    assert ("critic/grad_norm" in metrics) == (name in WITH_CRITIC)
 
 
 @pytest.mark.parametrize("name", LOSSES.names)

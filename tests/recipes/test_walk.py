@@ -60,9 +60,7 @@ def walker(tmp_path_factory):
     ("advantage", "others"),
     [
         ("gigpo", "--drop-cut"),
-        ("turn_returns", "--algorithm.turn-gamma 0.5"),
         ("turn_gae", "--algorithm.lam 0.9 --last-pictures 1"),
-        ("bi_level_gae", "--critic-optimizer.lr 0.01"),
     ],
 )
 def test_a_run_compares_turns(advantage, others, walker, tmp_path):
