@@ -24,7 +24,6 @@ from recipes.synthetic.digit_zoom import (
     PLACES,
     TASK,
     TOOL_TASK,
-    VIEW,
     DigitZoom,
     DigitZoomByTool,
     RandomLooks,
@@ -32,12 +31,13 @@ from recipes.synthetic.digit_zoom import (
 )
 from recipes.tiny import TinyConfig
 
+SIDE = 28  # pixels at which the small model sees what it is shown: one visual token
 ZOOM = DrawnEnvironment(
     make=DigitZoom,
     rows=ZoomRows,
     controls=("other", "blank"),
     actions=(next(iter(PLACES)), "0"),
-    model=TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=VIEW**2, max_pixels=VIEW**2),
+    model=TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=SIDE**2, max_pixels=SIDE**2),
     texts=[*(20 * [TASK]), *(50 * list(PLACES)), *(50 * list("0123456789"))],
     demonstrations=RandomLooks,
 )

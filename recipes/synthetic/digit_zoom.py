@@ -13,11 +13,11 @@ from recipes.synthetic.problems import Split
 from rollout.environments import Observation, ToolEnvironment
 
 SIDE, VIEW = 448, 56  # pixels along each side of a picture, and of what is shown of it at a time
-FONT, CARD, EDGE = 32, 80, 8  # pixels: of the digits, along each side of a card, and of its coloured edge
+FONT, CARD, EDGE = 32, 96, 16  # pixels: of the digits, along each side of a card, and of its coloured edge
 SHIFT = 4  # pixels by which a card is out of the middle of its quarter, at most
 PLACES = {"northwest": (0, 0), "northeast": (1, 0), "southwest": (0, 1), "southeast": (1, 1)}
 """The quarters of a picture, by column and row."""
-RED, GREY, INK = (215, 40, 40), (150, 150, 150), (30, 30, 30)
+RED, GREY, INK = (215, 40, 40), (200, 200, 200), (30, 30, 30)
 TASK = "Say northwest, northeast, southwest or southeast to look there, then say the digit on the red card."
 TOOL_TASK = f"The picture of {SIDE} x {SIDE} pixels is shown small. Crop it, then say the digit on the red card."
 SOURCE = "zoom"
@@ -30,7 +30,7 @@ Shown = Literal["own", "other", "blank"]
 
 @dataclass(frozen=True)
 class Card:
-    """A card with a digit, in a picture."""
+    """A card of a picture, and the digit that it has or could have."""
 
     digit: int
     red: bool
@@ -58,19 +58,20 @@ def asked_digit(name: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def draw_picture(name: str) -> Image.Image:
-    """A picture at its full size."""
+def draw_picture(name: str, all_digits: bool = False) -> Image.Image:
+    """A picture at its full size. Only the red card has its digit, or with ``all_digits`` each card."""
     image = Image.new("RGB", (SIDE, SIDE), "white")
     draw = ImageDraw.Draw(image)
     for card in draw_cards(name).values():
         left, top = (middle - CARD // 2 for middle in card.middle)
         draw.rectangle((left, top, left + CARD - 1, top + CARD - 1), outline=RED if card.red else GREY, width=EDGE)
-        draw.text(card.middle, str(card.digit), INK, _font(), "mm", stroke_width=1, stroke_fill=INK)
+        if card.red or all_digits:
+            draw.text(card.middle, str(card.digit), INK, _font(), "mm", stroke_width=1, stroke_fill=INK)
     return image
 
 
 @lru_cache(maxsize=4096)
-def draw_part(name: str, box: Box = (0, 0, SIDE, SIDE)) -> Image.Image:
+def draw_part(name: str, box: Box = (0, 0, SIDE, SIDE), all_digits: bool = False) -> Image.Image:
     """A part of a picture with at most ``VIEW`` pixels a side: the whole one shrinks to an eighth, a small part keeps its size.
 
     >>> draw_part("any").size, draw_part("any", (0, 0, 112, 56)).size, draw_part("any", (0, 0, 28, 28)).size
@@ -79,7 +80,7 @@ def draw_part(name: str, box: Box = (0, 0, SIDE, SIDE)) -> Image.Image:
     width, height = box[2] - box[0], box[3] - box[1]
     scale = max(width, height, VIEW) / VIEW
     size = max(round(width / scale), 1), max(round(height / scale), 1)
-    return draw_picture(name).resize(size, Image.Resampling.BOX, box)
+    return draw_picture(name, all_digits).resize(size, Image.Resampling.BOX, box)
 
 
 def box_of(place: str) -> Box:
@@ -215,7 +216,7 @@ class ZoomRows(Sequence[dict[str, Any]]):
 class RandomLooks(Sequence[dict[str, Any]]):
     """Looks at random places, and the digits that are seen there, as conversations.
 
-    They teach to read a digit, and nothing about where the one that is asked for lies.
+    They teach to read a digit, and nothing about where the one that is asked for lies: in their pictures each card has one.
 
     >>> [message["content"] for message in RandomLooks()[3]["prompt"]][1:]
     ['<image>', 'northeast', '<image>', '1']
@@ -233,5 +234,5 @@ class RandomLooks(Sequence[dict[str, Any]]):
         messages: list[dict[str, Any]] = [{"role": "system", "content": TASK}]
         for said in (place, str(draw_cards(name)[place].digit)):
             messages += [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": said}]
-        images = [draw_part(name), draw_part(name, box_of(place))]
+        images = [draw_part(name, box, all_digits=True) for box in ((0, 0, SIDE, SIDE), box_of(place))]
         return {"prompt": messages, "images": images, "data_source": SOURCE, "index": index}

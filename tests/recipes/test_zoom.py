@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
-from helpers.episodes import RandomEngine, renderer_of
+from helpers.episodes import RandomEngine, picture, renderer_of
 from helpers.geo3k_runs import rows_of
 from helpers.tiny_prompts import TEMPLATE, tiny_builder
 from recipes.configs.environments.zoom_config import TINY, parse
@@ -29,7 +29,7 @@ from recipes.synthetic.digit_zoom import (
 )
 from recipes.zoom import environment_of, main
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, TurnRenderer, play_episodes
+from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -60,8 +60,8 @@ def test_a_crop_shows_the_digit_but_not_the_colour_and_only_its_own():
         for place, card in draw_cards(f"picture {number}").items():
             left, top = (middle - at for middle, at in zip(card.middle, box_of(place)[:2], strict=True))
             key = (card.digit, left, top)
-            assert crops.setdefault(key, draw_part(f"picture {number}", box_of(place))).tobytes() == (
-                draw_part(f"picture {number}", box_of(place)).tobytes()
+            assert crops.setdefault(key, draw_part(f"picture {number}", box_of(place), all_digits=True)).tobytes() == (
+                draw_part(f"picture {number}", box_of(place), all_digits=True).tobytes()
             )
     assert len({crop.tobytes() for crop in crops.values()}) == len(crops)
 
@@ -83,9 +83,11 @@ def test_looking_at_the_red_card_and_reading_it_is_right(place):
 
 
 def test_controls_show_another_picture_or_white_crops_but_ask_for_the_same_digit():
+    row = row_of()
+    where = next(where for where, card in draw_cards(row["extra_info"]["picture"]).items() if card.red)
     own, other, blank = (DigitZoom() for _ in range(3))
     seen = {
-        shown: (zoom.reset(row_of(shown), seed=1).content[0].tobytes(), zoom.step("southeast").content[0].tobytes())
+        shown: (zoom.reset(row_of(shown), seed=1).content[0].tobytes(), zoom.step(where).content[0].tobytes())
         for shown, zoom in (("own", own), ("other", other), ("blank", blank))
     }
     assert own.picture.truth == other.picture.truth == blank.picture.truth
@@ -136,15 +138,26 @@ def parse_by_tool():
     return parse(["--crop-tool", "--model-path", "some/model"])
 
 
+class Pages:
+    """Two pictures that no other row shows."""
+
+    def reset(self, row, seed):
+        self.number = row["index"]
+        return Observation([picture(24, 16, self.number), "Look."])
+
+    def step(self, action):
+        return Observation([picture(33, 48, 100 + self.number)])
+
+
 def test_the_forecast_counts_the_pictures_of_later_turns_as_they_are_played():
-    renderer, drawn = renderer_of("qwen2_5_vl"), environment_of(TINY)
+    renderer = renderer_of("qwen2_5_vl")
     builder, limits = renderer.builder, EpisodeLimits(2)
     prompts = builder(ZoomRows(rows=4)[:4])
     starts = episode_starts(prompts, SamplingParams(n=1))
     engine = RandomEngine(renderer, answers=["southwest"])
-    episodes = play_episodes(engine, renderer, starts, drawn.make, SamplingParams(max_tokens=20), limits)
+    episodes = play_episodes(engine, renderer, starts, Pages, SamplingParams(max_tokens=20), limits)
     played = episode_columns(prompts, episodes, renderer, 40)
-    sizes = measure_episode(prompts, builder, drawn.make, limits, ("southwest", "southwest"))
+    sizes = measure_episode(prompts, builder, Pages, limits, ("southwest", "southwest"))
     batch = BatchSizes(builder.config, sizes.prompts.repeated(4), (sizes.sampled,) * 4, 1, sizes.shown.repeated(4))
     assert batch.lengths.tolist() == played["attention_mask"].sum(1).tolist()
     assert [sizes.sampled] * 4 == played["response_mask"].sum(1).tolist()
