@@ -72,7 +72,7 @@ def read_adapter(
         raise CheckpointError(
             f"{directory / WEIGHTS_FILE} has {next(iter(weights))}, which the model has no adapter for"
         )
-    return Adapter(config, pairs)
+    return Adapter(config, pairs, directory)
 
 
 def _read_config(file: Path, model: nn.Module, family: VLMFamily) -> tuple[AdapterConfig, dict[str, tuple[int, int]]]:

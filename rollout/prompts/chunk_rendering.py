@@ -59,6 +59,7 @@ class RenderedInput:
     token_types: Tensor  # (L,) int8
     position_ids: Tensor  # (4, L) or (L,)
     images: tuple[ProcessedImage, ...]
+    prompt_ids: tuple[int, ...] = ()  # with one placeholder for each image
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -108,7 +109,7 @@ class ChunkRenderer:
         grids = media_grids([tuple(image.inputs for image in images)])
         family, config = self.builder.family, self.builder.config
         positions = family.position_ids(types[None], torch.ones_like(ids)[None], **grids, config=config)
-        return RenderedInput(ids, types, positions[0], images)
+        return RenderedInput(ids, types, positions[0], images, tuple(self._raw_ids(parts)))
 
     # For engines
 
@@ -126,9 +127,8 @@ class ChunkRenderer:
         parts, images = self._parts(model_input, seen)
         ids, types = _joined(parts)
         image = self.builder.media_tokens.image
-        one = [] if image is None else [image]
-        raw_ids = [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
-        if raw_ids.count(image) != len(images):
+        raw_ids = self._raw_ids(parts)
+        if image is not None and raw_ids.count(image) != len(images):
             raise InvalidPrompt(
                 f"its text chunks contain token {image}, the placeholder of an image: engines would expect one more image"
             )
@@ -136,6 +136,12 @@ class ChunkRenderer:
             raise InvalidPrompt("it is empty: there is nothing to continue")
         self.builder.check_length(len(ids))
         return Prompt(ids, types, raw_ids, Conversation([], [], []), images, (), {})
+
+    def _raw_ids(self, parts: Sequence[Part]) -> list[int]:
+        """Tokens with one placeholder for each image."""
+        image = self.builder.media_tokens.image
+        one = [] if image is None else [image]
+        return [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
 
     # For training
 

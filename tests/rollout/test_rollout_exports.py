@@ -16,8 +16,8 @@ from rollout.engine import ENGINES
     ("package", "names"),
     [
         (rollout, ["Completion", "Request", "RolloutEngine", "SamplingParams", "create_engine"]),
-        (rollout.hf, ["AdapterEngine", "AdapterRequest", "HFEngine", "PromptScores"]),
-        (rollout.vllm, ["VLLMEngine"]),
+        (rollout.hf, ["AdapterEngine", "HFEngine"]),
+        (rollout.vllm, ["VLLMAdapterEngine", "VLLMEngine"]),
         (
             rollout.prompts,
             [
