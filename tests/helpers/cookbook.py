@@ -11,7 +11,7 @@ from recipes.tiny import make_tiny_model
 
 TEXT_NAME, VISION_NAME = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct"  # which the cookbook knows
 CLASSES = {"circle": "red", "square": "blue", "triangle": "green", "cross": "orange"}
-WORDS = "the a circle square triangle red blue green is of and with look answer number what colour shape".split()
+WORDS = ["the", "a", "circle", "square", "triangle", "red", "blue", "green", "is", "of", "and", "with", "look", "answer", "number", "what", "colour", "shape"]
 
 
 def make_working_directory(path: Path) -> dict[str, str]:
