@@ -1,4 +1,4 @@
-"""A working directory in which recipes of the Tinker cookbook run offline: folders whose relative paths look like names of a hub."""
+"""A working directory in which the Tinker cookbook runs offline: folders whose relative paths look like names of a hub."""
 
 import random
 import shutil
@@ -11,7 +11,26 @@ from recipes.tiny import make_tiny_model
 
 TEXT_NAME, VISION_NAME = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct"  # which the cookbook knows
 CLASSES = {"circle": "red", "square": "blue", "triangle": "green", "cross": "orange"}
-WORDS = ["the", "a", "circle", "square", "triangle", "red", "blue", "green", "is", "of", "and", "with", "look", "answer", "number", "what", "colour", "shape"]
+WORDS = [
+    "the",
+    "a",
+    "circle",
+    "square",
+    "triangle",
+    "red",
+    "blue",
+    "green",
+    "is",
+    "of",
+    "and",
+    "with",
+    "look",
+    "answer",
+    "number",
+    "what",
+    "colour",
+    "shape",
+]
 
 
 def make_working_directory(path: Path) -> dict[str, str]:

@@ -21,10 +21,10 @@ CREATE TABLE runs (
     id TEXT PRIMARY KEY, number INTEGER, session TEXT, owner TEXT, base_model TEXT, lora TEXT, metadata TEXT, created REAL,
     last_request REAL, state TEXT, next_seq INTEGER, snapshot_seq INTEGER, snapshot TEXT);
 CREATE TABLE requests (
-    id TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, digest TEXT, body BLOB, size INTEGER, created REAL, turn INTEGER,
+    id TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, digest TEXT, body BLOB, size INTEGER, created REAL, round INTEGER,
     place INTEGER, state TEXT, result BLOB, media TEXT, finished REAL, fetched REAL);
 CREATE UNIQUE INDEX request_numbers ON requests (run, seq);
-CREATE INDEX request_turns ON requests (turn) WHERE turn IS NOT NULL;
+CREATE INDEX request_rounds ON requests (round) WHERE round IS NOT NULL;
 CREATE TABLE checkpoints (
     run TEXT, kind TEXT, name TEXT, owner TEXT, directory TEXT, created REAL, expires REAL, public INTEGER, size INTEGER,
     metadata TEXT, PRIMARY KEY (run, kind, name));
