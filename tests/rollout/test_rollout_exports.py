@@ -21,18 +21,9 @@ from rollout.engine import ENGINES
         (
             rollout.prompts,
             [
-                *("ChunkRenderer", "ContentStore", "IMAGE_BACKEND", "ProcessedImage", "Prompt", "PromptBuilder"),
-                *(
-                    "RenderedInput",
-                    "Resolver",
-                    "SupervisedBuilder",
-                    "TrainingRow",
-                    "Turns",
-                    "invalid_row",
-                    "load_image_processor",
-                    "row_digest",
-                ),
-                *("row_number", "token_values"),
+                *("ChunkRenderer", "ContentStore", "IMAGE_BACKEND", "PlacedSequence", "ProcessedImage", "Prompt"),
+                *("PromptBuilder", "Resolver", "SupervisedBuilder", "TokenSequence", "TrainingRow", "Turns"),
+                *("invalid_row", "load_image_processor", "row_digest", "row_number", "token_values"),
             ],
         ),
     ],

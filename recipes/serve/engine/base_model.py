@@ -11,7 +11,7 @@ from recipes.serve.engine.engine_options import EngineOptions
 from rollout.adapters import Adapter, PromptScores
 from rollout.engine import RequestEngine
 from rollout.hf import AdapterEngine
-from rollout.prompts import ChunkRenderer, ContentStore, PromptBuilder, RenderedInput
+from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
 from workers.adapters import AdapterTrainer
 
 LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context
@@ -52,14 +52,18 @@ class BaseModel:
             memory_share=options.vllm_memory_share,
         )
 
-    def score(self, prompt: RenderedInput, adapter: Adapter | None, scores: PromptScores) -> None:
+    def score(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
         """Fills in the scores of a prompt, if the sampler does not while it reads it."""
         if self.options.sampler == "vllm":
             self.trainer.score(prompt, adapter, scores)
 
-    def rendered(self, model_input: ModelInput) -> RenderedInput:
-        """Tokens and images of a model input. Raises the errors of `ChunkRenderer.rendered`."""
-        return self.renderer.rendered(model_input, self.images)
+    def sequence(self, model_input: ModelInput) -> TokenSequence:
+        """Tokens and images of a model input. Raises the errors of `ChunkRenderer.sequence`."""
+        return self.renderer.sequence(model_input, self.images)
+
+    def rendered(self, model_input: ModelInput) -> PlacedSequence:
+        """`sequence` with its positions."""
+        return self.renderer.placed([self.sequence(model_input)])[0]
 
     def check_context(self, tokens: int, more: int = 0) -> None:
         """Raises `InvalidPrompt` if a row with ``more`` tokens to come is longer than the context."""
