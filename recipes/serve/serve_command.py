@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -61,7 +62,7 @@ def serve(config: ServeConfig, arguments: Sequence[str], factory: str = ENGINE) 
     for name, path in models.items():
         if path is not None and not (Path(path) / "config.json").exists():
             raise InvalidConfig(f"model {name}={path}: there is no checkpoint, which would have a config.json")
-    options = json.dumps({"models": models})
+    options = json.dumps({"models": models} | asdict(config.engine))
     read_keys(config.api_keys, made(config.state))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Supervisor(config.state, config.host, config.port, arguments, factory, options) as supervisor:
