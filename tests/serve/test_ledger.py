@@ -58,6 +58,18 @@ def test_a_function_that_fails_changes_nothing_and_the_others_of_its_commit_stay
     assert [run.id for run in database.run_now(everything(Run))] == ["a", "c"]
 
 
+def test_a_caller_that_has_gone_leaves_the_database_at_work(database):
+    async def drive():
+        going = [asyncio.create_task(database.run(put(run_of(f"r{number}", number)))) for number in range(200)]
+        await asyncio.sleep(0)
+        for each in going:
+            each.cancel()
+        await asyncio.gather(*going, return_exceptions=True)
+        return await database.run(everything(Run))
+
+    assert len(asyncio.run(asyncio.wait_for(drive(), 60))) == 200
+
+
 def bodies(database: Database) -> set[str]:
     return {
         row["id"]

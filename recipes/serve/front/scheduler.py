@@ -70,31 +70,27 @@ class Scheduler:
         Raises:
             Refused: another request has this number, or too much waits.
         """
-        known: str | None = None
         request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
-        if request_id in self._accepting:
-            known, task = self._accepting[request_id]
-            await asyncio.shield(task)
-        else:
-            found = await self.database.run(journal.find(request_id))
-            known = found[0] if found else None
-        if known is not None:
-            if known != digest:
-                raise Refused(400, f"request {seq} of {run.id} has come before with another content")
-            return request_id
-        if seq < run.next_seq:
-            raise Refused(400, f"request {seq} of {run.id} comes too late: the run is at {run.next_seq}")
-        self._check_room(run.owner, len(body))
-        entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
-        task = asyncio.create_task(self._take_in(entry, digest))
-        self._accepting[request_id] = (digest, task)
-        try:
-            await asyncio.shield(task)
-        finally:
-            self._accepting.pop(request_id, None)
+        if request_id not in self._accepting:
+            entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
+            task = asyncio.create_task(self._take_in(run, entry, digest))
+            self._accepting[request_id] = (digest, task)
+            task.add_done_callback(lambda _: self._accepting.pop(request_id))
+        known, task = self._accepting[request_id]
+        if known != digest:
+            raise other_content(run, seq)
+        await asyncio.shield(task)  # which goes on when this client has gone
         return request_id
 
-    async def _take_in(self, entry: Entry, digest: str) -> None:
+    async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
+        found = await self.database.run(journal.find(entry.id))
+        if found is not None:
+            if found[0] != digest:
+                raise other_content(run, entry.seq)
+            return
+        if entry.seq < run.next_seq:
+            raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
+        self._check_room(run.owner, entry.size)
         await self.database.run(journal.accept(entry, digest))
         entry.body = None  # it is on disk
         self._enter(entry)
@@ -388,3 +384,8 @@ class Scheduler:
             stand_ins[run.id] = f"{run.id}:stand-in"
             await self.link.call("create", model_id=stand_ins[run.id], base_model=run.base_model, lora=run.spec)
         return replace(each, model_id=stand_ins[run.id])
+
+
+def other_content(run: Run, seq: int) -> Refused:
+    """The refusal of a number that has been used."""
+    return Refused(400, f"request {seq} of {run.id} has come before with another content")

@@ -114,6 +114,7 @@ def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
     connection.execute("BEGIN")
     answers: list[tuple[Future[Any], Any, BaseException | None]] = []
     for function, done in jobs:
+        done.set_running_or_notify_cancel()  # from here on nobody can cancel it
         connection.execute("SAVEPOINT job")
         try:
             answers.append((done, function(connection), None))
@@ -127,6 +128,8 @@ def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
         connection.execute("ROLLBACK")
         answers = [(done, None, error) for done, _, _ in answers]
     for done, result, problem in answers:
+        if done.cancelled():  # its function has run all the same
+            continue
         if problem is not None:
             done.set_exception(problem)
         else:
