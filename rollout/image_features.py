@@ -34,7 +34,6 @@ class ImageFeatures:
         """Number of images that the tower has read."""
         self._features: OrderedDict[bytes, Tensor] = OrderedDict()
 
-    @torch.no_grad()
     def of(self, image: KeyedImage) -> Tensor:
         """The features of an image, on the device."""
         found = self._features.get(image.key)
@@ -45,7 +44,8 @@ class ImageFeatures:
         inputs = {
             name: value.to(self.device) if value.is_floating_point() else value for name, value in image.inputs.items()
         }
-        found = self.family.features(self.model, inputs)
+        with torch.inference_mode(False), torch.no_grad():  # training reads what a sampler has computed
+            found = self.family.features(self.model, inputs)
         self.computed += 1
         if found.nbytes <= self.max_bytes:
             self._features[image.key] = found

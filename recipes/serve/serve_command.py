@@ -4,8 +4,10 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
 from recipes.options import exit_status
 from recipes.serve.front.keys import read_keys
@@ -56,8 +58,11 @@ def serve(config: ServeConfig, arguments: Sequence[str], factory: str = ENGINE) 
         InvalidConfig: the port is taken, the state directory is in use, or a process cannot start.
     """
     os.umask(0o077)
-    models = config.models or {name: str(tiny_model(config.state)) for name in TINY_NAMES}
-    options = json.dumps({"models": models})
+    models: dict[str, str | None] = config.models or {name: str(tiny_model(config.state)) for name in TINY_NAMES}
+    for name, path in models.items():
+        if path is not None and not (Path(path) / "config.json").exists():
+            raise InvalidConfig(f"model {name}={path}: there is no checkpoint, which would have a config.json")
+    options = json.dumps({"models": models} | asdict(config.engine))
     read_keys(config.api_keys, made(config.state))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Supervisor(config.state, config.host, config.port, arguments, factory, options) as supervisor:

@@ -12,6 +12,7 @@ import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.options import parse_config
+from recipes.serve.engine.engine_options import EngineOptions
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -27,7 +28,7 @@ class LimitsConfig:
     max_data: int = 4096  # rows of a forward_backward request
     max_samples: int = 1024  # num_samples of a request
     max_topk: int = 64  # of top-k log-probs
-    max_models: int = 16  # of a key, in training at the same time
+    max_runs: int = 16  # of a key, in training at the same time
     max_queued_mb: int = 2048  # bodies of a key's waiting requests
     max_queued_samples: int = 4096  # samples of a key that wait or are being drawn
     max_checkpoint_gb: float = 100.0  # of a key's checkpoints
@@ -58,6 +59,7 @@ class ServeConfig:
     gap_seconds: float = 60.0  # requests wait so long for an earlier one of their run that has not come
     session_seconds: float = 300.0  # a client that is silent for so long has ended
     limits: tyro.conf.OmitArgPrefixes[LimitsConfig] = field(default_factory=LimitsConfig)
+    engine: tyro.conf.OmitArgPrefixes[EngineOptions] = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
         if self.host not in LOCAL and self.api_keys is None:

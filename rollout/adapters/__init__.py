@@ -7,8 +7,19 @@ from dataproto.extras import lazy_names
 if TYPE_CHECKING:
     from rollout.adapters.adapter import Adapter, AdapterConfig, new_adapter
     from rollout.adapters.adapter_files import read_adapter, write_adapter
+    from rollout.adapters.adapter_requests import AdapterRequest, PromptScores
     from rollout.adapters.router import AdapterRouter, Run
 
-__all__ = ["Adapter", "AdapterConfig", "AdapterRouter", "Run", "new_adapter", "read_adapter", "write_adapter"]
+__all__ = [
+    "Adapter",
+    "AdapterConfig",
+    "AdapterRequest",
+    "AdapterRouter",
+    "PromptScores",
+    "Run",
+    "new_adapter",
+    "read_adapter",
+    "write_adapter",
+]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Adapter:
 
     config: AdapterConfig
     pairs: Mapping[str, Pair]
+    directory: Path | None = None  # of a snapshot that was read from files
 
     @property
     def trained(self) -> bool:

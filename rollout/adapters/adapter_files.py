@@ -72,7 +72,7 @@ def read_adapter(
         raise CheckpointError(
             f"{directory / WEIGHTS_FILE} has {next(iter(weights))}, which the model has no adapter for"
         )
-    return Adapter(config, pairs)
+    return Adapter(config, pairs, directory)
 
 
 def _read_config(file: Path, model: nn.Module, family: VLMFamily) -> tuple[AdapterConfig, dict[str, tuple[int, int]]]:
@@ -131,7 +131,7 @@ def check_digests(directory: Path, *names: str) -> None:
     for name in names:
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory} lacks {name}")
-        if digests.get(name, _digest(directory / name)) != _digest(directory / name):
+        if name in digests and digests[name] != _digest(directory / name):
             raise CheckpointError(f"{directory / name} is damaged: its SHA-256 is not the one in {DIGESTS_FILE}")
 
 

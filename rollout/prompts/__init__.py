@@ -12,7 +12,7 @@ require_extra("train", "rollout.prompts", "transformers")
 
 if TYPE_CHECKING:
     from rollout.pretrained import IMAGE_BACKEND, load_image_processor
-    from rollout.prompts.chunk_rendering import ChunkRenderer, RenderedInput, Resolver, token_values
+    from rollout.prompts.chunk_rendering import ChunkRenderer, PlacedSequence, Resolver, TokenSequence, token_values
     from rollout.prompts.content_store import ContentStore
     from rollout.prompts.conversations import SupervisedBuilder, TrainingRow
     from rollout.prompts.image_processing import ProcessedImage
@@ -24,12 +24,13 @@ __all__ = [
     "IMAGE_BACKEND",
     "ChunkRenderer",
     "ContentStore",
+    "PlacedSequence",
     "ProcessedImage",
     "Prompt",
     "PromptBuilder",
-    "RenderedInput",
     "Resolver",
     "SupervisedBuilder",
+    "TokenSequence",
     "TrainingRow",
     "Turns",
     "invalid_row",

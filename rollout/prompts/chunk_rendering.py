@@ -5,7 +5,7 @@ longest row, R = L - 1.
 """
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,16 +52,23 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RenderedInput:
+class TokenSequence:
     """The L tokens of a model input, with one placeholder per feature of an image, and its images in order."""
 
     input_ids: Tensor  # (L,) int64
     token_types: Tensor  # (L,) int8
-    position_ids: Tensor  # (4, L) or (L,)
     images: tuple[ProcessedImage, ...]
+    prompt_ids: tuple[int, ...] = ()  # with one placeholder for each image
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class PlacedSequence(TokenSequence):
+    """A sequence with its positions ``(4, L)`` or ``(L,)``."""
+
+    position_ids: Tensor = field(kw_only=True)
 
 
 class ChunkRenderer:
@@ -91,7 +98,7 @@ class ChunkRenderer:
         ids: list[int] = _joined(parts)[0].tolist()
         return ids
 
-    def rendered(self, model_input: Any, seen: MutableMapping[Any, ProcessedImage]) -> RenderedInput:
+    def sequence(self, model_input: Any, seen: MutableMapping[Any, ProcessedImage]) -> TokenSequence:
         """One model input, with images from ``seen`` where it has them; other images are added.
 
         Args:
@@ -105,10 +112,22 @@ class ChunkRenderer:
         ids, types = (torch.from_numpy(values.copy()) for values in _joined(parts))
         if not len(ids):
             raise InvalidPrompt("its model input is empty")
-        grids = media_grids([tuple(image.inputs for image in images)])
-        family, config = self.builder.family, self.builder.config
-        positions = family.position_ids(types[None], torch.ones_like(ids)[None], **grids, config=config)
-        return RenderedInput(ids, types, positions[0], images)
+        return TokenSequence(ids, types, images, tuple(self._raw_ids(parts)))
+
+    def placed(self, sequences: Sequence[TokenSequence]) -> list[PlacedSequence]:
+        """The sequences with their positions, computed for all of them at once."""
+        if not sequences:
+            return []
+        types = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int8)
+        mask = torch.zeros_like(types, dtype=torch.int64)
+        for row, one in enumerate(sequences):
+            types[row, : len(one)], mask[row, : len(one)] = one.token_types, 1
+        grids = media_grids([tuple(image.inputs for image in one.images) for one in sequences])
+        positions = self.builder.family.position_ids(types, mask, **grids, config=self.builder.config)
+        return [
+            PlacedSequence(**vars(one), position_ids=positions[row, ..., : len(one)].clone())
+            for row, one in enumerate(sequences)
+        ]
 
     # For engines
 
@@ -126,9 +145,8 @@ class ChunkRenderer:
         parts, images = self._parts(model_input, seen)
         ids, types = _joined(parts)
         image = self.builder.media_tokens.image
-        one = [] if image is None else [image]
-        raw_ids = [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
-        if raw_ids.count(image) != len(images):
+        raw_ids = self._raw_ids(parts)
+        if image is not None and raw_ids.count(image) != len(images):
             raise InvalidPrompt(
                 f"its text chunks contain token {image}, the placeholder of an image: engines would expect one more image"
             )
@@ -136,6 +154,12 @@ class ChunkRenderer:
             raise InvalidPrompt("it is empty: there is nothing to continue")
         self.builder.check_length(len(ids))
         return Prompt(ids, types, raw_ids, Conversation([], [], []), images, (), {})
+
+    def _raw_ids(self, parts: Sequence[Part]) -> list[int]:
+        """Tokens with one placeholder for each image."""
+        image = self.builder.media_tokens.image
+        one = [] if image is None else [image]
+        return [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
 
     # For training
 

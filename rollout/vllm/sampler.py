@@ -60,7 +60,8 @@ class PolicySampler(Sampler):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         config = runner.model_config.hf_config
-        self.banned_ids = family_of(config).banned_ids(config)
+        self.banned_ids = family_of(config).banned_ids(config)  # masked in the policy
+        self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
         self.runner = runner
         self.device: torch.device = runner.device
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
@@ -123,7 +124,9 @@ class PolicySampler(Sampler):
             sent = sent.pin_memory().to(self.device, non_blocking=True)  # one copy, without waiting
         chosen, log_probs = [], []
         for part, slot in self._parts:
-            tokens, values = sample(logits[part], slot.sampling, sent[2, part].view(torch.float64), self.banned_ids)
+            tokens, values = sample(
+                logits[part], slot.sampling, sent[2, part].view(torch.float64), self.banned_ids, self.undrawn_ids
+            )
             if slot.stop_id is not None:  # a row with non-finite logits ends here; its log-prob reports it
                 tokens = tokens.where(values.isfinite(), slot.stop_id)
             chosen.append(tokens)

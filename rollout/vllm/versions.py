@@ -42,6 +42,17 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def allow_adapted_heads() -> None:
+    """Lets adapters have matrices for the output projection, in all models that are started from now on.
+
+    vLLM computes them for every model, but refuses their files unless the class of the model names the projection, which only
+    some classes do.
+    """
+    from vllm.model_executor.models.interfaces import SupportsLoRA
+
+    SupportsLoRA.embedding_modules = {"lm_head": "output_embeddings"} | SupportsLoRA.embedding_modules
+
+
 @contextmanager
 def process_settings_kept() -> Iterator[None]:
     """Restores what the start of an engine changes in the process: random states, default dtype, number of threads, and

@@ -255,13 +255,18 @@ class VLLMEngine:
                 row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
                 name = f"{call}-{place}"
                 try:
-                    self.engine.add_request(name, prompts[id(request.input_ids)], self._params(row.slot, sampling))
+                    prompt, params = prompts[id(request.input_ids)], self._params(row.slot, sampling)
+                    self.engine.add_request(name, prompt, params, lora_request=self._adapter_of(request))
                 except BaseException as error:
                     self.sampler.close(row.slot)
                     if isinstance(error, ValueError):
                         raise InvalidPrompt(f"{row.name}: {error_line(error)}") from error
                     raise
                 self._open[name] = row
+
+    def _adapter_of(self, request: Request) -> Any:
+        """vLLM's name of the adapter that a request is for: none."""
+        return None
 
     @contextmanager
     def _image_caches_in_sync(self) -> Iterator[None]:

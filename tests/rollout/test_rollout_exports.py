@@ -16,23 +16,14 @@ from rollout.engine import ENGINES
     ("package", "names"),
     [
         (rollout, ["Completion", "Request", "RolloutEngine", "SamplingParams", "create_engine"]),
-        (rollout.hf, ["AdapterEngine", "AdapterRequest", "HFEngine", "PromptScores"]),
-        (rollout.vllm, ["VLLMEngine"]),
+        (rollout.hf, ["AdapterEngine", "HFEngine"]),
+        (rollout.vllm, ["VLLMAdapterEngine", "VLLMEngine"]),
         (
             rollout.prompts,
             [
-                *("ChunkRenderer", "ContentStore", "IMAGE_BACKEND", "ProcessedImage", "Prompt", "PromptBuilder"),
-                *(
-                    "RenderedInput",
-                    "Resolver",
-                    "SupervisedBuilder",
-                    "TrainingRow",
-                    "Turns",
-                    "invalid_row",
-                    "load_image_processor",
-                    "row_digest",
-                ),
-                *("row_number", "token_values"),
+                *("ChunkRenderer", "ContentStore", "IMAGE_BACKEND", "PlacedSequence", "ProcessedImage", "Prompt"),
+                *("PromptBuilder", "Resolver", "SupervisedBuilder", "TokenSequence", "TrainingRow", "Turns"),
+                *("invalid_row", "load_image_processor", "row_digest", "row_number", "token_values"),
             ],
         ),
     ],

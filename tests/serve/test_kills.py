@@ -45,7 +45,7 @@ def program(server: Server, model: str, seed: int, steps: int) -> tuple[dict[str
         if before is not None:
             losses.append(before.result().metrics["loss:sum"])
         before = passed
-        if step % 5 == 4:
+        if step % max(5, steps // 4) == 4:
             paths.append(client.save_state(f"step-{step}").result().path)
             sampler = client.save_weights_and_get_sampling_client().result()
             answer = sampler.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, SAMPLING).result()

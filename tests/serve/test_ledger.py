@@ -35,12 +35,12 @@ def run_of(name: str, number: int) -> Run:
     )
 
 
-def accept(database: Database, run: str, seq: int, turn: int | None = None, place: int = 0) -> str:
+def accept(database: Database, run: str, seq: int, round: int | None = None, place: int = 0) -> str:
     name = f"{run}:{seq}"
     database.run_now(journal.accept(Entry(name, run, seq, "pass", b"body", 4, 0.0), "digest"))
-    if turn is not None:
+    if round is not None:
         database.run_now(
-            lambda db: db.execute("UPDATE requests SET turn = ?, place = ? WHERE id = ?", (turn, place, name))
+            lambda db: db.execute("UPDATE requests SET round = ?, place = ? WHERE id = ?", (round, place, name))
         )
     return name
 
@@ -58,6 +58,18 @@ def test_a_function_that_fails_changes_nothing_and_the_others_of_its_commit_stay
     assert [run.id for run in database.run_now(everything(Run))] == ["a", "c"]
 
 
+def test_a_caller_that_has_gone_leaves_the_database_at_work(database):
+    async def drive():
+        going = [asyncio.create_task(database.run(put(run_of(f"r{number}", number)))) for number in range(200)]
+        await asyncio.sleep(0)
+        for each in going:
+            each.cancel()
+        await asyncio.gather(*going, return_exceptions=True)
+        return await database.run(everything(Run))
+
+    assert len(asyncio.run(asyncio.wait_for(drive(), 60))) == 200
+
+
 def bodies(database: Database) -> set[str]:
     return {
         row["id"]
@@ -73,13 +85,13 @@ def test_a_body_is_kept_as_long_as_a_run_of_its_turn_may_need_it(database):
     for name in (first, other, second):
         database.run_now(journal.finish(name, name[0], int(name[2:]) + 1, Outcome(b"result"), time.time()))
     database.run_now(journal.snapshot_taken("a", 2, "directory"))
-    assert bodies(database) == {first, other, waits}  # b has no snapshot: its turn is computed again with a's pass
-    (turn,) = database.run_now(journal.turns_to_replay)
-    assert [entry.id for entry in turn] == [first, other]
+    assert bodies(database) == {first, other, waits}  # b has no snapshot: its round is computed again with a's pass
+    (round,) = database.run_now(journal.rounds_to_replay)
+    assert [entry.id for entry in round] == [first, other]
     assert [entry.id for entry in database.run_now(journal.waiting)] == [waits]
     database.run_now(journal.snapshot_taken("b", 1, "directory"))
     assert bodies(database) == {waits}
-    assert database.run_now(journal.turns_to_replay) == []
+    assert database.run_now(journal.rounds_to_replay) == []
     assert database.run_now(journal.find(first)) == ("digest", "done", Outcome(b"result"))
 
 

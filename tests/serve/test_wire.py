@@ -228,7 +228,6 @@ def large_image(message, datum, tensor):
         (lambda m, d, t: setattr(t, "dense", b"abc"), "3 bytes are no whole number of values of 4 bytes"),
         (lambda m, d, t: setattr(t, "dtype", 99), "dtype 99 is unknown"),
         (lambda m, d, t: setattr(d.model_input.add().dmel, "dmel", b"x"), "type dmel is not supported"),
-        (lambda m, d, t: d.model_input_spans.add(), "spans belong to losses"),
         (lambda m, d, t: m.data.pop(), "at least one datum"),
         (lambda m, d, t: d.model_input.pop(), "its input is empty"),
     ],

@@ -114,6 +114,29 @@ def test_a_prompt_is_scored_by_the_sampler_and_not_by_the_model(served):
     assert not found.target_prompt_logprobs[:, 1].any()
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_pass_does_not_depend_on_who_saw_its_images_first(model_type, tmp_path):
+    """Bit for bit: a sampler, an earlier pass with other images, or nobody."""
+    path, found = write_checkpoint(model_type, tmp_path), []
+    for first in ("sampler", "pass", "nobody"):
+        engine = InProcessEngine({"tiny": path}, device=CPU)
+        engine.open_sampler("base", "tiny", None)
+        new_model(engine, "m", seed=1)
+        new_model(engine, "other", seed=1)
+        one, two = chunks(engine, "see", (24, 16), "x", (40, 32)), chunks(engine, (40, 32), "y")
+        data = [Datum(one, random_inputs(length(engine, one), "cross_entropy"))]
+        if first == "sampler":
+            sample(engine, "base", two, prompt_logprobs=True)
+        if first == "pass":
+            run_pass(engine, "other", [Datum(two, random_inputs(length(engine, two), "cross_entropy"))])
+        result = run_pass(engine, "m", data)
+        matrices = engine._models["m"].trained.matrices
+        found.append([result.outputs[0]["logprobs"], *(matrix.grad.numpy() for matrix in matrices.values())])
+        assert engine.base("tiny").trainer.features.computed == 2
+    for others in found[1:]:
+        assert all(map(np.array_equal, found[0], others))
+
+
 def test_only_the_last_tokens_are_scored(qwen):
     whole = sample(qwen.engine, "adapter", qwen.prompt, prompt_logprobs=True).prompt_logprobs
     last = sample(qwen.engine, "adapter", qwen.prompt, prompt_logprobs=True, prompt_logprobs_last_n=2).prompt_logprobs

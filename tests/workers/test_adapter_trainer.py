@@ -5,7 +5,7 @@ import torch
 
 from helpers.checkpoints import write_checkpoint
 from rollout.adapters import AdapterConfig
-from rollout.prompts import RenderedInput
+from rollout.prompts import PlacedSequence
 from workers.adapters import AdapterTrainer, ScoredRow
 from workers.adapters.adapted_logprobs import adapted_log_probs
 
@@ -44,7 +44,9 @@ def trainer(tmp_path_factory):
 
 def row(length, adapter):
     ids = torch.arange(length)
-    return ScoredRow(RenderedInput(ids, torch.zeros(length, dtype=torch.int8), ids, ()), ids[:, None], adapter)
+    return ScoredRow(
+        PlacedSequence(ids, torch.zeros(length, dtype=torch.int8), (), position_ids=ids), ids[:, None], adapter
+    )
 
 
 def test_rows_of_an_adapter_lie_together_and_parts_keep_the_budget(trainer):

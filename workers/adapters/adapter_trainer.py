@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dataproto.packing import PackedRows
-from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, Run, new_adapter
+from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, Run, new_adapter
 from rollout.adapters.router import Route
 from rollout.image_features import ImageFeatures
-from rollout.prompts import RenderedInput
+from rollout.prompts import PlacedSequence
 from workers.adapters.adapted_logprobs import adapted_log_probs
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import compute_dtype
@@ -27,7 +27,7 @@ LossOf = Callable[[Sequence[int], Sequence[Tensor]], Tensor | None]
 class ScoredRow:
     """A row, and the tokens whose log-probs are wanted at each of its places: token i of the input predicts ``targets[i]``."""
 
-    rendered: RenderedInput
+    rendered: PlacedSequence
     targets: Tensor  # (N, K) int64, in the vocabulary
     adapter: Adapter | None
 
@@ -95,15 +95,30 @@ class AdapterTrainer:
 
     def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
         """Log-probs of each row's targets, ``(N, K)`` float32 each, by one pass over the base."""
-        packed = packed_rows([row.rendered for row in rows])
-        features, spans = self.features.placed(packed.token_types, [row.rendered.images for row in rows])
-        packed = packed.to(self.device)
         runs: list[Run] = [(row.adapter, len(row.rendered)) for row in rows]
+        return self._head(self._states([row.rendered for row in rows], runs), rows, runs)
+
+    @torch.no_grad()
+    def score(self, rendered: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
+        """Fills in the scores of a prompt, for engines that do not compute them."""
+        states = self._states([rendered], [(adapter, len(rendered))])
+        scores.fill(
+            rendered.input_ids,
+            rendered.token_types,
+            states,
+            lambda part: self.router.logits(part, [(adapter, len(part))]),
+        )
+
+    def _states(self, rows: Sequence[PlacedSequence], runs: Sequence[Run]) -> Tensor:
+        """The states ``(T, H)`` after each token of the packed rows."""
+        packed = packed_rows(rows)
+        features, spans = self.features.placed(packed.token_types, [row.images for row in rows])
+        packed = packed.to(self.device)
         where = None if features is None else spans
         embeddings, extras = self.family.merge(self.model, packed.input_ids, features, where)
         with self.router.routed(runs):
-            states = self.packed.decode(embeddings, extras, packed)[0]
-        return self._head(states, rows, runs)
+            states: Tensor = self.packed.decode(embeddings, extras, packed)[0]
+        return states
 
     def _head(self, states: Tensor, rows: Sequence[ScoredRow], runs: Sequence[Run]) -> list[Tensor]:
         widest = max(row.targets.shape[1] for row in rows)
@@ -129,7 +144,7 @@ def _add_gradients(gradients: dict[Adapter, list[Tensor | None]], total: Tensor,
         gradients[adapter] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
 
 
-def packed_rows(rows: Sequence[RenderedInput]) -> PackedRows:
+def packed_rows(rows: Sequence[PlacedSequence]) -> PackedRows:
     """The rows one after the other; every token predicts something."""
     lengths = torch.tensor([len(row) for row in rows])
     bounds = torch.zeros(len(rows) + 1, dtype=torch.int32)

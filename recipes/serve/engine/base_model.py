@@ -8,8 +8,10 @@ from transformers import AutoConfig
 from dataproto.chunks import ModelInput
 from dataproto.errors import InvalidPrompt
 from recipes.serve.engine.engine_options import EngineOptions
+from rollout.adapters import Adapter, PromptScores
+from rollout.engine import RequestEngine
 from rollout.hf import AdapterEngine
-from rollout.prompts import ChunkRenderer, ContentStore, PromptBuilder, RenderedInput
+from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
 from workers.adapters import AdapterTrainer
 
 LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context
@@ -29,13 +31,39 @@ class BaseModel:
         self.max_context_length = context_length(path, options)
 
     @cached_property
-    def sampler(self) -> AdapterEngine:
-        """Loaded when the first request comes."""
-        return AdapterEngine(self.path, self.trainer.features, self.options.max_num_seqs, self.trainer.device)
+    def sampler(self) -> RequestEngine:
+        """The engine for `AdapterRequest`, started when the first one comes.
 
-    def rendered(self, model_input: ModelInput) -> RenderedInput:
-        """Tokens and images of a model input. Raises the errors of `ChunkRenderer.rendered`."""
-        return self.renderer.rendered(model_input, self.images)
+        Raises:
+            InvalidConfig: vLLM does not start.
+        """
+        options = self.options
+        if options.sampler == "hf":
+            return AdapterEngine(self.path, self.trainer.features, options.max_num_seqs, self.trainer.device)
+        from rollout.vllm import VLLMAdapterEngine
+
+        return VLLMAdapterEngine(
+            self.path,
+            options.max_lora_rank,
+            options.vllm_adapters,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=self.max_context_length,
+            image_options=self.renderer.builder.image_options,
+            memory_share=options.vllm_memory_share,
+        )
+
+    def score(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
+        """Fills in the scores of a prompt, if the sampler does not while it reads it."""
+        if self.options.sampler == "vllm":
+            self.trainer.score(prompt, adapter, scores)
+
+    def sequence(self, model_input: ModelInput) -> TokenSequence:
+        """Tokens and images of a model input. Raises the errors of `ChunkRenderer.sequence`."""
+        return self.renderer.sequence(model_input, self.images)
+
+    def rendered(self, model_input: ModelInput) -> PlacedSequence:
+        """`sequence` with its positions."""
+        return self.renderer.placed([self.sequence(model_input)])[0]
 
     def check_context(self, tokens: int, more: int = 0) -> None:
         """Raises `InvalidPrompt` if a row with ``more`` tokens to come is longer than the context."""

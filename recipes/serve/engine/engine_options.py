@@ -1,6 +1,7 @@
 """Limits of the engine. Imports no torch, so that a command shows its options at once."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dataproto.errors import InvalidConfig
 
@@ -17,9 +18,16 @@ class EngineOptions:
     max_num_seqs: int = 256  # answers that are decoded at the same time
     max_targets: int = 2**26  # targets of one datum: its tokens times the targets of each
     image_bytes: int = 512 << 20  # memory for processed images
+    sampler: Literal["hf", "vllm"] = "hf"  # the engine that samples
+    vllm_memory_share: float = 0.5  # of the device, for vLLM's weights and KV cache
+    vllm_adapters: int = 8  # snapshots that vLLM samples from in one step
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise InvalidConfig(f"{name}={value}: must be at least 1")
+        if self.sampler not in ("hf", "vllm"):
+            raise InvalidConfig(f"sampler={self.sampler!r}: must be hf or vllm")
+        if not 0 < self.vllm_memory_share < 1:
+            raise InvalidConfig(f"vllm_memory_share={self.vllm_memory_share}: must be between 0 and 1")

@@ -15,9 +15,12 @@ from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.engine.base_model import BaseModel
 from recipes.serve.engine.datum_inputs import READ_BY_LOSS, DatumInputs, read_inputs
 from rollout.adapters import Adapter
+from rollout.prompts import TokenSequence
 from workers.adapters.adapter_trainer import Gradients, ScoredRow
 
 log = logging.getLogger(__name__)
+Rows = Mapping[int, Sequence[ScoredRow]]
+"""The rows of passes, by the numbers of the passes."""
 
 
 @dataclass
@@ -28,8 +31,9 @@ class OpenPass:
     loss: str
     options: Mapping[str, float]
     backward: bool
-    rows: list[ScoredRow]
-    inputs: list[DatumInputs]
+    adapter: Adapter
+    sequences: list[TokenSequence] = field(default_factory=list)
+    inputs: list[DatumInputs] = field(default_factory=list)
     log_probs: dict[int, Tensor] = field(default_factory=dict)  # of a row (N, K)
     total: float = 0.0
     error: DataProtoError | None = None
@@ -56,18 +60,18 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter, max_t
     """
     options = loss_options(given.loss, given.loss_config)
     columns = DATUM_LOSSES[given.loss][1]
-    opened = OpenPass(number, given.loss, options, not given.forward_only, [], [])
+    opened = OpenPass(number, given.loss, options, not given.forward_only, adapter)
     for place, datum in enumerate(given.data):
         try:
-            rendered = base.rendered(ModelInput(datum.chunks))
-            base.check_context(len(rendered))
-            inputs = read_inputs(datum.inputs, given.loss, columns, len(rendered), base.vocabulary, max_targets)
+            sequence = base.sequence(ModelInput(datum.chunks))
+            base.check_context(len(sequence))
+            inputs = read_inputs(datum.inputs, given.loss, columns, len(sequence), base.vocabulary, max_targets)
         except DataProtoError as error:
             raise InvalidRow(place, str(error)) from error
         if opened.inputs and inputs.values.keys() != opened.inputs[0].values.keys():
             names, others = sorted(inputs.values), sorted(opened.inputs[0].values)
             raise InvalidRow(place, f"its loss inputs are {names}, those of row 0 {others}")
-        opened.rows.append(ScoredRow(rendered, inputs.targets, adapter))
+        opened.sequences.append(sequence)
         opened.inputs.append(inputs)
     return opened
 
@@ -78,14 +82,23 @@ def run_passes(base: BaseModel, passes: Sequence[OpenPass]) -> tuple[Gradients, 
     Returns:
         The gradients, and the result of each pass by its number.
     """
+    placed = iter(base.renderer.placed([sequence for each in passes for sequence in each.sequences]))
+    rows = {
+        each.number: [ScoredRow(next(placed), inputs.targets, each.adapter) for inputs in each.inputs]
+        for each in passes
+    }
+    return _run(base, passes, rows)
+
+
+def _run(base: BaseModel, passes: Sequence[OpenPass], rows: Rows) -> tuple[Gradients, dict[int, PassResult | Failure]]:
     failed: dict[int, PassResult | Failure] = {}
     left = list(passes)
     while left:
         try:
-            gradients = _attempt(base, left)
+            gradients = _attempt(base, left, rows)
         except Exception as error:  # such as too little memory
             if len(left) > 1:
-                return _one_by_one(base, left, failed)
+                return _one_by_one(base, left, rows, failed)
             log.exception("a pass failed")
             failed[left[0].number] = Failure(
                 f"the pass could not be computed: {type(error).__name__}: {error}", "server"
@@ -100,11 +113,11 @@ def run_passes(base: BaseModel, passes: Sequence[OpenPass]) -> tuple[Gradients, 
 
 
 def _one_by_one(
-    base: BaseModel, passes: Sequence[OpenPass], results: dict[int, PassResult | Failure]
+    base: BaseModel, passes: Sequence[OpenPass], rows: Rows, results: dict[int, PassResult | Failure]
 ) -> tuple[Gradients, dict[int, PassResult | Failure]]:
     gradients: dict[Adapter, list[Tensor | None]] = {}
     for each in passes:
-        found, result = run_passes(base, [each])
+        found, result = _run(base, [each], rows)
         for adapter, new in found.items():
             old = gradients.get(adapter, [None] * len(new))
             gradients[adapter] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
@@ -112,9 +125,9 @@ def _one_by_one(
     return gradients, results
 
 
-def _attempt(base: BaseModel, passes: Sequence[OpenPass]) -> Gradients:
+def _attempt(base: BaseModel, passes: Sequence[OpenPass], rows: Rows) -> Gradients:
     """Fills in the passes; one that fails gets its ``error``, and then the gradients are of no use."""
-    places = [(each, row) for each in passes for row in range(len(each.rows))]
+    places = [(each, row) for each in passes for row in range(len(rows[each.number]))]
     for each in passes:
         each.clear()
 
@@ -134,7 +147,8 @@ def _attempt(base: BaseModel, passes: Sequence[OpenPass]) -> Gradients:
                     totals.append(total)
         return torch.stack(totals).sum() if totals else None
 
-    return base.trainer.run([each.rows[row] for each, row in places], loss_of, any(each.backward for each in passes))
+    scored = [rows[each.number][row] for each, row in places]
+    return base.trainer.run(scored, loss_of, any(each.backward for each in passes))
 
 
 def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:

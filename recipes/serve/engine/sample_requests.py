@@ -9,10 +9,9 @@ from dataproto.chunks import ModelInput
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from recipes.serve.backend import Array, Sample, SampleRequest, SampleResult, Sampling, TopK
 from recipes.serve.engine.base_model import BaseModel
-from rollout.adapters import Adapter
+from rollout.adapters import Adapter, AdapterRequest, PromptScores
+from rollout.adapters.adapter_requests import NO_LOG_PROB
 from rollout.engine import Completion, SamplingParams, TopLogProbs
-from rollout.hf import AdapterRequest, PromptScores
-from rollout.hf.adapter_engine import NO_LOG_PROB
 from rollout.sampling import derive_seed
 
 MOST_SAMPLES = 4096
@@ -62,14 +61,17 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
     base.check_context(len(prompt), 1 if request.sampling.max_tokens is None else request.sampling.max_tokens)
     sampling = sampling_params(request, base.max_context_length - len(prompt))
     opened = OpenSample(request, prompt_scores(request, len(prompt), base.vocabulary))
+    if opened.scores is not None:
+        base.score(prompt, adapter, opened.scores)
     seed = request.sampling.seed
     for number in range(1 if _is_greedy(request.sampling) else request.num_samples):
         source = derive_seed("request", request.request_id, number) if seed is None else derive_seed(seed, number)
         one = AdapterRequest(
-            prompt_ids=(),
+            prompt_ids=prompt.prompt_ids,
             input_ids=prompt.input_ids,
             token_types=prompt.token_types,
             position_ids=prompt.position_ids,
+            multi_modal_data={"image": [image.image for image in prompt.images]} if prompt.images else {},
             seed=source,
             uid=request.request_id,
             adapter=adapter,

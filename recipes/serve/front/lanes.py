@@ -49,7 +49,7 @@ class Lane:
         return found
 
     def done(self, entry: Entry) -> None:
-        """Takes a request out; the next one's turn has come."""
+        """Takes a request out; it is the turn of the next one."""
         self.entries.pop(entry.seq, None)
         self.run.next_seq = max(self.run.next_seq, entry.seq + 1)
         self._look()

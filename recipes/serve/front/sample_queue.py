@@ -10,7 +10,7 @@ from typing import Any
 from recipes.serve.backend import Failure
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
-from recipes.serve.front.scheduler import PROTOBUF, failed
+from recipes.serve.front.outcomes import PROTOBUF, failed
 from recipes.serve.ledger.directories import remove_directory
 from recipes.serve.ledger.journal import Outcome
 from recipes.serve.ledger.records import Sampler

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import json
 import logging
 import time
 from collections import Counter
@@ -11,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from recipes.serve.backend import Failure, Pass, PassResult
+from recipes.serve.backend import Failure, Pass
 from recipes.serve.front.barriers import Barriers, Done, remove_run_files
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.lanes import Lane
+from recipes.serve.front.outcomes import failed, pass_outcome
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.database import Database
 from recipes.serve.ledger.directories import remove_directory
@@ -25,17 +25,16 @@ from recipes.serve.ledger.records import Job, Run, put, together
 from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
 from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.serve_config import ServeConfig
-from recipes.serve.wire import read_pass, write_pass_result
+from recipes.serve.wire import read_pass
 
 log = logging.getLogger("dataproto.serve")
-TURN_BYTES = 32 << 20  # of the bodies of a turn's passes, of each run
-MOST_TRIES = 3  # of a turn at which the engine ends
+ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
+MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
-PROTOBUF = "application/x-protobuf"
 
 
 class Scheduler:
-    """One turn after the other: passes of all runs together, then updates, then the rest."""
+    """One round after the other: passes of all runs together, then updates, then the rest."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class Scheduler:
         self.barriers, self.config, self.counters = barriers, config, counters
         self.lanes: dict[str, Lane] = {}
         self.on_ready: Callable[[], Awaitable[None]]
-        self._turn_number = database.run_now(journal.last_turn)
+        self._round_number = database.run_now(journal.last_round)
         self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._tries: Counter[tuple[str, ...]] = Counter()
         self._wake = asyncio.Event()
@@ -59,7 +58,7 @@ class Scheduler:
             if run.state in ("new", "live"):
                 self.lanes[run.id] = Lane(run)
         unfinished = [
-            entry for turn in database.run_now(journal.turns_to_replay) for entry in turn if entry.state == "queued"
+            entry for group in database.run_now(journal.rounds_to_replay) for entry in group if entry.state == "queued"
         ]
         for entry in [*unfinished, *database.run_now(journal.waiting)]:
             if entry.run in self.lanes:
@@ -71,31 +70,27 @@ class Scheduler:
         Raises:
             Refused: another request has this number, or too much waits.
         """
-        known: str | None = None
         request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
-        if request_id in self._accepting:
-            known, task = self._accepting[request_id]
-            await asyncio.shield(task)
-        else:
-            found = await self.database.run(journal.find(request_id))
-            known = found[0] if found else None
-        if known is not None:
-            if known != digest:
-                raise Refused(400, f"request {seq} of {run.id} has come before with another content")
-            return request_id
-        if seq < run.next_seq:
-            raise Refused(400, f"request {seq} of {run.id} comes too late: the run is at {run.next_seq}")
-        self._check_room(run.owner, len(body))
-        entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
-        task = asyncio.create_task(self._take_in(entry, digest))
-        self._accepting[request_id] = (digest, task)
-        try:
-            await asyncio.shield(task)
-        finally:
-            self._accepting.pop(request_id, None)
+        if request_id not in self._accepting:
+            entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
+            task = asyncio.create_task(self._take_in(run, entry, digest))
+            self._accepting[request_id] = (digest, task)
+            task.add_done_callback(lambda _: self._accepting.pop(request_id))
+        known, task = self._accepting[request_id]
+        if known != digest:
+            raise other_content(run, seq)
+        await asyncio.shield(task)  # which goes on when this client has gone
         return request_id
 
-    async def _take_in(self, entry: Entry, digest: str) -> None:
+    async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
+        found = await self.database.run(journal.find(entry.id))
+        if found is not None:
+            if found[0] != digest:
+                raise other_content(run, entry.seq)
+            return
+        if entry.seq < run.next_seq:
+            raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
+        self._check_room(run.owner, entry.size)
         await self.database.run(journal.accept(entry, digest))
         entry.body = None  # it is on disk
         self._enter(entry)
@@ -136,21 +131,25 @@ class Scheduler:
                 await self.link.connect()
                 await self._replay()
                 await self.on_ready()
-                await self._turns()
+                await self._rounds()
             except EngineLost:
                 self.counters.add("engine_losses")
                 log.warning("the engine ended: waiting for a new one")
+            except Exception:
+                log.exception("the engine does not start")
+                await asyncio.sleep(LOOK_SECONDS)
+                await self.link.close()
 
-    async def _turns(self) -> None:
+    async def _rounds(self) -> None:
         while True:
             self._wake.clear()
             try:
-                if not await self._turn():
+                if not await self._round():
                     await self._rest()
             except EngineLost:
                 raise
             except Exception:  # a full disk, say; a request at which this repeats fails after some tries
-                log.exception("a turn failed and is tried again")
+                log.exception("a round failed and is tried again")
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def _rest(self) -> None:
@@ -160,11 +159,11 @@ class Scheduler:
             if not self.link.connected:
                 raise EngineLost("the engine ended while nothing was to do") from None
 
-    async def _turn(self) -> bool:
+    async def _round(self) -> bool:
         """Carries out what is due, and returns whether there was anything."""
         lanes = list(self.lanes.values())
         await self._fail_gaps(lanes)
-        passes = [entry for lane in lanes for entry in lane.passes(TURN_BYTES)]
+        passes = [entry for lane in lanes for entry in lane.passes(ROUND_BYTES)]
         if passes:
             await self._passes(passes)
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
@@ -220,7 +219,7 @@ class Scheduler:
         await asyncio.gather(*(self._finish(entry, pass_outcome(result)) for entry, result in zip(ready, results)))
 
     async def _begin(self, entries: Sequence[Entry]) -> bool:
-        """Records a turn before it is computed; ``False`` if the engine has ended at it too often, and it has failed."""
+        """Records a round before it is computed; ``False`` if the engine has ended at it too often, and it has failed."""
         ids = tuple(entry.id for entry in entries)
         self._tries[ids] += 1
         if self._tries[ids] > MOST_TRIES:
@@ -231,11 +230,11 @@ class Scheduler:
                     entry, failed(f"the engine or the server failed {MOST_TRIES} times at this request", "server")
                 )
             return False
-        if entries[0].turn is None:
-            self._turn_number += 1
-            await self.database.run(journal.begin_turn(self._turn_number, ids))
+        if entries[0].round is None:
+            self._round_number += 1
+            await self.database.run(journal.begin_round(self._round_number, ids))
             for place, entry in enumerate(entries):
-                entry.turn, entry.place = self._turn_number, place
+                entry.round, entry.place = self._round_number, place
         return True
 
     # All other requests
@@ -321,32 +320,49 @@ class Scheduler:
     async def _replay(self) -> None:
         """Brings an engine that holds no run to where the journal is."""
         began = time.monotonic()
-        for lane in self.lanes.values():
+        for lane in list(self.lanes.values()):
             if lane.run.state == "live" and lane.run.snapshot is not None:
-                await self.barriers.restore(lane.run)
-        turns = await self.database.run(journal.turns_to_replay)
-        for turn in turns:
-            await self._repeat(turn)
-        if turns:
-            log.info("replayed %d turns in %.1f s", len(turns), time.monotonic() - began)
+                await self._or_give_up([lane.run.id], self.barriers.restore(lane.run))
+        rounds = await self.database.run(journal.rounds_to_replay)
+        for entries in rounds:
+            await self._or_give_up([entry.run for entry in entries], self._repeat(entries))
+        if rounds:
+            log.info("replayed %d rounds in %.1f s", len(rounds), time.monotonic() - began)
 
-    async def _repeat(self, turn: Sequence[Entry]) -> None:
-        unfinished = [entry for entry in turn if entry.state == "queued"]
-        if unfinished and not await self._begin(turn):
-            return
-        if turn[0].kind == "pass":
-            await self._repeat_passes(turn)
-        elif unfinished:
-            await self._barrier(self.lanes[turn[0].run].entries[turn[0].seq])
-        elif turn[0].state == "done":
-            body = await self.database.run(journal.body_of(turn[0].id))
-            await self.barriers.repeat(self.lanes[turn[0].run].run, turn[0], body)
+    async def _or_give_up(self, run_ids: Sequence[str], work: Awaitable[None]) -> None:
+        """Does work for runs. If it cannot be done they fail, and the others go on."""
+        try:
+            await work
+        except EngineLost:
+            raise
+        except Exception as error:
+            failure = failure_of(error)
+            log.exception("runs %s cannot be restored", ", ".join(run_ids))
+            for lane in [self.lanes[each] for each in run_ids if each in self.lanes]:
+                lane.run.state = "failed"
+                await self.database.run(put(lane.run))
+                for entry in list(lane.entries.values()):
+                    await self._finish(entry, failed(f"the run cannot be restored: {failure.message}", "server"))
+                self.lanes.pop(lane.run.id, None)
 
-    async def _repeat_passes(self, turn: Sequence[Entry]) -> None:
+    async def _repeat(self, entries: Sequence[Entry]) -> None:
+        first = entries[0]
+        unfinished = any(entry.state == "queued" for entry in entries)
+        if first.kind == "pass":
+            if not unfinished or await self._begin(entries):
+                await self._repeat_passes(entries)
+        elif first.run in self.lanes:
+            lane = self.lanes[first.run]
+            if unfinished:
+                await self._barrier(lane.entries[first.seq])
+            elif first.state == "done":
+                await self.barriers.repeat(lane.run, first, await self.database.run(journal.body_of(first.id)))
+
+    async def _repeat_passes(self, entries: Sequence[Entry]) -> None:
         """Computes passes again in the same group. For a run that is further, an adapter of the same kind takes its place."""
         passes: list[Pass] = []
         stand_ins: dict[str, str] = {}
-        for entry in turn:
+        for entry in entries:
             body = await self.database.run(journal.body_of(entry.id))
             each = await asyncio.to_thread(read_pass, body, self.config.limits)
             run = self.catalogue.runs[entry.run]
@@ -359,7 +375,7 @@ class Scheduler:
             results = [error.failure] * len(passes)
         for model in stand_ins.values():
             await self.link.call("release", model_id=model)
-        for entry, result in zip(turn, results):
+        for entry, result in zip(entries, results):
             if entry.state == "queued":
                 await self._finish(self.lanes[entry.run].entries[entry.seq], pass_outcome(result))
 
@@ -370,17 +386,6 @@ class Scheduler:
         return replace(each, model_id=stand_ins[run.id])
 
 
-def pass_outcome(result: PassResult | Failure) -> Outcome:
-    """What the client of a pass gets."""
-    if isinstance(result, Failure):
-        return failed(result.message, result.category)
-    return Outcome(write_pass_result(result), PROTOBUF)
-
-
-def failed(message: str, category: str) -> Outcome:
-    """What the client of a failed request gets: status 200 with the error, which the SDK raises with its category.
-
-    >>> failed("rank=0", "user").result
-    b'{"error": "rank=0", "category": "user"}'
-    """
-    return Outcome(json.dumps({"error": message, "category": category}).encode(), failed=True)
+def other_content(run: Run, seq: int) -> Refused:
+    """The refusal of a number that has been used."""
+    return Refused(400, f"request {seq} of {run.id} has come before with another content")

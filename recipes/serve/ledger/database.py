@@ -21,10 +21,10 @@ CREATE TABLE runs (
     id TEXT PRIMARY KEY, number INTEGER, session TEXT, owner TEXT, base_model TEXT, lora TEXT, metadata TEXT, created REAL,
     last_request REAL, state TEXT, next_seq INTEGER, snapshot_seq INTEGER, snapshot TEXT);
 CREATE TABLE requests (
-    id TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, digest TEXT, body BLOB, size INTEGER, created REAL, turn INTEGER,
+    id TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, digest TEXT, body BLOB, size INTEGER, created REAL, round INTEGER,
     place INTEGER, state TEXT, result BLOB, media TEXT, finished REAL, fetched REAL);
 CREATE UNIQUE INDEX request_numbers ON requests (run, seq);
-CREATE INDEX request_turns ON requests (turn) WHERE turn IS NOT NULL;
+CREATE INDEX request_rounds ON requests (round) WHERE round IS NOT NULL;
 CREATE TABLE checkpoints (
     run TEXT, kind TEXT, name TEXT, owner TEXT, directory TEXT, created REAL, expires REAL, public INTEGER, size INTEGER,
     metadata TEXT, PRIMARY KEY (run, kind, name));
@@ -114,6 +114,7 @@ def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
     connection.execute("BEGIN")
     answers: list[tuple[Future[Any], Any, BaseException | None]] = []
     for function, done in jobs:
+        done.set_running_or_notify_cancel()  # from here on nobody can cancel it
         connection.execute("SAVEPOINT job")
         try:
             answers.append((done, function(connection), None))
@@ -127,6 +128,8 @@ def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
         connection.execute("ROLLBACK")
         answers = [(done, None, error) for done, _, _ in answers]
     for done, result, problem in answers:
+        if done.cancelled():  # its function has run all the same
+            continue
         if problem is not None:
             done.set_exception(problem)
         else:

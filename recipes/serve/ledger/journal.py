@@ -1,7 +1,7 @@
 """The journal: the bodies of requests that train, in what grouping they were carried out, and their results.
 
-A request is ``queued`` until its result is known, and then ``done`` or ``failed``. Requests of a turn are computed together, and
-turns one after the other. Grouping changes rounding, so a replay keeps it. A turn is on disk before it is computed.
+A request is ``queued`` until its result is known, and then ``done`` or ``failed``. Requests of a round are computed together, and
+rounds one after the other. Grouping changes rounding, so a replay keeps it. A round is on disk before it is computed.
 """
 
 import sqlite3
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from recipes.serve.ledger.records import Job
 
-MEMBERS = "id, run, seq, kind, body, size, created, turn, place, state"
+MEMBERS = "id, run, seq, kind, body, size, created, round, place, state"
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Entry:
     body: bytes | None
     size: int
     created: float
-    turn: int | None = None
+    round: int | None = None
     place: int | None = None
     state: str = "queued"
 
@@ -64,10 +64,10 @@ def accept(entry: Entry, digest: str) -> Job:
     )
 
 
-def begin_turn(turn: int, ids: Sequence[str]) -> Job:
+def begin_round(number: int, ids: Sequence[str]) -> Job:
     """Records which requests are carried out together, in their order."""
-    rows = [(turn, place, each) for place, each in enumerate(ids)]
-    return lambda db: db.executemany("UPDATE requests SET turn = ?, place = ? WHERE id = ?", rows)
+    rows = [(number, place, each) for place, each in enumerate(ids)]
+    return lambda db: db.executemany("UPDATE requests SET round = ?, place = ? WHERE id = ?", rows)
 
 
 def finish(request_id: str, run: str, next_seq: int, outcome: Outcome, now: float) -> Job:
@@ -84,9 +84,9 @@ def finish(request_id: str, run: str, next_seq: int, outcome: Outcome, now: floa
 
 
 def withdraw(request_ids: Sequence[str]) -> Job:
-    """Takes requests out of their turns, so that no replay carries them out."""
+    """Takes requests out of their rounds, so that no replay carries them out."""
     rows = [(each,) for each in request_ids]
-    return lambda db: db.executemany("UPDATE requests SET turn = NULL, place = NULL WHERE id = ?", rows)
+    return lambda db: db.executemany("UPDATE requests SET round = NULL, place = NULL WHERE id = ?", rows)
 
 
 def body_of(request_id: str) -> Callable[[sqlite3.Connection], bytes]:
@@ -100,7 +100,7 @@ def body_of(request_id: str) -> Callable[[sqlite3.Connection], bytes]:
 
 
 def snapshot_taken(run: str, seq: int, directory: str) -> Job:
-    """Records a snapshot, and forgets the bodies that no replay can need: those of turns that snapshots cover for all runs."""
+    """Records a snapshot, and forgets the bodies that no replay can need: those of rounds that snapshots cover for all runs."""
 
     def write(db: sqlite3.Connection) -> None:
         db.execute("UPDATE runs SET snapshot_seq = ?, snapshot = ? WHERE id = ?", (seq, directory, run))
@@ -112,8 +112,8 @@ def snapshot_taken(run: str, seq: int, directory: str) -> Job:
 def forget_covered(db: sqlite3.Connection) -> None:
     """Removes the bodies of finished requests that no replay can need."""
     db.execute(
-        """UPDATE requests SET body = NULL WHERE body IS NOT NULL AND state != 'queued' AND (turn IS NULL OR turn NOT IN (
-            SELECT turn FROM requests JOIN runs ON runs.id = requests.run WHERE turn IS NOT NULL AND requests.body IS NOT NULL
+        """UPDATE requests SET body = NULL WHERE body IS NOT NULL AND state != 'queued' AND (round IS NULL OR round NOT IN (
+            SELECT round FROM requests JOIN runs ON runs.id = requests.run WHERE round IS NOT NULL AND requests.body IS NOT NULL
             AND (requests.state = 'queued' OR (runs.state = 'live' AND requests.seq > runs.snapshot_seq))))"""
     )
 
@@ -134,26 +134,26 @@ def fetched(request_id: str, now: float) -> Job:
     return lambda db: db.execute("UPDATE requests SET fetched = ? WHERE id = ?", (now, request_id))
 
 
-def last_turn(db: sqlite3.Connection) -> int:
-    """The highest number of a turn."""
-    found: int | None = db.execute("SELECT MAX(turn) FROM requests").fetchone()[0]
+def last_round(db: sqlite3.Connection) -> int:
+    """The highest number of a round."""
+    found: int | None = db.execute("SELECT MAX(round) FROM requests").fetchone()[0]
     return found or 0
 
 
-def turns_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
-    """The turns of which at least one request is unfinished or behind its run's snapshot, in their order, without bodies."""
-    sql = f"""SELECT {MEMBERS.replace("body", "NULL AS body")} FROM requests WHERE turn IN (
-        SELECT turn FROM requests JOIN runs ON runs.id = requests.run WHERE turn IS NOT NULL AND body IS NOT NULL
+def rounds_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
+    """The rounds of which at least one request is unfinished or behind its run's snapshot, in their order, without bodies."""
+    sql = f"""SELECT {MEMBERS.replace("body", "NULL AS body")} FROM requests WHERE round IN (
+        SELECT round FROM requests JOIN runs ON runs.id = requests.run WHERE round IS NOT NULL AND body IS NOT NULL
         AND runs.state IN ('new', 'live') AND (requests.state = 'queued' OR requests.seq > runs.snapshot_seq))
-        ORDER BY turn, place"""
-    turns: dict[int, list[Entry]] = {}
+        ORDER BY round, place"""
+    rounds: dict[int, list[Entry]] = {}
     for row in db.execute(sql):
-        turns.setdefault(row["turn"], []).append(Entry(**dict(row)))
-    return list(turns.values())
+        rounds.setdefault(row["round"], []).append(Entry(**dict(row)))
+    return list(rounds.values())
 
 
 def waiting(db: sqlite3.Connection) -> list[Entry]:
-    """The requests that wait for their turn, without bodies."""
+    """The requests that wait for their round, without bodies."""
     columns = MEMBERS.replace("body", "NULL AS body")
-    rows = db.execute(f"SELECT {columns} FROM requests WHERE state = 'queued' AND turn IS NULL ORDER BY run, seq")
+    rows = db.execute(f"SELECT {columns} FROM requests WHERE state = 'queued' AND round IS NULL ORDER BY run, seq")
     return [Entry(**dict(row)) for row in rows]

@@ -116,6 +116,7 @@ class EngineLink:
         self.on_lost()
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection, if there is one."""
         if self._reading is not None:
             self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)

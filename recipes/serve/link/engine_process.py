@@ -128,7 +128,10 @@ class EngineProcess:
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self.listener.accept()
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:  # the listener is closed
+                return
             read_frames(connection, lambda message, to=connection: self.calls.put((to, message)))  # type: ignore[misc]
 
 

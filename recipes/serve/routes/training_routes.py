@@ -71,9 +71,9 @@ async def _new_run(
     run_id = f"{session.id}:train:{number}"
     run = catalogue.runs.get(run_id)
     if run is None:
-        most = call.service.config.limits.max_models
+        most = call.service.config.limits.max_runs
         if kind != "invalid" and len(catalogue.live_runs(call.owner)) >= most:
-            kind, body = "invalid", f"this key trains {most} models already: finish a session (--max-models)".encode()
+            kind, body = "invalid", f"this key has {most} runs in training: finish a session (--max-runs)".encode()
         now = time.time()
         run = Run(
             id=run_id,

@@ -1,0 +1,82 @@
+"""Many requests at once: all are answered, and heartbeats are heard while they are."""
+
+import io
+import json
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tinker
+from PIL import Image
+
+from helpers.servers import Server, serving
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::FutureWarning")]
+SESSIONS, SAMPLES, PASSES = 4, 128, 50  # of each session: 512 samples and 200 passes in all
+TOKENS = 250_000  # of a pass, in rows of 1,000: 3 MB with targets as int64
+
+
+def heartbeats(server: Server, ended: threading.Event) -> list[float]:
+    """Seconds that heartbeats of a fifth session took; all of them were heard."""
+    body = json.dumps({"tags": [], "sdk_version": "0.38.0"}).encode()
+    headers = {"X-API-Key": server.key}
+    request = urllib.request.Request(f"{server.url}/api/v1/create_session", body, headers)
+    session = json.load(urllib.request.urlopen(request))["session_id"]
+    body, spent = json.dumps({"session_id": session}).encode(), []
+    while not ended.wait(0.05):
+        began = time.perf_counter()
+        request = urllib.request.Request(f"{server.url}/api/v1/session_heartbeat", body, headers)
+        assert json.load(urllib.request.urlopen(request, timeout=60))["type"] == "session_heartbeat"
+        spent.append(time.perf_counter() - began)
+    return spent
+
+
+def picture(number: int) -> bytes:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 255, (96, 96, 3), np.uint8)
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def drive(server: Server, number: int) -> tuple[int, int]:
+    """Passes and samples of a session, all in flight at once; the numbers of results."""
+    service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
+    client = service.create_lora_training_client("tiny/vector", rank=8, seed=number).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    row = tinker.ModelInput.from_ints([1] * 1000)
+    datum = tinker.Datum(model_input=row, loss_fn_inputs={"target_tokens": np.ones(1000, np.int64)})
+    passes = [client.forward_backward([datum] * (TOKENS // 1000), "cross_entropy") for _ in range(PASSES)]
+    image = tinker.types.ImageChunk(data=picture(number), format="png", expected_tokens=4)
+    prompt = tinker.ModelInput(chunks=[image]).append_int(5)
+    samples = [sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=8)) for _ in range(SAMPLES)]
+    drawn = sum(len(each.result().sequences) for each in samples)
+    return drawn, sum(len(each.result().loss_fn_outputs) for each in passes)
+
+
+def test_four_sessions_with_all_their_requests_in_flight(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    ended, began = threading.Event(), time.perf_counter()
+    with serving(tmp_path, "--session-seconds", "60") as server, ThreadPoolExecutor() as pool:
+        beats = pool.submit(heartbeats, server, ended)
+        try:
+            found = list(pool.map(drive, [server] * SESSIONS, range(SESSIONS)))
+        finally:
+            ended.set()
+        spent = np.array(beats.result())
+        text = (
+            urllib.request.urlopen(urllib.request.Request(f"{server.url}/metrics", headers={"X-API-Key": server.key}))
+            .read()
+            .decode()
+        )
+    assert found == [(SAMPLES, PASSES * TOKENS // 1000)] * SESSIONS
+    polls = sum(
+        float(line.split()[-1]) for line in text.splitlines() if 'requests_total{route="retrieve_future"' in line
+    )
+    seconds = time.perf_counter() - began
+    print(
+        f"{seconds:.1f} s; heartbeats: 95 % within {1000 * np.quantile(spent, 0.95):.0f} ms; polls per result: {polls / 720:.2f}"
+    )
+    print("\n".join(line for line in text.splitlines() if "pass_" in line or "sample" in line))

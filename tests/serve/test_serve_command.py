@@ -1,0 +1,110 @@
+"""The command: its options, what it prints, and that the printed program works."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataproto.errors import InvalidConfig
+from recipes.serve.front.keys import read_keys
+from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
+
+NOTHING_HEAVY = """
+import sys
+import recipes.serve.front_process, recipes.serve.supervisor, recipes.serve.serve_command
+assert not {"torch", "transformers", "tinker", "ray", "vllm"} & set(sys.modules), set(sys.modules)
+"""
+
+
+def test_options_say_what_is_impossible():
+    config = parse(["--model", "a=/models/a", "b", "--keep-last", "3", "--max-images", "2"])
+    assert (config.models, config.keep_last, config.limits.max_images) == ({"a": "/models/a", "b": None}, 3, 2)
+    for options, told in (
+        ({"host": "0.0.0.0"}, "give a file of keys with --api-keys"),
+        ({"poll_seconds": 50}, "at most 40"),
+        ({"port": 70_000}, "port=70000"),
+        ({"snapshot_steps": 0}, "snapshot_steps=0"),
+        ({"gap_seconds": 0}, "gap_seconds"),
+    ):
+        with pytest.raises(InvalidConfig, match=told):
+            ServeConfig(**options)
+    with pytest.raises(InvalidConfig, match="max_images=0: must be above 0"):
+        LimitsConfig(max_images=0)
+
+
+def test_a_file_of_keys_is_read_strictly_and_an_own_key_is_private(tmp_path):
+    keys = read_keys(None, tmp_path)
+    key = (tmp_path / "api-key").read_text()
+    assert keys.owner(key) == "local"
+    assert read_keys(None, tmp_path).owner(key) == "local"  # the same one at the next start
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("api-key", "signing-secret")] == [0o600, 0o600]
+    file = tmp_path / "keys"
+    for text, told in (("ann: tml-plain", "keys, line 1: must be 'name: sha256"), ("# none\n", "has no key")):
+        file.write_text(text)
+        with pytest.raises(InvalidConfig, match=told):
+            read_keys(file, tmp_path)
+
+
+def test_a_signature_holds_for_its_path_and_time(tmp_path):
+    keys = read_keys(None, tmp_path)
+    signature = keys.signature("a/b", 100)
+    assert keys.signed("a/b", 100, signature, 99)
+    assert not keys.signed("a/b", 100, signature, 100)
+    assert not keys.signed("a/c", 100, signature, 99)
+    assert not keys.signed("a/b", 101, signature, 99)
+
+
+@pytest.mark.slow
+def test_the_front_process_loads_no_torch():
+    subprocess.run([sys.executable, "-c", NOTHING_HEAVY], check=True, timeout=100)
+
+
+@pytest.mark.long
+def test_without_arguments_it_serves_a_small_model_and_prints_a_program_that_works(tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    }
+    code = "import sys; from recipes.commands import main; sys.exit(main(['serve', '--port', '0']))"
+    command = [sys.executable, "-c", code]
+    server = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert server.stdout is not None
+        lines: list[str] = []
+        while not lines or "decode(" not in lines[-1]:
+            line = server.stdout.readline()
+            assert line, "the server ended"
+            lines.append(line)
+        text = "".join(lines)
+        exports = dict(re.findall(r"^export (\w+)=(.*)$", text, re.MULTILINE))
+        exports["TINKER_API_KEY"] = (tmp_path / "outputs/serve/api-key").read_text()
+        program = text[text.index("import tinker") :]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env=environment | exports,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        losses = [float(line.split()[1]) for line in done.stdout.splitlines() if re.fullmatch(r"\d+ [\d.]+", line)]
+        assert losses[-1] < 0.6 * losses[0]
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_missing_checkpoint_is_told_in_one_line(tmp_path):
+    code = "import sys; from recipes.commands import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "serve", "--model", f"a={tmp_path}/nothing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        f"error: model a={tmp_path}/nothing: there is no checkpoint, which would have a config.json",
+    )

@@ -1,0 +1,117 @@
+"""Samples of adapters by vLLM against Hugging Face's forward, and against the Hugging Face engine."""
+
+import numpy as np
+import pytest
+import torch
+
+from dataproto.chunks import EncodedTextChunk
+from helpers.checkpoints import write_checkpoint
+from helpers.served_models import (
+    chunks,
+    hugging_face_logprobs,
+    length,
+    new_model,
+    random_inputs,
+    sample,
+    train,
+    until_done,
+)
+from recipes.serve.backend import Datum, Failure, SampleRequest, Sampling
+from recipes.serve.engine import EngineOptions, InProcessEngine
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS = {"max_lora_rank": 16, "max_context_length": 128, "max_num_seqs": 16, "max_samplers": 1}
+RANKS = {"small": 4, "large": 16}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Engines that sample with vLLM and with Hugging Face, with the same two adapters and the base.
+
+    vLLM has room for one adapter at a time, and so has the engine: the others are read again.
+    """
+    directory = tmp_path_factory.mktemp("vllm")
+    path = write_checkpoint("qwen2_5_vl", directory / "model")
+    engines = {
+        name: InProcessEngine(
+            {"tiny": path}, EngineOptions(sampler=name, vllm_adapters=1, **OPTIONS), torch.device("cpu")
+        )
+        for name in ("vllm", "hf")
+    }
+    prompt = chunks(engines["hf"], "Find", (40, 32), " the angle", (16, 24), " x")  # images of unequal size
+    for name, rank in RANKS.items():
+        new_model(engines["hf"], name, rank, seed=rank)
+        data = Datum(prompt, random_inputs(length(engines["hf"], prompt), "cross_entropy", seed=rank))
+        train(engines["hf"], name, [data])
+        (directory / name).mkdir()
+        engines["hf"].export(name, directory / name)
+    for engine in engines.values():
+        for name in (*RANKS, "base"):
+            engine.open_sampler(name, "tiny", directory / name if name in RANKS else None)
+    return engines["vllm"], engines["hf"], path, prompt, directory
+
+
+def test_sampled_log_probs_are_those_of_a_forward_pass(served):
+    """Of two adapters with a head, and of the base, in flight together. Within 1e-4."""
+    engine, other, path, prompt, directory = served
+    tokens = length(other, prompt)
+    for each in (engine, other):
+        for name in (*RANKS, "base"):
+            each.submit(SampleRequest(name, name, prompt, 2, Sampling(max_tokens=5, seed=7, stop=[])))
+    found, expected = ({one.request_id: one for one in until_done(each, 3)} for each in (engine, other))
+    assert found.keys() == {*RANKS, "base"}
+    for name, result in found.items():
+        for one, theirs in zip(result.samples, expected[name].samples, strict=True):
+            assert one.tokens.tolist() == theirs.tokens.tolist()
+            whole = [*prompt, EncodedTextChunk(one.tokens.tolist())]
+            adapter = directory / name if name in RANKS else None
+            after = hugging_face_logprobs(path, whole, other, adapter)[tokens - 1 : -1]
+            log_probs = after.gather(1, torch.from_numpy(one.tokens).long()[:, None])[:, 0]
+            np.testing.assert_allclose(one.logprobs, log_probs, atol=1e-4, rtol=0)
+
+
+def test_prompts_are_scored_as_by_the_other_engine(served):
+    engine, other, _, prompt, _ = served
+    count = length(other, prompt)
+    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2}
+    targets = np.arange(2 * (count - 1)).reshape(-1, 2)
+    one, theirs = (
+        sample(each, "large", prompt, sampling={"max_tokens": 1}, target_prompt_logprobs=targets, **wanted)
+        for each in (engine, other)
+    )
+    np.testing.assert_allclose(one.prompt_logprobs, theirs.prompt_logprobs, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(one.target_prompt_logprobs, theirs.target_prompt_logprobs, atol=1e-4, rtol=0)
+    for found, expected in (
+        (one.topk_prompt_logprobs, theirs.topk_prompt_logprobs),
+        (one.samples[0].topk, theirs.samples[0].topk),
+    ):
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[1], expected[1], atol=1e-4, rtol=0)
+
+
+def test_stops_and_greedy_answers_are_those_of_the_other_engine(served):
+    engine, other, _, prompt, _ = served
+    free = sample(other, "small", prompt, sampling={"max_tokens": 20, "stop": []}).samples[0].tokens
+    text = other.base("tiny").renderer.builder.tokenizer.decode(free[6:8])
+    for options in ({"stop": text}, {"stop": [int(free[4])]}, {"stop": []}, {"temperature": 0.0}):
+        found, expected = (
+            sample(each, "small", prompt, count=2, sampling={"max_tokens": 20, **options}).samples
+            for each in (engine, other)
+        )
+        assert [one.tokens.tolist() for one in found] == [one.tokens.tolist() for one in expected]
+        assert [one.stop_reason for one in found] == [one.stop_reason for one in expected]
+
+
+def test_requests_are_aborted_and_mistakes_named(served):
+    engine, _, _, prompt, _ = served
+    for name in ("a", "b"):
+        engine.submit(SampleRequest(name, "small", prompt, 2, Sampling(3, stop=[])))
+    engine.abort(["a"])
+    assert [result.request_id for result in until_done(engine, 1)] == ["b"]
+    engine.submit(SampleRequest("long", "small", prompt, 1, Sampling(500)))
+    ((name, failed),) = until_done(engine, 1)
+    assert name == "long"
+    assert isinstance(failed, Failure)
+    assert "exceed the model's context of 128 tokens" in failed.message
+    assert engine.poll() == []
