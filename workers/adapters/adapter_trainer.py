@@ -12,8 +12,11 @@ from rollout.adapters.router import Route
 from rollout.image_features import ImageFeatures
 from rollout.prompts import PlacedSequence
 from workers.adapters.adapted_logprobs import adapted_log_probs
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import compute_dtype
+from workers.parallel import parallelize
+from workers.ranks.mesh import Ranks
 from workers.training.loading import checkpoint_family
 
 Gradients = Mapping[Adapter, list[Tensor | None]]
@@ -38,11 +41,18 @@ class AdapterTrainer:
     Rows with the same adapter are computed one after the other, and all rows of a part in one pass over the base.
     """
 
-    def __init__(self, model_path: str, device: torch.device | None = None, token_budget: int = 16_384) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        device: torch.device | None = None,
+        token_budget: int = 16_384,
+        activation_checkpointing: bool = False,
+    ) -> None:
         """Loads the checkpoint at ``model_path``: in bfloat16 on CUDA, in float32 elsewhere.
 
         Args:
             token_budget: tokens of a part; a longer row is a part of its own.
+            activation_checkpointing: the backward pass computes layers again instead of keeping their activations.
 
         Raises:
             InvalidConfig, UnknownModel: see `checkpoint_family`.
@@ -55,6 +65,8 @@ class AdapterTrainer:
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.packed = PackedVLM(self.model, self.family, temperature=1.0)
         self.router = AdapterRouter(self.model, self.family)
+        if activation_checkpointing:
+            parallelize(self.packed, Ranks(), ModelConfig(activation_checkpointing="full"))
         self.features = ImageFeatures(self.model, self.family, self.device)
 
     def new_adapter(self, config: AdapterConfig, seed: int) -> Adapter:
@@ -72,11 +84,13 @@ class AdapterTrainer:
         """
         gradients: dict[Adapter, list[Tensor | None]] = {}
         for part in self.parts(rows):
-            with torch.set_grad_enabled(backward):
-                total = loss_of(part, self.log_probs([rows[number] for number in part]))
-            if total is not None and total.requires_grad:
-                adapters = dict.fromkeys(each for number in part if (each := rows[number].adapter) is not None)
-                _add_gradients(gradients, total, [each for each in adapters if each.trained])
+            mine = [rows[number] for number in part]
+            with self.router.routed(runs_of(mine)):  # in the backward pass, too: it may compute layers again
+                with torch.set_grad_enabled(backward):
+                    total = loss_of(part, self.log_probs(mine))
+                if total is not None and total.requires_grad:
+                    adapters = dict.fromkeys(row.adapter for row in mine if row.adapter is not None)
+                    _add_gradients(gradients, total, [each for each in adapters if each.trained])
         return gradients
 
     def parts(self, rows: Sequence[ScoredRow]) -> list[list[int]]:
@@ -95,7 +109,7 @@ class AdapterTrainer:
 
     def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
         """Log-probs of each row's targets, ``(N, K)`` float32 each, by one pass over the base."""
-        runs: list[Run] = [(row.adapter, len(row.rendered)) for row in rows]
+        runs = runs_of(rows)
         return self._head(self._states([row.rendered for row in rows], runs), rows, runs)
 
     @torch.no_grad()
@@ -133,6 +147,11 @@ class AdapterTrainer:
         lengths = [len(row.rendered) for row in rows]
         by_row = torch.cat(found).split(lengths)
         return [values[:, : row.targets.shape[1]] for values, row in zip(by_row, rows, strict=True)]
+
+
+def runs_of(rows: Sequence[ScoredRow]) -> list[Run]:
+    """All tokens of each row with its adapter."""
+    return [(row.adapter, len(row.rendered)) for row in rows]
 
 
 def _add_gradients(gradients: dict[Adapter, list[Tensor | None]], total: Tensor, adapters: Sequence[Adapter]) -> None:

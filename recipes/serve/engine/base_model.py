@@ -23,7 +23,7 @@ class BaseModel:
     def __init__(self, path: str, options: EngineOptions, device: torch.device | None = None) -> None:
         """Loads the checkpoint at ``path``."""
         self.path, self.options = path, options
-        self.trainer = AdapterTrainer(path, device, options.token_budget)
+        self.trainer = AdapterTrainer(path, device, options.token_budget, options.activation_checkpointing)
         self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
         self.images = ContentStore(options.image_bytes)
         text = self.trainer.model.config.get_text_config()
