@@ -60,6 +60,7 @@ def test_the_next_batch_is_decoded_before_the_update(given, one_process, tmp_pat
     assert ahead[1]["actor/loss"] == pytest.approx(on_policy[1]["actor/loss"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, tmp_path):
     """Two engines; new weights come in the middle of a step, and groups are learned from at most two updates later."""
     carrying = "--rollout.ahead --rollout.over-ask 2 --rollout.parts 2 --eval-every 9"
@@ -75,6 +76,7 @@ def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, 
     assert_same_run(tmp_path / "again", tmp_path / "run")
 
 
+@pytest.mark.long
 def test_an_early_update_makes_the_run_that_waits(given, tmp_path):
     """Two ranks learn from the first groups while an engine decodes the others."""
     whole = [*given, "--algorithm.minibatch", "None", "--steps", "2", "--eval-every", "9"]
