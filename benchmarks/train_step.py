@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours --layout tp=2,pp=2
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size moe --parts ours --layout dp=4,ep=4
 
-Weights are random, sizes those of Qwen2.5-VL and, ``moe``, of Qwen3-VL-30B-A3B with 16 of its 48 layers. Prompts have 50 to 300
-text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), prompt and response at
+Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and, ``moe``, of Qwen3-VL-30B-A3B with 16 of its 48 layers. Prompts
+have 50 to 300 text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), both at
 most 4,096 together; at size ``tiny`` a tenth of that. MFU counts the operations that the step requires
 (`workers.training.accounting`) over the time of the whole step and the device's peak in bfloat16.
 
@@ -219,7 +219,7 @@ class Bench:
         half = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         torch.manual_seed(0)
         with self.device:
-            model = transformers.Qwen2_5_VLForConditionalGeneration._from_config(
+            model = transformers.AutoModelForImageTextToText.from_config(
                 self.config, attn_implementation="sdpa", dtype=half
             )
         model.train()
@@ -365,7 +365,7 @@ def arguments_of() -> argparse.Namespace:
     world = int(os.environ.get("WORLD_SIZE", 1))
     for name, value in (
         ("compile", on_gpu),
-        ("optimizer", arguments.size != "7b" or world > 1),
+        ("optimizer", arguments.size not in ("7b", "qwen3.5-9b") or world > 1),
         ("padded_checkpointing", on_gpu),
     ):
         if getattr(arguments, name) is None:

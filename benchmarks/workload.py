@@ -47,7 +47,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-VOCABULARY = {"3b": 151_936, "7b": 152_064, "moe": 151_936}
+VOCABULARY = {"3b": 151_936, "7b": 152_064, "moe": 151_936, "qwen3.5-9b": 248_320}
 MOE_VISION = {
     "depth": 27,
     "hidden_size": 1152,
@@ -85,8 +85,28 @@ TINY_MOE_TEXT = MOE_TEXT | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-SIZES = (*TEXT, "moe", "tiny-moe")
-"""Qwen2.5-VL's, and Qwen3-VL-30B-A3B with 16 of its 48 layers."""
+HYBRID_TEXT = {  # of Qwen3.5-9B
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+TINY_HYBRID_TEXT = TEXT["tiny"] | {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+SIZES = (*TEXT, "moe", "tiny-moe", "qwen3.5-9b", "tiny-qwen3.5")
+"""Qwen2.5-VL's, Qwen3-VL-30B-A3B with 16 of its 48 layers, and Qwen3.5-9B."""
 
 
 @dataclass(frozen=True)
@@ -109,26 +129,17 @@ def shape_of(size: str) -> Shape:
 
 
 def model_config(size: str) -> Any:
-    words, tiny, sparse = VOCABULARY.get(size, 1024), size.startswith("tiny"), size.endswith("moe")
-    sections = [4, 6, 6] if tiny else [24, 20, 20] if sparse else [16, 24, 24]
-    text: dict[str, Any] = {
+    words, tiny = VOCABULARY.get(size, 1024), size.startswith("tiny")
+    kind, text, vision = _parts(size, tiny)
+    shared = {
         "vocab_size": words,
         "max_position_embeddings": 32_768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": size == "3b",
     }
-    if sparse:
-        text["rope_parameters"]["mrope_interleaved"] = True
-        text |= TINY_MOE_TEXT if tiny else MOE_TEXT
-        vision = TINY_MOE_VISION if tiny else MOE_VISION
-    else:
-        text |= TEXT[size]
-        vision = VISION | (TINY_VISION if tiny else {})
-    kind = transformers.Qwen3VLMoeConfig if sparse else transformers.Qwen2_5_VLConfig
     return kind(
-        text_config=text,
+        text_config=shared | text,
         vision_config=vision | {"out_hidden_size": text["hidden_size"]},
         image_token_id=words - 8,
         video_token_id=words - 7,
@@ -136,6 +147,24 @@ def model_config(size: str) -> Any:
         vision_end_token_id=words - 5,
         tie_word_embeddings=size == "3b",
     )
+
+
+def _parts(size: str, tiny: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The class of a config, and what is special in its text and vision parts."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+    interleaved = rope | {"mrope_interleaved": True}
+    if "qwen3.5" in size:
+        sections = [4, 2, 2] if tiny else [12, 10, 10]
+        text = TINY_HYBRID_TEXT if tiny else HYBRID_TEXT
+        text = text | {"rope_parameters": interleaved | {"mrope_section": sections, "partial_rotary_factor": 0.25}}
+        vision = TINY_MOE_VISION if tiny else MOE_VISION
+        return transformers.Qwen3_5Config, text, {k: v for k, v in vision.items() if k != "deepstack_visual_indexes"}
+    if size.endswith("moe"):
+        text = TINY_MOE_TEXT if tiny else MOE_TEXT
+        text = text | {"rope_parameters": interleaved | {"mrope_section": [4, 6, 6] if tiny else [24, 20, 20]}}
+        return transformers.Qwen3VLMoeConfig, text, TINY_MOE_VISION if tiny else MOE_VISION
+    text = TEXT[size] | {"rope_parameters": rope | {"mrope_section": [4, 6, 6] if tiny else [16, 24, 24]}}
+    return transformers.Qwen2_5_VLConfig, text, VISION | (TINY_VISION if tiny else {})
 
 
 def make_batch(config: Any, shape: Shape, prompts: int, samples: int, seed: int) -> DataProto:

@@ -66,14 +66,6 @@ def dense_layer_weights(text: Any) -> int:
     return attention_weights(text) + 3 * int(text.hidden_size * text.intermediate_size)
 
 
-def language_flops(text: Any, layer_weights: Sequence[int], lengths: Tensor) -> Tensor:
-    """Operations ``(B, 2)`` int64 of the decoder layers, linear and attention, for causal segments of ``lengths (B,)`` tokens."""
-    pairs = lengths * (lengths + 1) // 2
-    return torch.stack(
-        [2 * sum(layer_weights) * lengths, 4 * attention_width(text) * len(layer_weights) * pairs], dim=1
-    )
-
-
 def logit_flops(text: Any) -> int:
     """Operations of the output projection for one token."""
     return 2 * int(text.hidden_size * text.vocab_size)
@@ -258,6 +250,13 @@ class ForwardCosts(ABC):
             lead = lead + torch.where(repeats_previous_row(media), vision, 0)
         return whole - lead, lead
 
+    def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
+        """Operations ``(B,)`` int64 that mix tokens in all decoder layers, beside `layer_weights`, for causal segments of
+        ``lengths (B,)`` tokens. Default: full attention in every layer.
+        """
+        return 4 * attention_width(text) * int(text.num_hidden_layers) * (lengths * (lengths + 1) // 2)
+
     def _language_flops(self, text: Any, lengths: Tensor) -> Tensor:
-        weights = [self.layer_weights(text, layer) for layer in range(text.num_hidden_layers)]
-        return language_flops(text, weights, lengths)
+        """Operations ``(B, 2)`` int64 of the decoder layers: of weights, and what mixes tokens."""
+        weights = sum(self.layer_weights(text, layer) for layer in range(text.num_hidden_layers))
+        return torch.stack([2 * weights * lengths, self.mixing_flops(text, lengths)], dim=1)

@@ -6,6 +6,7 @@ their paths alone, so a model may be wrapped or sharded as long as these paths e
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,12 @@ class VLMFamily(ForwardCosts):
     decoder_layers: str = "model.language_model.layers"
     final_norm: str = "model.language_model.norm"
     head: str = "lm_head"
+    recurrent_mixers: str | None = None
+    """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
+    float32_weights: tuple[str, ...] = ()
+    """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
+    unused_weights: tuple[str, ...] = ()
+    """Patterns of weights in checkpoints that the model does not load. An export keeps them as they were."""
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
     tensor_plan: TensorPlan = DECODER_PLAN
@@ -384,6 +391,10 @@ class VLMFamily(ForwardCosts):
         tokenizer and the image processor. vLLM needs them to expand prompts. Default: none.
         """
         return {}
+
+    def in_float32(self, name: str) -> bool:
+        """Whether the parameter of this name is one of `float32_weights`."""
+        return any(fnmatchcase(name, pattern) for pattern in self.float32_weights)
 
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """A parameter under the name and in the layout of the family's checkpoints, which rollout engines load.

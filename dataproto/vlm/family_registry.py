@@ -16,6 +16,8 @@ _SHIPPED = {
     "qwen2_5_vl": "dataproto.vlm.families.qwen2_5_vl:Qwen25VL",
     "qwen3_vl": "dataproto.vlm.families.qwen3_vl:Qwen3VL",
     "qwen3_vl_moe": "dataproto.vlm.families.qwen3_vl:Qwen3VLMoe",
+    "qwen3_5": "dataproto.vlm.families.qwen3_5:Qwen35",
+    "qwen3_5_moe": "dataproto.vlm.families.qwen3_5:Qwen35Moe",
     "internvl": "dataproto.vlm.families.internvl:InternVL",
     "glm4v": "dataproto.vlm.families.glm4v:GLM4V",
     "smolvlm": "dataproto.vlm.families.idefics3:SmolVLM",

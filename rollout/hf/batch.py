@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from rollout.hf.kept_prefixes import LayerCache, Prefix
+from rollout.hf.kept_prefixes import Prefix
+from rollout.hf.layer_caches import (
+    LayerCache,
+    add_rows,
+    can_join,
+    fill_layer,
+    row_cache,
+    select_rows,
+    select_tokens,
+)
 from rollout.hf.open_requests import OpenRequest
 
 
@@ -36,7 +44,8 @@ class Batch:
             self.running[chosen],
             self.seeds[chosen],
         )
-        self.cache.batch_select_indices(index)
+        for layer in self.layers:
+            select_rows(layer, index)
         self.attention_mask, self.hidden = self.attention_mask[index], self.hidden[index]
         self.next_position = self.next_position[..., index, :]
 
@@ -54,13 +63,13 @@ class Batch:
 
     @property
     def layers(self) -> list[Any]:
-        """The layers of the cache, with ``keys`` and ``values (W, heads, T, D)``."""
+        """The layers of the cache; see `rollout.hf.layer_caches`."""
         return self.cache.layers
 
     @property
     def can_grow(self) -> bool:
-        """Whether other rows can be added, and rows kept: all layers cache every token."""
-        return all(type(layer) is DynamicLayer for layer in self.layers)
+        """Whether other rows can be added, and rows kept."""
+        return can_join(self.layers)
 
     def join(self, other: "Batch") -> None:
         """Adds the rows of another batch. Finished rows, and columns that no row attends to, are removed."""
@@ -69,9 +78,7 @@ class Batch:
         self._trim()
         length = max(self.attention_mask.shape[1], other.attention_mask.shape[1])
         for mine, others in zip(self.layers, other.layers, strict=True):
-            for name in ("keys", "values"):
-                parts = (_lengthened(getattr(layer, name), length) for layer in (mine, others))
-                setattr(mine, name, torch.cat(tuple(parts)))
+            add_rows(mine, others, length)
         masks = (pad(mask, (length - mask.shape[1], 0)) for mask in (self.attention_mask, other.attention_mask))
         self.attention_mask = torch.cat(tuple(masks))
         self.next_position = torch.cat([self.next_position, other.next_position], dim=-2)
@@ -85,12 +92,12 @@ class Batch:
         if len(columns) < self.attention_mask.shape[1]:
             self.attention_mask = self.attention_mask[:, columns]
             for layer in self.layers:
-                layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
+                select_tokens(layer, columns)
 
     def cache_of(self, row: int) -> list[LayerCache]:
         """A copy of the row's part of the cache, without padding."""
         columns = self.attention_mask[row].nonzero().squeeze(-1)
-        return [(layer.keys[row][:, columns], layer.values[row][:, columns]) for layer in self.layers]
+        return [row_cache(layer, row, columns) for layer in self.layers]
 
 
 def stack_prefixes(prefixes: list[Prefix], config: Any, device: torch.device) -> tuple[DynamicCache, Tensor]:
@@ -99,13 +106,7 @@ def stack_prefixes(prefixes: list[Prefix], config: Any, device: torch.device) ->
     cache = DynamicCache(config=config)
     caches = [prefix.cache or [] for prefix in prefixes]
     for number, layers in enumerate(zip(*caches, strict=True)):
-        keys, values = (torch.stack([_lengthened(layer[part], length) for layer in layers]) for part in (0, 1))
-        cache.update(keys, values, number)
+        fill_layer(cache, number, layers, length)
     places = torch.arange(length, device=device)
     starts = torch.tensor([length - prefix.cached_tokens for prefix in prefixes], device=device)
     return cache, (places >= starts[:, None]).long()
-
-
-def _lengthened(states: Tensor, length: int) -> Tensor:
-    """States ``(..., T, D)`` with padding before them, up to this number of tokens."""
-    return pad(states, (0, 0, length - states.shape[-2], 0))

@@ -13,6 +13,7 @@ from dataproto.vlm.family import VLMFamily
 from rollout.continuation import Media, shown_media
 from rollout.hf.batch import Batch, stack_prefixes
 from rollout.hf.kept_prefixes import Prefix
+from rollout.hf.layer_caches import select_rows
 from rollout.hf.open_requests import OpenRequest
 
 
@@ -47,7 +48,8 @@ class Decoder:
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
 
-        Either all requests continue a prefix that is cached, or none.
+        Either all requests continue a prefix that is cached, or none. Those of a model with recurrent layers then have equal
+        numbers of new tokens: padding behind a prefix would change its state.
         """
         parts: list[Unread] = []
         prompt_of: dict[tuple[int, ...], int] = {}
@@ -67,6 +69,17 @@ class Decoder:
         hidden, mask, following = self._run(parts, cache, earlier.to(self.device))
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
+
+    def alike(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
+        """The requests in groups that `read` takes."""
+        groups: dict[int, list[OpenRequest]] = {}
+        for row in requests:
+            if row.prefix is None:
+                groups.setdefault(-1, []).append(row)
+            else:
+                new = len(row.request.input_ids) + len(row.token_ids) - row.prefix.cached_tokens
+                groups.setdefault(new if self.family.recurrent_mixers is not None else 0, []).append(row)
+        return list(groups.values())
 
     def _unread(self, row: OpenRequest) -> Unread:
         request, prefix = row.request, row.prefix
@@ -112,7 +125,8 @@ class Decoder:
         hidden: Tensor,
     ) -> Batch:
         index = torch.tensor(prompts, device=self.device)
-        cache.batch_select_indices(index)
+        for layer in cache.layers:
+            select_rows(layer, index)
         return Batch(list(requests), cache, mask[index], following[..., index, :], hidden[index])
 
     def advance(self, batch: Batch, tokens: Tensor) -> None:

@@ -184,8 +184,8 @@ class HFEngine:
         for row in chosen:
             if row.prefix is not None and (row.prefix.cache is None or row.scores_prompt):
                 row.prefix = None
-        self._start([row for row in chosen if row.prefix is None])
-        self._start([row for row in chosen if row.prefix is not None])
+        for rows in self._decoder.alike(chosen):
+            self._start(rows)
 
     def _start(self, rows: list[OpenRequest]) -> None:
         """Reads prompts, all of which continue a prefix or none. If one of them is refused, each is read alone."""

@@ -8,9 +8,7 @@ from torch import Tensor
 from dataproto.errors import InvalidConfig
 from rollout.continuation import Media, check_continues
 from rollout.engine import Request
-
-LayerCache = tuple[Tensor, Tensor]
-"""Keys and values ``(heads, T, D)`` of one layer for the T tokens of a row."""
+from rollout.hf.layer_caches import LayerCache
 
 
 @dataclass(eq=False)

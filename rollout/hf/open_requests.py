@@ -8,7 +8,8 @@ import torch
 from dataproto.errors import DataProtoError
 from rollout.continuation import shown_media
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, TopLogProbs
-from rollout.hf.kept_prefixes import LayerCache, Prefix
+from rollout.hf.kept_prefixes import Prefix
+from rollout.hf.layer_caches import LayerCache
 
 
 @dataclass(eq=False)

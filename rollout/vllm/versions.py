@@ -22,7 +22,12 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to training as well
 }
 
-JOINED_WEIGHTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+JOINED_WEIGHTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 """Layers that vLLM fuses, in its order."""
 EXPERTS_MODULE = ".routed_experts"
 """The module that holds experts from 0.29 on. 0.30 omits it in the names of the weights that it has loaded."""

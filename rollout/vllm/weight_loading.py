@@ -44,6 +44,8 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
         held = held[: len(wanted)].reshape(wanted.shape)  # vocabularies are padded
         if is_packed(model) and name.endswith(tuple(EXPERT_WEIGHTS.values())):  # the kernels reorder elements
             held, wanted = held.flatten(1).sort().values, wanted.flatten(1).sort().values
+        if is_packed(model) and name.endswith(".conv1d.weight"):  # across channels
+            held, wanted = held.flatten().sort().values, wanted.flatten().sort().values
         if not torch.equal(held, wanted):
             differing.append(name)
     return differing + sorted(left)
@@ -95,9 +97,10 @@ def _wanted(module: Any, parts: list[Tensor], held: Tensor) -> Tensor:
     if vocabulary is not None:
         return parts[0][vocabulary.org_vocab_start_index : vocabulary.org_vocab_end_index]
     sizes = getattr(module, "output_partition_sizes", [])
-    if len(sizes) > 1 and len(parts) == 1:  # already fused in the checkpoint
-        scale = len(parts[0]) // sum(sizes)
-        parts = list(parts[0].split([size * scale for size in sizes]))
+    if len(sizes) > 1 and len(parts) != len(sizes):  # some are fused already in the checkpoint
+        whole = torch.cat(parts)
+        scale = len(whole) // sum(sizes)
+        parts = list(whole.split([size * scale for size in sizes]))
     if len(parts) == 1:
         return _part(parts[0], tuple(held.shape))
     return torch.cat([_part(part, (size, *held.shape[1:])) for part, size in zip(parts, sizes, strict=True)])

@@ -1,14 +1,21 @@
 """Tiny random models of the Hugging Face classes, one for each family."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from dataproto.vlm import family_of
 
-MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
+MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe")
+MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID_TYPES)
 VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm")
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
@@ -21,6 +28,8 @@ CLASSES = {
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -49,6 +58,8 @@ _VISION = {
     },
 }
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+_VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() if name != "deepstack_visual_indexes"}
+_VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
 _VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
 TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
@@ -56,7 +67,28 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 
 _QWEN3_TEXT = {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 _TEXT_ONLY = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 32}}
-_TEXT = {"qwen3_vl": _QWEN3_TEXT, "qwen3_vl_moe": _QWEN3_TEXT | _EXPERTS}
+_RECURRENT = {  # heads of attention are larger, since a quarter of them is rotated; vLLM's kernel takes recurrent ones from 64 on
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_SPARSE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_TEXT = {
+    "qwen3_5": _RECURRENT,
+    "qwen3_5_moe": _RECURRENT | _SPARSE,
+    "qwen3_vl": _QWEN3_TEXT,
+    "qwen3_vl_moe": _QWEN3_TEXT | _EXPERTS,
+}
 
 
 def tiny_config(model_type: str) -> Any:
@@ -184,6 +216,23 @@ def expand(config: Any, ids: list[int], *grids: tuple[int, int], clip: Any = Non
 def encode_text(text: str) -> list[int]:
     """Token ids of the text that families insert around media."""
     return {"<img>": [START], "</img>": [END]}.get(text, [60 + len(text)])
+
+
+def gradient_tolerance(model_type: str) -> float:
+    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers take differences of sums of decays."""
+    return 1e-4 if model_type in HYBRID_TYPES else 1e-5
+
+
+@contextmanager
+def token_by_token() -> Iterator[None]:
+    """Recurrent layers of Hugging Face compute token after token in here. Their rule by chunks, as ours, takes differences of
+    sums of decays, which costs digits.
+    """
+    with ExitStack() as stack:
+        for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
+            exact = module.torch_recurrent_gated_delta_rule
+            stack.enter_context(mock.patch.object(module, "torch_chunk_gated_delta_rule", exact))
+        yield
 
 
 def placeholder(model_type: str, kind: int = IMAGE) -> list[int]:

@@ -35,7 +35,8 @@ def test_families_are_found_by_type_config_and_model():
 @pytest.mark.parametrize("unknown", ["gpt2", None, SimpleNamespace(), SimpleNamespace(model_type="gpt2")])
 def test_the_error_for_an_unknown_model_lists_the_known_types(unknown):
     with pytest.raises(
-        UnknownModel, match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, internvl, glm4v, smolvlm"
+        UnknownModel,
+        match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, internvl, glm4v, smolvlm",
     ):
         family_of(unknown)
 

@@ -225,7 +225,10 @@ def half_precision_is_near(model_type: str) -> None:
         with mock.patch.object(weights, "BUCKET_BYTES", bucket_bytes):
             halves = dict(worker.named_weights(torch.bfloat16))
         assert list(halves) == list(whole)
-        assert all(torch.equal(half, whole[name].bfloat16()) for name, half in halves.items())
+        for name, half in halves.items():
+            wanted = whole[name] if worker.module.family.in_float32(name) else whole[name].bfloat16()
+            assert half.dtype == wanted.dtype, name
+            assert torch.equal(half, wanted), name
 
 
 def equals_row_by_row(model_type: str) -> None:
@@ -257,6 +260,16 @@ def slices_share_a_micro_batch():
     assert len(micro_batches(rows, alone.module, half)) > 1
     together = actor("qwen2_5_vl", init_ranks(Layout(sp=2), CPU), token_budget=half)
     assert len(together.model.micro_batches(rows)) == 1
+
+
+def decays_stay_in_float32():
+    """The parameters of a recurrence that must not be rounded are gathered as they are; projections in bfloat16."""
+    worker, seen = actor("qwen3_5", two(), dtype="bfloat16"), {}
+    mixer = worker.module.model.model.language_model.layers[0].linear_attn
+    for part, name in ((mixer, "A_log"), (mixer, "dt_bias"), (mixer.out_proj, "weight")):
+        part.register_forward_pre_hook(lambda used, _, name=name: seen.update({name: getattr(used, name).dtype}))
+    worker.log_probs(mixed_rows("qwen3_5")[:2])
+    assert seen == {"A_log": torch.float32, "dt_bias": torch.float32, "weight": torch.bfloat16}
 
 
 FEW = ("qwen2_5_vl", "qwen3_vl")
@@ -296,6 +309,8 @@ SCENARIOS = {
     "saved adapters": partial(saving_and_loading_continues_to_the_bit, "qwen2_5_vl", **VISION_LORA),
     "token budget": slices_share_a_micro_batch,
     "half precision": partial(half_precision_is_near, "qwen2_5_vl"),
+    "half precision, recurrent": partial(half_precision_is_near, "qwen3_5"),
+    "decays": decays_stay_in_float32,
 }
 
 MORE_SCENARIOS = {

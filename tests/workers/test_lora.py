@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.processes import run_ranks
-from helpers.tiny_models import CLASSES, MODEL_TYPES, VLM_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import CLASSES, MODEL_TYPES, MOE_TYPES, VLM_TYPES, tiny_config, tiny_model
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
@@ -68,7 +68,7 @@ def test_named_weights_are_those_of_the_base_model_with_adapters_merged(adapted,
     assert any(name.endswith("layers.1.self_attn.q_proj.weight") for name in changed)
     assert not any("embed_tokens" in name or "lm_head" in name or "norm" in name for name in changed)
     experts = {name for name in weights if ".experts." in name}
-    assert len(experts) == (4 if model_type == "qwen3_vl_moe" else 0)  # two weights in each of two layers
+    assert len(experts) == (4 if model_type in MOE_TYPES else 0)  # two weights in each of two layers
     assert experts <= changed
     assert not any(name.endswith("mlp.gate.weight") for name in changed)  # routers
     model.load_state_dict(weights, strict=False)

@@ -1,5 +1,5 @@
 """The packed model compared with the forward pass of Hugging Face, row by row, in float32: log-probs within 1e-5 absolute, each
-parameter's gradient within 1e-5 of its norm."""
+parameter's gradient within 1e-5 of its norm, 1e-4 with recurrent layers."""
 
 import copy
 
@@ -10,7 +10,7 @@ from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
-from helpers.tiny_models import MODEL_TYPES, TILED, tiny_model
+from helpers.tiny_models import MODEL_TYPES, TILED, gradient_tolerance, tiny_model
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
@@ -52,7 +52,9 @@ def test_log_probs_and_gradients_are_equal(model):
             assert ours[name].grad is None or not ours[name].grad.any(), name
             continue
         error = (ours[name].grad - parameter.grad).norm()
-        assert error <= 1e-5 * parameter.grad.norm() + 1e-8, f"{name}: {error} of {parameter.grad.norm()}"
+        assert error <= gradient_tolerance(model.config.model_type) * parameter.grad.norm() + 1e-8, (
+            f"{name}: {error} of {parameter.grad.norm()}"
+        )
 
 
 def test_a_prompt_with_several_samples_is_computed_once(model):

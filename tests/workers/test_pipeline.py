@@ -30,7 +30,7 @@ from workers.training.forward_pass import pack, sharing
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "qwen3")
+MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "smolvlm", "qwen3")
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 
@@ -40,7 +40,7 @@ def config_with_layers(model_type, layers=2, tied=False):
     text = config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1] * layers
+        text.layer_types = (text.layer_types * layers)[:layers]
     return config
 
 

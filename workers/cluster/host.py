@@ -107,9 +107,12 @@ class Host:
         self.channel = WeightChannel(store, rank, size, self.device, timeout_s)
 
     def send_weights(self, role: str, dtype: torch.dtype | None = None) -> None:
-        """Sends a role's weights, in ``dtype``, through the channel. All ranks gather them; the one with the channel sends."""
+        """Sends a role's weights through the channel. All ranks gather them; the one with the channel sends.
+
+        ``dtype``: as for the role's ``named_weights``.
+        """
         self.report(f"{role}: sending weights")
-        weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in self.roles[role].named_weights(dtype))
+        weights = self.roles[role].named_weights(dtype)
         if self.channel is not None:
             self.channel.send(weights)
         else:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -11,39 +11,45 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from dataproto.transfer import all_gather_equal
+from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name, is_adapted, merged_weight
 from workers.ranks.mesh import Ranks
 
 BUCKET_BYTES = 1 << 29  # tensors are gathered together up to this size
 
 
-def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, in_float32: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yields (parameter name of the base model, full tensor) pairs, with adapters merged into the weights that they adapt.
 
     Collective: all ranks of the model must iterate. Sharded tensors are gathered a bucket at a time.
 
     Args:
-        dtype: in which sharded tensors are gathered, by default their own. A narrower dtype reduces the traffic.
+        dtype: of the tensors, by default their own. A narrower dtype reduces the traffic.
+        in_float32: whether a parameter of the base model keeps its own dtype (`VLMFamily.in_float32`).
     """
     bucket: list[tuple[str, DTensor]] = []
-    filled = 0
+    filled, kind = 0, torch.float32
     for name, parameter in model.named_parameters():
         base = base_name(name)
         if base is None:
             continue
+        wanted = parameter.dtype if dtype is None or (in_float32 is not None and in_float32(base)) else dtype
         adapted = is_adapted(model, name)
         if not adapted and _is_row_sharded(parameter):
-            size = parameter.numel() * (dtype or parameter.dtype).itemsize
-            if bucket and (filled + size > BUCKET_BYTES or not _same_mesh_and_dtype(parameter, bucket[0][1])):
-                yield from _gather_bucket(bucket, dtype)
+            size = parameter.numel() * wanted.itemsize
+            alike = bucket and parameter.device_mesh == bucket[0][1].device_mesh and wanted == kind
+            if bucket and (filled + size > BUCKET_BYTES or not alike):
+                yield from _gather_bucket(bucket, kind)
                 bucket, filled = [], 0
             bucket.append((name, parameter))
-            filled += size
+            filled, kind = filled + size, wanted
             continue
-        yield from _gather_bucket(bucket, dtype)
+        yield from _gather_bucket(bucket, kind)
         bucket, filled = [], 0
-        yield base, merged_weight(model, name, full_tensor) if adapted else full_tensor(parameter, dtype)
-    yield from _gather_bucket(bucket, dtype)
+        yield base, (merged_weight(model, name, full_tensor) if adapted else full_tensor(parameter, wanted)).to(wanted)
+    yield from _gather_bucket(bucket, kind)
 
 
 def _is_row_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
@@ -51,42 +57,45 @@ def _is_row_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
     return isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
 
 
-def _same_mesh_and_dtype(one: DTensor, other: DTensor) -> bool:
-    return one.device_mesh == other.device_mesh and one.dtype == other.dtype
-
-
-def _gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Gathers the full tensors of a bucket by one collective."""
     if not bucket:
         return
     first = bucket[0][1]
-    mesh, gather_dtype = first.device_mesh, dtype or first.dtype
+    mesh = first.device_mesh
     # All ranks hold the same number of rows, except that the last ranks may hold fewer; their padding is never read.
     shapes = [(-(-len(weight) // mesh.size()), *weight.shape[1:]) for _, weight in bucket]
     sizes = [math.prod(shape) for shape in shapes]
-    mine = torch.empty(sum(sizes), dtype=gather_dtype, device=mesh.device_type)
+    mine = torch.empty(sum(sizes), dtype=dtype, device=mesh.device_type)
     for part, (_, weight) in zip(mine.split(sizes), bucket, strict=True):
         local = weight.to_local().detach()
         part[: local.numel()].copy_(local.reshape(-1))
-    gathered = torch.empty(mesh.size() * len(mine), dtype=gather_dtype, device=mine.device)
+    gathered = torch.empty(mesh.size() * len(mine), dtype=dtype, device=mine.device)
     all_gather_equal(gathered, mine, group=mesh.get_group())
     by_rank = gathered.view(mesh.size(), -1)
     for parts, shape, (name, weight) in zip(by_rank.split(sizes, dim=1), shapes, bucket, strict=True):
         yield name, parts.reshape(-1, *shape[1:])[: len(weight)]
 
 
-def all_named_weights(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def all_named_weights(
+    model: nn.Module,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    in_float32: Callable[[str], bool] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """`named_weights` of all pipeline stages on every rank, stage by stage. A weight that two stages hold is yielded once."""
     group = ranks.group("pp")
     if group is None:
-        yield from named_weights(model, dtype)
+        yield from named_weights(model, dtype, in_float32)
         return
     entries = [
-        (name, weight.shape, dtype or weight.dtype) for name, weight in model.named_parameters() if base_name(name)
+        (name, weight.shape, weight.dtype if dtype is None or (in_float32 and in_float32(base)) else dtype)
+        for name, weight in model.named_parameters()
+        if (base := base_name(name))
     ]
     yielded: set[str] = set()
     for rank, stage in enumerate(ranks.all_gather(entries, "pp")):
-        mine = named_weights(model, dtype) if rank == ranks.rank("pp") else None
+        mine = named_weights(model, dtype, in_float32) if rank == ranks.rank("pp") else None
         for name, shape, kind in stage:
             base = base_name(name) or name
             weight = None if mine is None else next(mine)[1].to(kind).contiguous()
@@ -97,6 +106,11 @@ def all_named_weights(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None 
             distributed.broadcast(weight, src=distributed.get_global_rank(group, rank), group=group)
             yield base, weight
         yielded |= {base_name(name) or name for name, _, _ in stage}
+
+
+def float32_weights(model: nn.Module, family: VLMFamily) -> list[nn.Parameter]:
+    """The parameters that are used in float32 whatever the model computes in; see `VLMFamily.float32_weights`."""
+    return [weight for name, weight in model.named_parameters() if family.in_float32(base_name(name) or name)]
 
 
 def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:

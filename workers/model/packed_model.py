@@ -14,6 +14,7 @@ from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
 from workers.model.logprobs import token_log_probs
 from workers.model.patch_embedding import use_linear_patch_embedding
+from workers.model.recurrent import use_packed_recurrence
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class PackedVLM(nn.Module):
     def __init__(self, model: PreTrainedModel, family: VLMFamily, temperature: float) -> None:
         super().__init__()
         use_packed_attention(model)
+        use_packed_recurrence(model, family)
         use_linear_patch_embedding(model)
         self.model = model
         self.family = family

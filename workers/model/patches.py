@@ -26,6 +26,9 @@ REASONS = {
         "Layers read their weights as attributes. Autocast casts a weight at each use, and sums in float32 between layers; "
         "copies in bfloat16 have to take the parameters' places."
     ),
+    "workers.model.recurrent.gated_delta_net": (
+        "transformers' recurrent layers keep packed rows apart by kernels for CUDA alone, and know no rows that share a prompt."
+    ),
     "workers.parallel.activation_checkpointing": (
         "transformers checkpoints layers in training mode alone and without a selection of operators, and outside of the hooks "
         "of FSDP2."

@@ -11,7 +11,7 @@ call.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import torch
@@ -33,12 +33,21 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
 class Precision:
     """The dtype that one model computes in, in its layout."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, options: ModelConfig, device_type: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        options: ModelConfig,
+        device_type: str,
+        exact: Collection[nn.Parameter] = (),
+    ) -> None:
+        """``exact``: parameters that are used in float32 whatever the model computes in."""
         self.dtype = compute_dtype(options.dtype, device_type)
         self.device_type = device_type
         half, sharded = self.dtype == torch.bfloat16, ranks.size("dp", "sp") > 1
         self.autocasts = half and not sharded and ranks.size("tp") > 1
-        self.half_weights = HalfWeights(model) if half and not sharded and not self.autocasts else None
+        casts = half and not sharded and not self.autocasts
+        self.half_weights = HalfWeights(model, exact) if casts else None
 
     def compute(self) -> contextlib.AbstractContextManager[None]:
         """Forward and backward passes in here compute in `dtype`."""
@@ -76,8 +85,10 @@ class HalfWeights:
     (tensor([[1., 1.]]), torch.float32)
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, exact: Collection[nn.Parameter] = ()) -> None:
+        """``exact``: parameters that stay in their places."""
         self.module = module
+        self.exact = frozenset(map(id, exact))
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
 
     @contextlib.contextmanager
@@ -87,7 +98,7 @@ class HalfWeights:
             (owner, name, weight)
             for owner in self.module.modules()
             for name, weight in owner._parameters.items()
-            if weight is not None and weight.dtype == torch.float32
+            if weight is not None and weight.dtype == torch.float32 and id(weight) not in self.exact
         ]
         weights = dict.fromkeys(weight for _, _, weight in places)
         self.copies = {weight: self._copy_of(weight) for weight in weights}

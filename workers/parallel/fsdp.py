@@ -3,7 +3,8 @@
 Groups that are gathered together: each decoder layer, each vision block, the rest of the vision tower (patch embedding and
 mergers), and with the root the remaining weights: embedding, final norm and head. The root stays gathered from the beginning of
 the forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a plain weight, and tied weights are in one
-group. Split experts (`workers.parallel.expert`) form separate groups, over fewer ranks. The tower's group is gathered by the
+group. Split experts (`workers.parallel.expert`) form separate groups, over fewer ranks, and so do the projections of recurrent
+layers and the rest of such a mixer, which stays in float32. The tower's group is gathered by the
 tower's forward, so text-only batches never touch it.
 
 Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the loss of the mini-batch.
@@ -21,6 +22,7 @@ from torch.distributed.tensor import Shard
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import mixed_precision
+from workers.model.recurrent import recurrent_mixers
 from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
@@ -54,6 +56,14 @@ class FullySharded(Transform):
                 mesh=holders,
                 reshard_after_forward=options.reshard_after_forward,
                 shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
+            )
+        for mixer in recurrent_mixers(module.model, module.family).values():
+            projections = [part for name, part in mixer.named_children() if "proj" in name]
+            shard(projections, reshard_after_forward=options.reshard_after_forward)
+            shard(
+                mixer,
+                mp_policy=mixed_precision("float32", mesh.device_type),
+                reshard_after_forward=options.reshard_after_forward,
             )
         tower = module.family.vision_tower
         towers = () if tower is None else (module.model.get_submodule(tower),)

@@ -18,7 +18,8 @@ each rank: `TensorParallel.sum_gradients` adds the parts, once for each optimize
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from math import gcd
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -31,6 +32,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule
 from workers.model.precision import in_autocast_dtype
+from workers.model.recurrent import PackedGatedDeltaNet, channels, check_recurrent_heads
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs
@@ -61,6 +63,8 @@ class TensorParallel(Transform):
             )
         model, family, peers = module.model, module.family, Peers.of(mesh.get_group())
         check_heads(model.config.get_text_config().num_attention_heads, ranks.size("sp"), ranks.size("tp"))
+        if family.recurrent_mixers is not None:
+            check_recurrent_heads(model.config.get_text_config(), ranks.size("sp"), ranks.size("tp"))
         split = _Split(mesh, peers, model.config.get_text_config())
         names = [name for name, _ in model.named_modules()]
         parents: dict[int, nn.Module] = {}  # of layers split by column, which need all tokens
@@ -201,9 +205,9 @@ def _gather_input(
 
 
 def _gather_tokens(x: Tensor, peers: Peers) -> Tensor:
-    """``(1, n, H)`` of every rank joined ``(1, size * n, H)``; gradients are summed, each rank gets its tokens'."""
+    """``(1, n, H)`` or ``(n, H)`` of every rank joined ``(1, size * n, H)``; gradients are summed, a rank gets its tokens'."""
     x = in_autocast_dtype(x)  # as split layers would cast it, which are all that see it: half the traffic
-    return gather_split(x.squeeze(0), peers).unsqueeze(0)
+    return gather_split(x.reshape(-1, x.shape[-1]), peers).unsqueeze(0)
 
 
 def _sum_tokens(x: Tensor, peers: Peers) -> Tensor:
@@ -227,6 +231,8 @@ class _Split:
         """The split layer that replaces ``layer``, a child of ``parent``."""
         if style == "vocabulary":
             return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, self.peers)
+        if style == "recurrent":
+            return self._recurrent(layer)
         if style == "rowwise":
             return RowLinear(self._parameter(name, layer.weight, 1), layer.bias, self.peers)
         if style == "packed_colwise":
@@ -243,6 +249,17 @@ class _Split:
             return HeadsLinear(layer.weight, layer.bias, mine, head_dim)
         bias = None if layer.bias is None else self._parameter(name, layer.bias, 0)
         return ColumnLinear(self._parameter(name, layer.weight, 0), bias)
+
+    def _recurrent(self, mixer: Any) -> nn.Module:
+        """A recurrent mixer that computes this rank's part of the heads; the other layers of it are split by the plan."""
+        forward: PackedGatedDeltaNet = mixer.forward
+        forward.compute_part(self.peers.rank, self.peers.size)
+        block = gcd(mixer.head_k_dim, mixer.head_v_dim)
+        places = torch.arange(mixer.in_proj_qkv.out_features // block)[:, None].expand(-1, block).reshape(-1, 1)
+        mine = channels(mixer, places, forward.share)[::block, 0].tolist()
+        whole = mixer.in_proj_qkv
+        replace_submodule(mixer, "in_proj_qkv", HeadsLinear(whole.weight, whole.bias, mine, block))
+        return cast(nn.Module, mixer)
 
     def _parameter(self, name: str, whole: nn.Parameter, dim: int) -> nn.Parameter:
         if whole.shape[dim] % self.peers.size:

@@ -18,6 +18,7 @@ from workers.model.attention import FLASH_KERNELS, packed_attention, set_attenti
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import in_autocast_dtype
+from workers.model.recurrent import check_recurrent_heads
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, exchange
 from workers.ranks.mesh import Ranks
@@ -38,6 +39,8 @@ class UlyssesParallel(Transform):
         """
         heads, flash = module.model.config.get_text_config().num_attention_heads, self.options.flash_attention
         check_heads(heads, self.ranks.size("sp"), self.ranks.size("tp"))
+        if module.family.recurrent_mixers is not None:
+            check_recurrent_heads(module.model.config.get_text_config(), self.ranks.size("sp"), self.ranks.size("tp"))
         decoder = module.model.get_submodule(module.family.language_model)
         set_attention(decoder, f"ulysses_packed_flash_{flash}", partial(ulysses_attention, flash=FLASH_KERNELS[flash]))
 

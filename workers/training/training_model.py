@@ -15,7 +15,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.packing import MAX_TOKENS
-from workers.model.named_weights import all_named_weights
+from workers.model.named_weights import all_named_weights, float32_weights
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import Precision
 from workers.parallel.pipeline import PipelineParallel
@@ -93,7 +93,8 @@ class TrainingModel:
         self.ranks = ranks or Ranks()
         self.module, self.transforms = load_packed(config, self.device, self.ranks, optimizer is not None, wrap)
         self.pipeline = next((each for each in self.transforms if isinstance(each, PipelineParallel)), None)
-        self.precision = Precision(self.module.model, self.ranks, config, self.device.type)
+        exact = float32_weights(self.module.model, self.module.family)
+        self.precision = Precision(self.module.model, self.ranks, config, self.device.type, exact)
         self.accounting = Accounting(self.device, self.ranks)
         self.saving = Saving()
         self.skipped: list[SkippedStep] = []
@@ -285,9 +286,9 @@ class TrainingModel:
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face parameter name, full tensor), one after the other, adapters merged; all ranks take part.
 
-        ``dtype`` is the dtype in which sharded tensors are gathered; by default their own.
+        ``dtype`` is that of the tensors, by default their own; `VLMFamily.float32_weights` keep theirs.
         """
-        return all_named_weights(self.module.model, self.ranks, dtype)
+        return all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32)
 
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.

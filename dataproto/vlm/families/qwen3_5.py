@@ -1,0 +1,121 @@
+"""Qwen3.5: three of four decoder layers are recurrent (Gated DeltaNet, arXiv:2412.06464), the others attend, with a gate on their
+output. Tower and prompts are those of Qwen3-VL, without its deep features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto.vlm.costs import (
+    attention_weights,
+    attention_width,
+    frame_pairs,
+    merger_weights,
+    patch_weights,
+    tower_flops,
+)
+from dataproto.vlm.family import DECODER_PLAN, TensorPlan, VLMFamily
+from dataproto.vlm.mrope import Pieces
+
+CHUNK = 64  # tokens whose updates of a recurrent state are computed together
+
+RECURRENT_PLAN: TensorPlan = (
+    ("model.language_model.layers.*.linear_attn", "recurrent"),
+    ("model.language_model.layers.*.linear_attn.in_proj_z", "colwise"),
+    ("model.language_model.layers.*.linear_attn.in_proj_b", "colwise"),
+    ("model.language_model.layers.*.linear_attn.in_proj_a", "colwise"),
+    ("model.language_model.layers.*.linear_attn.out_proj", "rowwise"),
+)
+"""Tensor-parallel plan of recurrent layers: their heads are split."""
+
+
+class Qwen35(VLMFamily):
+    """Qwen3.5, dense."""
+
+    model_type = "qwen3_5"
+    videos_by_frame = True
+    recurrent_mixers = "model.language_model.layers.*.linear_attn"
+    float32_weights = (
+        "model.language_model.layers.*.linear_attn.A_log",
+        "model.language_model.layers.*.linear_attn.dt_bias",
+    )
+    unused_weights = ("mtp.*",)  # layers that predict several tokens at once
+    tensor_plan = (*DECODER_PLAN, *RECURRENT_PLAN)
+
+    def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
+        """Each frame is a piece. ``seconds`` are not used: the text before a frame states its time."""
+        frames = torch.repeat_interleave(grids, grids[:, 0], dim=0)
+        frames[:, 0] = 1
+        return Pieces.of_grids(frames, config.vision_config.spatial_merge_size)
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Attention with an output gate, or the projections of a recurrent layer; and the MLP."""
+        return self.mixer_weights(text, layer) + 3 * int(text.hidden_size * text.intermediate_size)
+
+    def mixer_weights(self, text: Any, layer: int) -> int:
+        """Weights that mix tokens in decoder layer number ``layer``."""
+        if text.layer_types[layer] == "full_attention":
+            return attention_weights(text) + int(text.hidden_size) * attention_width(text)
+        keys = int(text.linear_num_key_heads * text.linear_key_head_dim)
+        values = int(text.linear_num_value_heads * text.linear_value_head_dim)
+        projections = 2 * keys + 3 * values + 2 * int(text.linear_num_value_heads)
+        return int(text.hidden_size) * projections + int(text.linear_conv_kernel_dim) * (2 * keys + values)
+
+    def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
+        """Attention in the layers that have it, and the chunked rule of the others; see `recurrence_flops`."""
+        layers = list(text.layer_types)
+        attending = layers.count("full_attention")
+        pairs = lengths * (lengths + 1) // 2
+        return (
+            4 * attention_width(text) * attending * pairs + (len(layers) - attending) * recurrence_flops(text) * lengths
+        )
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Full attention within a frame, and an MLP of two layers."""
+        vision = config.vision_config
+        width = int(vision.hidden_size)
+        return tower_flops(
+            grids,
+            patch=patch_weights(vision, width),
+            block=4 * width**2 + 2 * width * int(vision.intermediate_size),
+            merger=merger_weights(vision, width, int(vision.out_hidden_size)),
+            merge_size=int(vision.spatial_merge_size),
+            width=width,
+            pairs=[frame_pairs(grids)] * int(vision.depth),
+        )
+
+
+class Qwen35Moe(Qwen35):
+    """Qwen3.5 with a mixture of experts in every layer, and one expert that all tokens share."""
+
+    model_type = "qwen3_5_moe"
+    experts = "model.language_model.layers.*.mlp.experts"
+    tensor_plan = (
+        *(entry for entry in Qwen35.tensor_plan if ".mlp." not in entry[0]),
+        ("model.language_model.layers.*.mlp.experts.gate_up_proj", "packed_colwise"),
+        ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
+        ("model.language_model.layers.*.mlp.shared_expert.gate_proj", "colwise"),
+        ("model.language_model.layers.*.mlp.shared_expert.up_proj", "colwise"),
+        ("model.language_model.layers.*.mlp.shared_expert.down_proj", "rowwise"),
+    )
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """What mixes tokens, the router, the experts that a token is sent to, and the shared expert with its gate."""
+        experts = 3 * int(text.num_experts_per_tok * text.moe_intermediate_size + text.shared_expert_intermediate_size)
+        return self.mixer_weights(text, layer) + int(text.hidden_size) * (int(text.num_experts) + 1 + experts)
+
+
+def recurrence_flops(text: Any) -> int:
+    """Operations of the gated delta rule for one token of one layer, computed in chunks of 64 tokens (arXiv:2412.06464, section
+    3.3).
+
+    For each value head with keys of size D and values of size E: products of keys with keys and of queries with keys within the
+    chunk (``2 C D`` each, C the chunk), the triangular system (``C (D + E)``), values read within the chunk (``2 C E``), and
+    four products with the state: what it holds under the keys, what queries read, the outputs and the update (``2 D E`` each,
+    of which the correction is one: three in all).
+    """
+    keys, values = int(text.linear_key_head_dim), int(text.linear_value_head_dim)
+    within = CHUNK * (4 * keys + (keys + values) + 2 * values)
+    return int(text.linear_num_value_heads) * (within + 6 * keys * values)

@@ -1,0 +1,19 @@
+"""Recurrent layers over packed rows: the gated delta rule of Qwen3.5, and short causal convolutions."""
+
+from workers.model.recurrent.gated_delta_net import (
+    HeadShare,
+    PackedGatedDeltaNet,
+    channels,
+    check_recurrent_heads,
+    recurrent_mixers,
+    use_packed_recurrence,
+)
+
+__all__ = [
+    "HeadShare",
+    "PackedGatedDeltaNet",
+    "channels",
+    "check_recurrent_heads",
+    "recurrent_mixers",
+    "use_packed_recurrence",
+]

@@ -1,0 +1,163 @@
+"""The mixer of Qwen3.5's recurrent layers, Gated DeltaNet (arXiv:2412.06464), over packed rows and a part of the heads.
+
+Projections and the gated norm are computed token by token, by the model's own modules. Convolution and recurrence run along the
+rows of the packed sequence (`workers.model.recurrent.packed_rule`), where each head is on its own: so ranks share them by heads,
+as they share attention. Under Ulysses an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back; no state
+travels between ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from dataproto.errors import InvalidConfig, UnsupportedAttention
+from dataproto.vlm import VLMFamily
+from workers.model.patches import replace_forward
+from workers.model.recurrent.packed_rule import packed_convolution, packed_delta_rule
+from workers.model.recurrent.pieces import Pieces
+from workers.ranks.autograd_collectives import Peers, exchange
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """This rank's part of a mixer's heads: part number ``rank`` of ``size``."""
+
+    rank: int = 0
+    size: int = 1
+
+    def inside(self, other: "HeadShare") -> "HeadShare":
+        """This part of another part."""
+        return HeadShare(other.rank * self.size + self.rank, other.size * self.size)
+
+    def of(self, count: int) -> range:
+        """Its places among ``count``."""
+        share = count // self.size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+
+class PackedGatedDeltaNet:
+    """The forward of a ``Qwen3_5GatedDeltaNet`` over packed rows."""
+
+    def __init__(self, mixer: Any) -> None:
+        self.mixer = mixer
+        self.share = HeadShare()
+        """The heads that the projections compute here."""
+
+    def compute_part(self, rank: int, size: int) -> None:
+        """Tells the mixer that its projections compute part number ``rank`` of ``size`` of the heads."""
+        self.share = HeadShare(rank, size)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        key_index: Tensor | None = None,
+        peers: Peers | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Mixed states ``(1, S, H)`` of ``hidden_states (1, S, H)``.
+
+        Args:
+            cu_seq_lens_q, cu_seq_lens_k, key_index: as in `workers.model.attention.packed_attention`.
+            peers: ranks that have the other tokens of the sequence.
+
+        Raises:
+            UnsupportedAttention: there is a mask or a cache, or the boundaries are missing.
+        """
+        if cache_params is not None or attention_mask is not None or cu_seq_lens_q is None:
+            raise UnsupportedAttention(
+                "packed recurrent layers need cu_seq_lens_q and take no mask or cache; for padded batches load a separate model"
+            )
+        mixer = self.mixer
+        parts = [projection(hidden_states)[0] for projection in (mixer.in_proj_qkv, mixer.in_proj_b, mixer.in_proj_a)]
+        gate = mixer.in_proj_z(hidden_states)[0]
+        share = self.share
+        if peers is not None:
+            share = HeadShare(peers.rank, peers.size).inside(share)
+            parts = self._all_tokens(parts, peers)
+        out = self._mix(parts, share, Pieces.of(cu_seq_lens_q, cu_seq_lens_k, key_index))  # (T, h, E)
+        if peers is not None:
+            out = exchange(out.unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)  # (S, heads, E)
+        normed = mixer.norm(out.reshape(-1, mixer.head_v_dim), gate.reshape(-1, mixer.head_v_dim))
+        mixed: Tensor = mixer.out_proj(normed.view(1, len(gate), -1))
+        return mixed
+
+    def _all_tokens(self, parts: list[Tensor], peers: Peers) -> list[Tensor]:
+        """From this rank's tokens ``(S, .)`` of all channels to all tokens ``(T, .)`` of this rank's part, by one message."""
+        qkv, rate, step = parts
+        keys = self.mixer.key_dim // self.share.size
+        split = [*qkv.split([keys, keys, qkv.shape[1] - 2 * keys], dim=1), rate, step]
+        by_rank = [x.unflatten(1, (peers.size, -1)) for x in split]  # (S, ranks, .)
+        widths = [x.shape[-1] for x in by_rank]
+        sent = torch.cat(by_rank, dim=-1).transpose(0, 1).contiguous()
+        received = exchange(sent, peers).flatten(0, 1)
+        *qkv_parts, rate, step = received.split(widths, dim=1)
+        return [torch.cat(qkv_parts, dim=1), rate, step]
+
+    @torch.compiler.disable
+    def _mix(self, parts: list[Tensor], share: HeadShare, pieces: Pieces) -> Tensor:
+        """Values ``(T, h, E)`` that the heads of ``share`` read, from their projections ``(T, .)``."""
+        mixer = self.mixer
+        qkv, rate, step = parts
+        mixed = silu(packed_convolution(qkv, channels(mixer, mixer.conv1d.weight.squeeze(1), share), pieces))
+        keys, values = share.of(mixer.num_k_heads), share.of(mixer.num_v_heads)
+        width = len(keys) * mixer.head_k_dim
+        query, key, value = mixed.split([width, width, len(values) * mixer.head_v_dim], dim=1)
+        query, key = (x.unflatten(1, (len(keys), -1)) for x in (query, key))
+        repeats = len(values) // len(keys)
+        if repeats > 1:
+            query, key = (x.repeat_interleave(repeats, dim=1) for x in (query, key))
+        here = slice(values.start, values.stop)
+        decay = -mixer.A_log[here].float().exp() * softplus(step.float() + mixer.dt_bias[here].float())
+        return packed_delta_rule(
+            query, key, value.unflatten(1, (len(values), -1)), decay, rate.float().sigmoid(), pieces
+        )
+
+
+def channels(mixer: Any, weight: Tensor, share: HeadShare) -> Tensor:
+    """The rows of ``weight (C, .)``, one for each channel of queries, keys and values, that belong to a part of the heads."""
+    if share.size == 1:
+        return weight
+    keys, values = share.of(mixer.num_k_heads), share.of(mixer.num_v_heads)
+    parts = [
+        weight.narrow(0, begin + heads.start * size, len(heads) * size)
+        for begin, heads, size in (
+            (0, keys, mixer.head_k_dim),
+            (mixer.key_dim, keys, mixer.head_k_dim),
+            (2 * mixer.key_dim, values, mixer.head_v_dim),
+        )
+    ]
+    return torch.cat(parts)
+
+
+def use_packed_recurrence(model: nn.Module, family: VLMFamily) -> None:
+    """Makes the recurrent layers of ``model``, if its family has some, run over packed rows."""
+    for mixer in recurrent_mixers(model, family).values():
+        replace_forward(mixer, PackedGatedDeltaNet(mixer))
+
+
+def recurrent_mixers(model: nn.Module, family: VLMFamily) -> Mapping[str, Any]:
+    """The modules of ``model`` that `VLMFamily.recurrent_mixers` names, by path."""
+    pattern = family.recurrent_mixers
+    if pattern is None:
+        return {}
+    return {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}
+
+
+def check_recurrent_heads(text: Any, sp: int, tp: int) -> None:
+    """Raises `InvalidConfig` unless sp x tp divides the key heads of the recurrent layers."""
+    heads = text.linear_num_key_heads
+    if heads % (sp * tp):
+        fitting = [degree for degree in range(1, heads + 1) if heads % degree == 0]
+        raise InvalidConfig(
+            f"layout.sp={sp} x layout.tp={tp} = {sp * tp} must divide the {heads} key heads of this model's recurrent layers: "
+            f"use one of {fitting}"
+        )

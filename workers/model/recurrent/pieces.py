@@ -1,0 +1,139 @@
+"""Which token each packed token comes after, and the pieces of the packed sequence that a recurrence runs over.
+
+Attention of a row that shares its prompt reads the keys of the row whose prompt it is (`dataproto.packing.PackedRows`). A
+recurrence has one state instead of keys, so the row goes on from the state behind that prompt. For this the sequence is cut into
+pieces: at each row's start, and where other rows branch off. A piece starts from the final state of another piece, or from zero.
+
+Letters: T packed tokens, S segments, K keys, P pieces.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import UnsupportedAttention
+
+
+def previous_tokens(cu_seqlens: Tensor, key_cu_seqlens: Tensor, key_index: Tensor | None) -> Tensor:
+    """The token ``(T,)`` int64 that each packed token follows, -1 for the first token of a row.
+
+    Args:
+        cu_seqlens: ``(S + 1,)`` boundaries of segments among tokens; key_cu_seqlens among keys.
+        key_index: ``(K,)`` tokens that are keys, ``None`` if each segment has its own; see `PackedRows`.
+
+    >>> bounds = torch.tensor([0, 4, 6])  # row 0: a prompt of 3 tokens and 1 more; row 1: 2 more tokens after that prompt
+    >>> previous_tokens(bounds, torch.tensor([0, 4, 9]), torch.tensor([0, 1, 2, 3, 0, 1, 2, 4, 5])).tolist()
+    [-1, 0, 1, 2, 2, 4]
+    """
+    cu, key_cu = cu_seqlens.long(), key_cu_seqlens.long()
+    previous = torch.arange(-1, int(cu[-1]) - 1, device=cu.device)
+    counts = cu[1:] - cu[:-1]
+    starts, shared = cu[:-1], (key_cu[1:] - key_cu[:-1]) - counts
+    before = torch.full_like(starts, -1)
+    if key_index is not None:
+        last = (key_cu[:-1] + shared - 1).clamp_min(0)
+        before = torch.where(shared > 0, key_index[last].long(), before)
+    filled = counts > 0
+    previous[starts[filled]] = before[filled]
+    return previous
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Pieces that run at the same time, since all of them start from states that are known by then.
+
+    Their tokens are ``tokens (n,)``, piece after piece.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    starts: Tensor | None
+    """For each piece the piece whose final state it starts from: its place among all pieces of earlier levels. ``None`` for the
+    first level, which starts from zero.
+    """
+
+
+class Pieces:
+    """The pieces of a packed sequence. Made once for all layers of a forward pass: `of` keeps the last one."""
+
+    def __init__(self, previous: Tensor) -> None:
+        """``previous``: see `previous_tokens`."""
+        self.previous = previous
+        self.device = previous.device
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, key_cu_seqlens: Tensor | None, key_index: Tensor | None) -> "Pieces":
+        """The pieces of segments with these boundaries and keys; the arguments of attention in the same forward pass."""
+        if cls._last is not None and cls._last[0]() is cu_seqlens and cls._last[1] == cu_seqlens._version:
+            return cls._last[2]
+        keys = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
+        pieces = cls(previous_tokens(cu_seqlens, keys, key_index))
+        cls._last = (ref(cu_seqlens), cu_seqlens._version, pieces)
+        return pieces
+
+    _last: "tuple[ref[Tensor], int, Pieces] | None" = None
+
+    def taps(self, count: int) -> tuple[Tensor, Tensor]:
+        """What a convolution over ``count`` tokens reads where a row does not lie in one piece.
+
+        Returns:
+            Tokens ``(m,)`` that do not simply read the places before them, because their row starts there or goes on from another
+            place; and for each of them the ``count`` tokens ``(m, count)`` that it reads, itself last, and -1 for none.
+        """
+        total = len(self.previous)
+        if count not in self._taps:
+            places = torch.arange(total, device=self.device)
+            steps = [places]
+            for _ in range(count - 1):
+                steps.append(torch.where(steps[-1] < 0, -1, self.previous[steps[-1].clamp_min(0)]))
+            read = torch.stack(steps[::-1], dim=1)
+            plain = places[:, None] + torch.arange(1 - count, 1, device=self.device)
+            chosen = (read != plain.clamp_min(-1)).any(1).nonzero().squeeze(1)
+            self._taps[count] = chosen, read[chosen]
+        return self._taps[count]
+
+    @cached_property
+    def _taps(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        """The pieces, level by level."""
+        previous = self.previous.cpu()
+        total = len(previous)
+        places = torch.arange(total)
+        jumps = (previous != places - 1).nonzero().squeeze(1)  # where a piece begins because its row does
+        sources = previous[jumps]
+        ends = sources[sources >= 0] + 1  # where a piece begins because rows branch off before
+        begins = torch.cat([torch.zeros(1, dtype=torch.int64), jumps, ends[ends < total]]).unique()
+        finishes = torch.cat([begins[1:], torch.tensor([total])])
+        before = previous[begins]
+        parents = torch.where(before < 0, -1, torch.searchsorted(begins, before, right=True) - 1)
+        if total == 0:
+            return []
+        depth = self._depths(parents.tolist())
+        order = sorted(range(len(begins)), key=depth.__getitem__)
+        rank = {piece: place for place, piece in enumerate(order)}
+        found = []
+        for level in range(max(depth) + 1):
+            mine = [piece for piece in order if depth[piece] == level]
+            tokens = torch.cat([torch.arange(int(begins[piece]), int(finishes[piece])) for piece in mine])
+            starts = torch.tensor([rank[int(parents[piece])] for piece in mine]) if level else None
+            lengths = [int(finishes[piece] - begins[piece]) for piece in mine]
+            found.append(Level(tokens.to(self.device), lengths, None if starts is None else starts.to(self.device)))
+        return found
+
+    @staticmethod
+    def _depths(parents: list[int]) -> list[int]:
+        depth: list[int] = []
+        for piece, parent in enumerate(parents):
+            if parent >= piece:
+                raise UnsupportedAttention(
+                    f"piece {piece} of a packed sequence goes on from piece {parent}, which comes after it: rows that share a "
+                    "prompt follow the row that holds it"
+                )
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+        return depth
