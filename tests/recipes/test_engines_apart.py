@@ -1,5 +1,6 @@
 """Engines in processes of their own: weights come by broadcast, and rollouts may run one update ahead."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,30 @@ def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, 
     shutil.rmtree(tmp_path / "again" / "global_step_4")
     assert main(["--resume", str(tmp_path / "again")]) == 0
     assert_same_run(tmp_path / "again", tmp_path / "run")
+
+
+def groups_of(directory: Path) -> dict[str, list[tuple[str, float]]]:
+    """The responses of each group that the run has learned from, and their rewards."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for path in sorted((directory / "rollouts/training").glob("*.jsonl")):
+        step: dict[str, list[tuple[str, float]]] = {}
+        for row in map(json.loads, path.read_text().splitlines()):
+            step.setdefault(row["uid"], []).append((row["response"], row["reward"]))
+        assert not step.keys() & found.keys()  # each group once
+        found |= step
+    return found
+
+
+@pytest.mark.long
+def test_carried_samples_of_two_engines_are_those_of_one_process_under_equal_weights(given, tmp_path):
+    options = [*given, "--optimizer.lr", "0", "--eval-every", "9"]
+    carrying = "--rollout.ahead --rollout.over-ask 2 --rollout.parts 2"
+    assert main([*options, *APART, *carrying.split(), "--output-dir", str(tmp_path / "carried")]) == 0
+    assert main([*options, "--steps", "6", "--output-dir", str(tmp_path / "whole")]) == 0
+    carried, whole = groups_of(tmp_path / "carried"), groups_of(tmp_path / "whole")
+    assert len(carried) == 16
+    assert carried == {uid: whole[uid] for uid in carried}
+    assert max(row.get("training/staleness/max", 0) for row in rows_of(tmp_path / "carried")) > 0
 
 
 @pytest.mark.long
