@@ -72,9 +72,8 @@ class CarriedSamples:
 
     unfinished: DataProto | None = None  # a row for each sample: its prompt's columns, `OCCURRENCE` and `BEGUN`
     finished: DataProto | None = None  # rollout rows, with `OCCURRENCE`
-    since: dict[str, int] = field(
-        default_factory=dict
-    )  # uid of each group, in order -> weights that it began with; 0: waits
+    since: dict[str, int] = field(default_factory=dict)
+    """The number of the weights that each group began with, 0 for one that waits, by uid in the order of the data."""
     places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of the rows being decoded
 
     def add(self, prompts: DataProto, n: int) -> None:
@@ -87,7 +86,7 @@ class CarriedSamples:
     @property
     def whole(self) -> list[str]:
         """The uids of the groups whose samples have all finished, oldest first."""
-        unfinished = set() if self.unfinished is None else set(self.unfinished["uid"])
+        unfinished = set() if self.unfinished is None else set(map(str, self.unfinished["uid"]))
         return [uid for uid in self.since if uid not in unfinished]
 
     def due(self, before: int) -> list[str]:

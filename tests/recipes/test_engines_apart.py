@@ -1,5 +1,6 @@
 """Engines in processes of their own: weights come by broadcast, and rollouts may run one update ahead."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_the_next_batch_is_decoded_before_the_update(given, one_process, tmp_pat
     assert ahead[1]["actor/loss"] == pytest.approx(on_policy[1]["actor/loss"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, tmp_path):
     """Two engines; new weights come in the middle of a step, and groups are learned from at most two updates later."""
     carrying = "--rollout.ahead --rollout.over-ask 2 --rollout.parts 2 --eval-every 9"
@@ -75,6 +77,31 @@ def test_samples_are_carried_over_and_a_resumed_run_makes_the_same_steps(given, 
     assert_same_run(tmp_path / "again", tmp_path / "run")
 
 
+def groups_of(directory: Path) -> dict[str, list[tuple[str, float]]]:
+    """The responses of each group that the run has learned from, and their rewards."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for path in sorted((directory / "rollouts/training").glob("*.jsonl")):
+        step: dict[str, list[tuple[str, float]]] = {}
+        for row in map(json.loads, path.read_text().splitlines()):
+            step.setdefault(row["uid"], []).append((row["response"], row["reward"]))
+        assert not step.keys() & found.keys()  # each group once
+        found |= step
+    return found
+
+
+@pytest.mark.long
+def test_carried_samples_of_two_engines_are_those_of_one_process_under_equal_weights(given, tmp_path):
+    options = [*given, "--optimizer.lr", "0", "--eval-every", "9"]
+    carrying = "--rollout.ahead --rollout.over-ask 2 --rollout.parts 2"
+    assert main([*options, *APART, *carrying.split(), "--output-dir", str(tmp_path / "carried")]) == 0
+    assert main([*options, "--steps", "6", "--output-dir", str(tmp_path / "whole")]) == 0
+    carried, whole = groups_of(tmp_path / "carried"), groups_of(tmp_path / "whole")
+    assert len(carried) == 16
+    assert carried == {uid: whole[uid] for uid in carried}
+    assert max(row.get("training/staleness/max", 0) for row in rows_of(tmp_path / "carried")) > 0
+
+
+@pytest.mark.long
 def test_an_early_update_makes_the_run_that_waits(given, tmp_path):
     """Two ranks learn from the first groups while an engine decodes the others."""
     whole = [*given, "--algorithm.minibatch", "None", "--steps", "2", "--eval-every", "9"]

@@ -15,6 +15,8 @@ from recipes import geo3k_grpo, walk
 from recipes.configs.environments.episodes_config import WarmUpPhaseConfig
 from recipes.run.drawn_environment import demonstrated_model
 
+pytestmark = pytest.mark.long
+
 KILL = """
 import os, signal
 from pathlib import Path
@@ -46,7 +48,6 @@ def killed_and_resumed(module: str, main, options: list[str], folder: Path) -> t
     return disturbed, whole
 
 
-@pytest.mark.slow
 def test_samples_that_are_carried_over_survive_the_process(tmp_path):
     """It is killed while it scores responses; some samples have begun then."""
     (tmp_path / "mine.py").write_text(KILL + REWARD.replace("    return", "    kill()\n    return"))
@@ -99,7 +100,6 @@ def model(tmp_path_factory) -> str:
     return str(demonstrated_model(folder, 0, walk.WALK, WarmUpPhaseConfig(steps=20, batch_size=8)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("over_ask", [1, 2])
 def test_a_run_that_is_killed_in_the_middle_of_episodes_loses_none(over_ask, model, tmp_path):
     (tmp_path / "own.py").write_text(KILL + ENVIRONMENT)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.batches import prompt_batch
 from helpers.engines import start
-from helpers.tiny_models import MODEL_TYPES, tiny_model
+from helpers.tiny_models import tiny_model
 from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
@@ -46,7 +46,8 @@ def assert_same(engine, family, requests, uids):
         np.testing.assert_allclose(tokens.log_probs, whole[place].log_probs, atol=3e-5)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])  # the second has states that cannot be cut back
 def test_slices_give_the_tokens_of_one_run(model_type, tmp_path):
     tiny_model(model_type).save_pretrained(tmp_path)
     engine = HFEngine(str(tmp_path), device=torch.device("cpu"), max_num_seqs=7)  # some wait when decoding ends
