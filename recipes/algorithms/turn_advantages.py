@@ -169,7 +169,7 @@ def bi_level_gae(
 
     >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.8]])
     >>> bi_level_gae(rewards, values, torch.ones(1, 3), torch.tensor([[1, 1, 2]]), [0], turn_gamma=0.5)[0]
-    tensor([[0.0000, -0.1000, 0.2000]])
+    tensor([[ 0.0000, -0.1000,  0.2000]])
     """
     turns = _Turns.find(response_mask, turn, trajectory)
     ends, rewards = turns.at(turns.last, values), turns.rewards(token_level_rewards)

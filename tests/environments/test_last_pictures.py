@@ -52,7 +52,7 @@ def left_out(observations, count):
     ("model_type", "prompts"),
     [
         ("qwen2_5_vl", 10),
-        *(pytest.param(model_type, 100, marks=pytest.mark.slow) for model_type in ("qwen3_vl", "smolvlm", "internvl")),
+        *(pytest.param(model_type, 20, marks=pytest.mark.slow) for model_type in ("qwen3_vl", "smolvlm", "internvl")),
     ],
 )
 @pytest.mark.parametrize("count", [1, 3])

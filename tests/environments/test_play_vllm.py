@@ -24,15 +24,21 @@ def setup(request, tmp_path_factory):
     return start(request.param, tmp_path_factory.mktemp("engines"), max_images=16, max_model_len=640)
 
 
-def test_episodes_have_the_same_tokens_on_both_engines(setup):
+@pytest.mark.parametrize("last_pictures", [None, 1])
+def test_episodes_have_the_same_tokens_on_both_engines(setup, last_pictures):
     renderer = TurnRenderer(setup.builder, [setup.builder.tokenizer.eos_token_id])
     setup.hf.load_weights(setup.actor.named_weights())
     hf, vllm = (
-        play_episodes(engine, renderer, starts_of(6), DrawnEnvironment, SAMPLING, LIMITS)
+        play_episodes(
+            engine, renderer, starts_of(6), DrawnEnvironment, SAMPLING, replace(LIMITS, last_pictures=last_pictures)
+        )
         for engine in (setup.hf, setup.vllm)
     )
     assert sum(len(episode.turns) for episode in hf) > 8
-    assert any(len(episode.request.multi_modal_inputs) > 1 for episode in hf)
+    if last_pictures is None:
+        assert any(len(episode.request.multi_modal_inputs) > 1 for episode in hf)
+    else:
+        assert any(len(episode.rows) > 1 for episode in hf)
     for one, other in zip(hf, vllm, strict=True):
         assert one.ended == other.ended
         assert [turn.token_ids for turn in one.turns] == [turn.token_ids for turn in other.turns]
