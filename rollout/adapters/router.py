@@ -69,7 +69,11 @@ class AdapterRouter:
     """
 
     def __init__(self, model: nn.Module, family: VLMFamily) -> None:
-        """Takes over the linear layers of ``model``; one router a model."""
+        """Takes over the linear layers of ``model``; one router a model.
+
+        Each layer's ``forward`` is replaced, on the instance alone: a hook would get the output of the frozen product, and adding
+        to that takes a copy of it. A module around the layer would change the names of its parameters.
+        """
         self.model, self.family = model, family
         self._route: Route | None = None
         self._stacks: dict[str, tuple[tuple[Adapter | None, ...], Tensor, Tensor]] = {}  # of snapshots, by layer

@@ -376,7 +376,7 @@ def test_limits_and_names(path, tmp_path):
     assert (model.name, model.tokenizer, model.max_context_length, model.max_lora_rank) == ("tiny", path, 20, 8)
     assert "cispo" in engine.describe().losses
     for spec, name, message in (
-        (None, "tiny", "trains adapters"),
+        (None, "tiny", "full_finetuning"),
         (LoraSpec(9), "tiny", "rank=9: must be from 1 to max_lora_rank=8"),
         (LoraSpec(4), "huge", "base model 'huge' is unknown: choose one of tiny"),
     ):

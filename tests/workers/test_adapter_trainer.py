@@ -20,7 +20,7 @@ def leaf(*shape, seed):
 @pytest.mark.parametrize("chunk_elements", [None, 3 * VOCABULARY])
 @pytest.mark.parametrize("adapted", [True, False])
 def test_log_probs_and_their_gradient_equal_the_formula(chunk_elements, adapted):
-    states, weight = leaf(10, HIDDEN, seed=0), leaf(VOCABULARY, HIDDEN, seed=1).detach()
+    states, weight = leaf(10, HIDDEN, seed=0), leaf(VOCABULARY, HIDDEN, seed=1)
     pair = (leaf(4, HIDDEN, seed=2), leaf(VOCABULARY, 4, seed=3)) if adapted else None
     targets = torch.randint(0, VOCABULARY, (10, 3), generator=torch.Generator().manual_seed(4))
     targets[0] = 7  # one token several times
@@ -28,7 +28,7 @@ def test_log_probs_and_their_gradient_equal_the_formula(chunk_elements, adapted)
     expected = (states @ merged.t()).log_softmax(1).gather(1, targets)
     found = adapted_log_probs(states, weight, targets, pair, 0.5, chunk_elements)
     torch.testing.assert_close(found, expected)
-    slope, wanted = leaf(10, 3, seed=5).detach(), [states, *(pair or ())]
+    slope, wanted = leaf(10, 3, seed=5).detach(), [states, weight, *(pair or ())]
     for one, other in zip(
         torch.autograd.grad((found * slope).sum(), wanted),
         torch.autograd.grad((expected * slope).sum(), wanted),
@@ -38,8 +38,13 @@ def test_log_probs_and_their_gradient_equal_the_formula(chunk_elements, adapted)
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
-    return AdapterTrainer(write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3")), torch.device("cpu"), 10)
+def path(tmp_path_factory):
+    return write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def trainer(path):
+    return AdapterTrainer(path, torch.device("cpu"), 10)
 
 
 def row(length, adapter):
@@ -78,3 +83,15 @@ def test_gradients_belong_to_the_adapters_of_the_rows(trainer):
     for a, b in zip(found[one], alone[one], strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
     assert all(matrix.grad is None for _, matrix in one.named_parameters())
+
+
+def test_layers_that_are_computed_again_have_the_adapters_of_the_rows(path, trainer):
+    other = AdapterTrainer(path, torch.device("cpu"), 10, activation_checkpointing=True)
+    found = []
+    for each in (trainer, other):
+        one, two = (each.new_adapter(AdapterConfig(2), seed) for seed in (0, 1))
+        rows = [row(4, one), row(3, two), row(8, one)]
+        gradients = each.run(rows, lambda numbers, values: torch.stack([value.sum() for value in values]).sum())
+        found.append([gradient for adapter in (one, two) for gradient in gradients[adapter]])
+    for again, kept in zip(*found, strict=True):
+        torch.testing.assert_close(again, kept, atol=1e-6, rtol=1e-5)

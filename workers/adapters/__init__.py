@@ -6,8 +6,9 @@ from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
     from workers.adapters.adapter_trainer import AdapterTrainer, ScoredRow
-    from workers.adapters.trained_adapter import TrainedAdapter
+    from workers.adapters.full_weights import TrainedWeights
+    from workers.adapters.trained_adapter import TrainedAdapter, TrainedMatrices
 
-__all__ = ["AdapterTrainer", "ScoredRow", "TrainedAdapter"]
+__all__ = ["AdapterTrainer", "ScoredRow", "TrainedAdapter", "TrainedMatrices", "TrainedWeights"]
 
 __getattr__ = lazy_names(__name__, __file__)

@@ -20,10 +20,13 @@ LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is 
 class BaseModel:
     """A checkpoint with its tokenizer and image processor. Images are processed, and read by the tower, once by their bytes."""
 
-    def __init__(self, path: str, options: EngineOptions, device: torch.device | None = None) -> None:
-        """Loads the checkpoint at ``path``."""
+    def __init__(
+        self, path: str, options: EngineOptions, device: torch.device | None = None, trains_weights: bool = False
+    ) -> None:
+        """Loads the checkpoint at ``path``; with ``trains_weights`` to train all of them."""
         self.path, self.options = path, options
-        self.trainer = AdapterTrainer(path, device, options.token_budget)
+        checkpointing = options.activation_checkpointing
+        self.trainer = AdapterTrainer(path, device, options.token_budget, checkpointing, trains_weights)
         self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
         self.images = ContentStore(options.image_bytes)
         text = self.trainer.model.config.get_text_config()
