@@ -30,9 +30,17 @@ def engine_of(path, **options):
     return InProcessEngine({"tiny": path}, EngineOptions(**options) if options else None, device=CPU)
 
 
-@pytest.fixture
-def engine(path):
+@pytest.fixture(scope="module")
+def shared(path):
     return engine_of(path)
+
+
+@pytest.fixture
+def engine(shared):
+    """An engine without models."""
+    yield shared
+    for name in list(shared._models):
+        shared.release(name)
 
 
 def rows(engine, loss, seed):
