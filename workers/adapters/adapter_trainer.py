@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,15 @@ class ScoredRow:
     rendered: PlacedSequence
     targets: Tensor  # (N, K) int64, in the vocabulary
     adapter: Adapter | None
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt, and the scores to fill in."""
+
+    rendered: PlacedSequence
+    adapter: Adapter | None
+    scores: PromptScores
 
 
 class AdapterTrainer:
@@ -98,7 +108,7 @@ class AdapterTrainer:
                     _add_gradients(gradients, total, [each for each in sources if each is not None and each.trained])
         return gradients
 
-    def parts(self, rows: Sequence[ScoredRow]) -> list[list[int]]:
+    def parts(self, rows: Sequence[ScoredRow | ScoredPrompt]) -> list[list[int]]:
         """The numbers of the rows of each part: those of one adapter together, in the order of their first rows."""
         first = {row.adapter: number for number, row in reversed(list(enumerate(rows)))}
         parts: list[list[int]] = []
@@ -118,15 +128,17 @@ class AdapterTrainer:
         return self._head(self._states([row.rendered for row in rows], runs), rows, runs)
 
     @torch.no_grad()
-    def score(self, rendered: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
-        """Fills in the scores of a prompt, for engines that do not compute them."""
-        states = self._states([rendered], [(adapter, len(rendered))])
-        scores.fill(
-            rendered.input_ids,
-            rendered.token_types,
-            states,
-            lambda part: self.router.logits(part, [(adapter, len(part))]),
-        )
+    def score(self, prompts: Sequence[ScoredPrompt]) -> None:
+        """Fills in the scores of prompts, for engines that do not compute them."""
+        for part in self.parts(prompts):
+            mine = [prompts[number] for number in part]
+            states = self._states([each.rendered for each in mine], runs_of(mine))
+            for each, own in zip(mine, states.split([len(each.rendered) for each in mine]), strict=True):
+                logits_of = partial(self._logits_of, each.adapter)
+                each.scores.fill(each.rendered.input_ids, each.rendered.token_types, own, logits_of)
+
+    def _logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
+        return self.router.logits(states, [(adapter, len(states))])
 
     def _states(self, rows: Sequence[PlacedSequence], runs: Sequence[Run]) -> Tensor:
         """The states ``(T, H)`` after each token of the packed rows."""
@@ -154,7 +166,7 @@ class AdapterTrainer:
         return [values[:, : row.targets.shape[1]] for values, row in zip(by_row, rows, strict=True)]
 
 
-def runs_of(rows: Sequence[ScoredRow]) -> list[Run]:
+def runs_of(rows: Sequence[ScoredRow | ScoredPrompt]) -> list[Run]:
     """All tokens of each row with its adapter."""
     return [(row.adapter, len(row.rendered)) for row in rows]
 

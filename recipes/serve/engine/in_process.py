@@ -245,7 +245,7 @@ class InProcessEngine:
     def _decode(self, base: BaseModel, group: dict[int, OpenSample]) -> list[SampleResult | tuple[str, Failure]]:
         """One decoding step of a base model's requests. If it fails, so do they, and the engine is as before them."""
         try:
-            completions = [each for each in base.sampler.poll() if each.request in group]
+            completions = [each for each in base.poll() if each.request in group]
         except Exception as error:
             log.exception("a decoding step failed")
             message = f"sampling failed: {type(error).__name__}: {error}"
