@@ -10,7 +10,7 @@ from pathlib import Path
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
 from recipes.options import exit_status
-from recipes.serve.front.keys import read_keys
+from recipes.serve.keys import read_keys
 from recipes.serve.serve_config import ServeConfig, parse
 from recipes.serve.supervisor import Supervisor
 
@@ -42,7 +42,7 @@ with tinker.ServiceClient() as service:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
     with exit_status(arguments) as status:
-        require_extra("serve", "dataproto serve", "starlette", "uvicorn", "google.protobuf", "zstandard")
+        require_extra("serve", "dataproto serve", "starlette", "uvicorn", "zstandard")
         serve(parse(status.arguments), status.arguments)
     return status.code
 

@@ -1,8 +1,11 @@
 """A real server of two processes, on a state directory, with the backend in NumPy."""
 
 import hashlib
+import json
 import os
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,3 +61,20 @@ def serving(state: Path, *options: str, **settings) -> Iterator[Server]:
         yield server
     finally:
         server.close()
+
+
+def send(server: Server, path: str, body: bytes, key: str | None = None, **headers: str) -> tuple[int, bytes]:
+    given = {"X-API-Key": key or server.key, "Content-Type": "application/json"} | {
+        k.replace("_", "-"): v for k, v in headers.items()
+    }
+    request = urllib.request.Request(server.url + path, body, given, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def call(server: Server, name: str, key: str | None = None, **fields) -> tuple[int, dict]:
+    status, body = send(server, f"/api/v1/{name}", json.dumps(fields).encode(), key)
+    return status, json.loads(body)

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import struct
-import urllib.error
-import urllib.request
 import zlib
 from pathlib import Path
 
@@ -16,29 +14,12 @@ import pytest
 import zstandard
 from PIL import Image
 
-from helpers.servers import OTHER_KEY, Server, serving
+from helpers.servers import OTHER_KEY, Server, call, send, serving
 from recipes.serve.wire.protobuf_messages import ForwardBackwardRequest
 
 pytestmark = pytest.mark.slow
 REQUESTS = 300
 MEGABYTE = 1 << 20
-
-
-def send(server: Server, path: str, body: bytes, key: str | None = None, **headers: str) -> tuple[int, bytes]:
-    given = {"X-API-Key": key or server.key, "Content-Type": "application/json"} | {
-        k.replace("_", "-"): v for k, v in headers.items()
-    }
-    request = urllib.request.Request(server.url + path, body, given, method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-
-
-def call(server: Server, name: str, key: str | None = None, **fields) -> tuple[int, dict]:
-    status, body = send(server, f"/api/v1/{name}", json.dumps(fields).encode(), key)
-    return status, json.loads(body)
 
 
 def result(server: Server, request_id: str) -> dict:

@@ -102,7 +102,7 @@ def compare(state: Path, model: str, steps: int, count: int, **settings) -> None
         killer = pool.submit(kills, server, count, 7, ended)
         found = run_two(server, model, steps)
         ended.set()
-        assert killer.result() >= 1
+        assert killer.result() >= count // 2
     for (weights, losses, names), (same_weights, same_losses, same_names) in zip(found, expected):
         assert losses == same_losses
         assert names == same_names

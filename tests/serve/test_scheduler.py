@@ -8,12 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataproto.chunks import EncodedTextChunk
 from helpers.vector_backend import VectorBackend
+from recipes.serve.backend import SampleRequest, Sampling
 from recipes.serve.front import Service
-from recipes.serve.ledger import Run, Session
+from recipes.serve.front.sample_queue import engine_key
+from recipes.serve.ledger import Run, Sampler, Session
 from recipes.serve.link.engine_process import EngineProcess
 from recipes.serve.refusals import Refused
 from recipes.serve.serve_config import ServeConfig
+from recipes.serve.wire import SampleCall
 from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
 
 LORA = json.dumps({"rank": 4, "seed": 1})
@@ -25,10 +29,11 @@ class Recording(VectorBackend):
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[list[str]] = []
-        self.gate = threading.Event()
+        self.entered, self.gate = threading.Event(), threading.Event()
         self.gate.set()
 
     def passes(self, passes):
+        self.entered.set()
         self.gate.wait()
         self.groups.append([each.model_id for each in passes])
         return super().passes(passes)
@@ -173,6 +178,34 @@ def test_a_replay_keeps_the_groups_in_which_passes_were_computed(tmp_path):
         assert expected[0]["rows:sum"] == 1
 
     drive(work, tmp_path)
+
+
+def test_a_cancelled_request_for_samples_fails_and_never_reaches_a_busy_engine(tmp_path):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        front.backend.gate.clear()
+        await front.submit(run, 1, 3)
+        assert await asyncio.to_thread(front.backend.entered.wait, 60)
+        sampler = Sampler(
+            id="k",
+            session="s",
+            owner="ann",
+            run=None,
+            base_model="tiny/vector",
+            model_path=None,
+            directory=None,
+            own=0,
+            digest="",
+            created=0.0,
+        )
+        request = SampleRequest("k:1", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
+        front.service.samples.take_in(SampleCall(request), sampler)
+        front.service.samples.cancel("k:1")
+        assert (await front.result("k:1"))["error"] == "the client cancelled the request"
+        front.backend.gate.set()
+        await front.result("r:1")
+
+    assert drive(work, tmp_path).backend.flying == {}
 
 
 def test_a_front_that_starts_again_finds_results_and_continues(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import InvalidConfig
-from recipes.serve.front.keys import read_keys
+from recipes.serve.keys import read_keys
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
 
 NOTHING_HEAVY = """

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from helpers.checkpoints import write_checkpoint
-from helpers.served_models import ADAM, chunks, length, new_model, random_inputs, run_pass, sample, train
+from helpers.served_models import ADAM, chunks, length, new_model, png, random_inputs, run_pass, sample, train
 from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SparseRows
 from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json
@@ -30,9 +31,17 @@ def engine_of(path, **options):
     return InProcessEngine({"tiny": path}, EngineOptions(**options) if options else None, device=CPU)
 
 
-@pytest.fixture
-def engine(path):
+@pytest.fixture(scope="module")
+def shared(path):
     return engine_of(path)
+
+
+@pytest.fixture
+def engine(shared):
+    """An engine without models."""
+    yield shared
+    for name in list(shared._models):
+        shared.release(name)
 
 
 def rows(engine, loss, seed):
@@ -376,7 +385,7 @@ def test_limits_and_names(path, tmp_path):
     assert (model.name, model.tokenizer, model.max_context_length, model.max_lora_rank) == ("tiny", path, 20, 8)
     assert "cispo" in engine.describe().losses
     for spec, name, message in (
-        (None, "tiny", "trains adapters"),
+        (None, "tiny", "full_finetuning"),
         (LoraSpec(9), "tiny", "rank=9: must be from 1 to max_lora_rank=8"),
         (LoraSpec(4), "huge", "base model 'huge' is unknown: choose one of tiny"),
     ):
@@ -405,3 +414,14 @@ def test_a_process_gets_its_engine_from_json(path):
     for text, message in (("[]", "cannot be read"), ('{"models": {}, "speed": 1}', "speed"), ("{}", "models")):
         with pytest.raises(InvalidConfig, match=message):
             engine_from_json(text)
+
+
+def test_the_program_of_the_document_runs(path, tmp_path, monkeypatch):
+    document = Path(__file__).parents[2] / "docs" / "adapters.md"
+    program = document.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    Path("figure.png").write_bytes(png(40, 32))
+    names = {}
+    exec(program.replace("path/to/checkpoint", path).replace("max_tokens=64", "max_tokens=4"), names)
+    assert [set(result.metrics) for result in names["results"]] == [{"loss:sum"}] * 2
+    assert len(names["done"][0].samples) == 4

@@ -20,7 +20,7 @@ def leaf(*shape, seed):
 @pytest.mark.parametrize("chunk_elements", [None, 3 * VOCABULARY])
 @pytest.mark.parametrize("adapted", [True, False])
 def test_log_probs_and_their_gradient_equal_the_formula(chunk_elements, adapted):
-    states, weight = leaf(10, HIDDEN, seed=0), leaf(VOCABULARY, HIDDEN, seed=1).detach()
+    states, weight = leaf(10, HIDDEN, seed=0), leaf(VOCABULARY, HIDDEN, seed=1)
     pair = (leaf(4, HIDDEN, seed=2), leaf(VOCABULARY, 4, seed=3)) if adapted else None
     targets = torch.randint(0, VOCABULARY, (10, 3), generator=torch.Generator().manual_seed(4))
     targets[0] = 7  # one token several times
@@ -28,7 +28,7 @@ def test_log_probs_and_their_gradient_equal_the_formula(chunk_elements, adapted)
     expected = (states @ merged.t()).log_softmax(1).gather(1, targets)
     found = adapted_log_probs(states, weight, targets, pair, 0.5, chunk_elements)
     torch.testing.assert_close(found, expected)
-    slope, wanted = leaf(10, 3, seed=5).detach(), [states, *(pair or ())]
+    slope, wanted = leaf(10, 3, seed=5).detach(), [states, weight, *(pair or ())]
     for one, other in zip(
         torch.autograd.grad((found * slope).sum(), wanted),
         torch.autograd.grad((expected * slope).sum(), wanted),

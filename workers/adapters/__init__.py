@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
-    from workers.adapters.adapter_trainer import AdapterTrainer, ScoredRow
-    from workers.adapters.trained_adapter import TrainedAdapter
+    from workers.adapters.adapter_trainer import AdapterTrainer, ScoredPrompt, ScoredRow
+    from workers.adapters.full_weights import TrainedWeights
+    from workers.adapters.trained_adapter import TrainedAdapter, TrainedMatrices
 
-__all__ = ["AdapterTrainer", "ScoredRow", "TrainedAdapter"]
+__all__ = ["AdapterTrainer", "ScoredPrompt", "ScoredRow", "TrainedAdapter", "TrainedMatrices", "TrainedWeights"]
 
 __getattr__ = lazy_names(__name__, __file__)

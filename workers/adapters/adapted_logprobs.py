@@ -1,4 +1,4 @@
-"""Log-probs of several targets a token under a frozen head with an adapter, in chunks, so that full logits are never in memory.
+"""Log-probs of several targets a token under a head that may have an adapter, in chunks, so that full logits are never in memory.
 
 Letters: N tokens, K targets of each, H hidden size, V vocabulary, r rank.
 """
@@ -28,7 +28,7 @@ def adapted_log_probs(
 
     Args:
         states: ``(N, H)``.
-        weight: W ``(V, H)``, frozen: it gets no gradient.
+        weight: W ``(V, H)``.
         targets: ``(N, K)`` int64.
         pair: A ``(r, H)`` and B ``(V, r)``; ``None`` for the head alone.
         chunk_elements: logits in memory at a time, see `workers.model.logprobs.chunk_size`.
@@ -75,6 +75,7 @@ class _AdaptedLogProbs(torch.autograd.Function):
         states, weight, targets, down, up, sums, kept = ctx.saved_tensors
         scaling, size = ctx.settings
         grad_states = torch.empty_like(states)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grads = () if down is None or up is None else (torch.zeros_like(down), torch.zeros_like(up))
         for start in range(0, len(states), size):
             rows = slice(start, start + size)
@@ -83,6 +84,8 @@ class _AdaptedLogProbs(torch.autograd.Function):
             slope = (logits - sums[rows]).exp_().mul_(-grad[rows].sum(1, keepdim=True))
             slope.scatter_add_(1, targets[rows], grad[rows])
             torch.mm(slope.to(states.dtype), weight, out=grad_states[rows])
+            if grad_weight is not None:
+                grad_weight += torch.mm(slope.to(states.dtype).t(), states[rows])
             if not grads:
                 continue
             part = states[rows].to(slope.dtype)
@@ -91,7 +94,7 @@ class _AdaptedLogProbs(torch.autograd.Function):
             grad_states[rows] += torch.mm(grad_inner, down.to(slope.dtype)).to(states.dtype)
             grads[0].addmm_(grad_inner.t(), part)
             grads[1].addmm_(slope.t(), inner, alpha=scaling)
-        return grad_states, None, None, *(grads or (None, None)), None, None
+        return grad_states, grad_weight, None, *(grads or (None, None)), None, None
 
 
 def _logits(

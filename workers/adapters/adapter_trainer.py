@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from rollout.adapters.router import Route
 from rollout.image_features import ImageFeatures
 from rollout.prompts import PlacedSequence
 from workers.adapters.adapted_logprobs import adapted_log_probs
+from workers.adapters.full_weights import FullWeights
+from workers.adapters.trained_adapter import Trainable
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import compute_dtype
@@ -19,8 +22,8 @@ from workers.parallel import parallelize
 from workers.ranks.mesh import Ranks
 from workers.training.loading import checkpoint_family
 
-Gradients = Mapping[Adapter, list[Tensor | None]]
-"""For each adapter the gradients of its matrices, in the order of `Adapter.named_parameters`."""
+Gradients = Mapping[Trainable, list[Tensor | None]]
+"""For each adapter, or for all weights, the gradients of the matrices in their order."""
 
 LossOf = Callable[[Sequence[int], Sequence[Tensor]], Tensor | None]
 """From the numbers of rows and their log-probs ``(N, K)`` each to the number () that the backward pass starts from, if any."""
@@ -35,6 +38,15 @@ class ScoredRow:
     adapter: Adapter | None
 
 
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt, and the scores to fill in."""
+
+    rendered: PlacedSequence
+    adapter: Adapter | None
+    scores: PromptScores
+
+
 class AdapterTrainer:
     """The base model of many adapters. Its weights are frozen and in memory once; the adapters belong to the caller.
 
@@ -47,12 +59,14 @@ class AdapterTrainer:
         device: torch.device | None = None,
         token_budget: int = 16_384,
         activation_checkpointing: bool = False,
+        trains_weights: bool = False,
     ) -> None:
         """Loads the checkpoint at ``model_path``: in bfloat16 on CUDA, in float32 elsewhere.
 
         Args:
             token_budget: tokens of a part; a longer row is a part of its own.
             activation_checkpointing: the backward pass computes layers again instead of keeping their activations.
+            trains_weights: rows without an adapter train all weights (`FullWeights`), which are in float32 on any device.
 
         Raises:
             InvalidConfig, UnknownModel: see `checkpoint_family`.
@@ -60,9 +74,10 @@ class AdapterTrainer:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.token_budget = token_budget
         self.family = checkpoint_family(model_path)
-        dtype = compute_dtype("auto", self.device.type)
+        dtype = torch.float32 if trains_weights else compute_dtype("auto", self.device.type)
         model = self.family.model_class().from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
         self.model = model.to(self.device).eval().requires_grad_(False)
+        self.weights = FullWeights(self.model, self.family) if trains_weights else None
         self.packed = PackedVLM(self.model, self.family, temperature=1.0)
         self.router = AdapterRouter(self.model, self.family)
         if activation_checkpointing:
@@ -82,18 +97,18 @@ class AdapterTrainer:
             loss_of: called for each part with the numbers of its rows.
             backward: whether there may be gradients.
         """
-        gradients: dict[Adapter, list[Tensor | None]] = {}
+        gradients: dict[Trainable, list[Tensor | None]] = {}
         for part in self.parts(rows):
             mine = [rows[number] for number in part]
             with self.router.routed(runs_of(mine)):  # in the backward pass, too: it may compute layers again
                 with torch.set_grad_enabled(backward):
                     total = loss_of(part, self.log_probs(mine))
                 if total is not None and total.requires_grad:
-                    adapters = dict.fromkeys(row.adapter for row in mine if row.adapter is not None)
-                    _add_gradients(gradients, total, [each for each in adapters if each.trained])
+                    sources = dict.fromkeys(row.adapter or self.weights for row in mine)
+                    _add_gradients(gradients, total, [each for each in sources if each is not None and each.trained])
         return gradients
 
-    def parts(self, rows: Sequence[ScoredRow]) -> list[list[int]]:
+    def parts(self, rows: Sequence[ScoredRow | ScoredPrompt]) -> list[list[int]]:
         """The numbers of the rows of each part: those of one adapter together, in the order of their first rows."""
         first = {row.adapter: number for number, row in reversed(list(enumerate(rows)))}
         parts: list[list[int]] = []
@@ -113,15 +128,17 @@ class AdapterTrainer:
         return self._head(self._states([row.rendered for row in rows], runs), rows, runs)
 
     @torch.no_grad()
-    def score(self, rendered: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
-        """Fills in the scores of a prompt, for engines that do not compute them."""
-        states = self._states([rendered], [(adapter, len(rendered))])
-        scores.fill(
-            rendered.input_ids,
-            rendered.token_types,
-            states,
-            lambda part: self.router.logits(part, [(adapter, len(part))]),
-        )
+    def score(self, prompts: Sequence[ScoredPrompt]) -> None:
+        """Fills in the scores of prompts, for engines that do not compute them."""
+        for part in self.parts(prompts):
+            mine = [prompts[number] for number in part]
+            states = self._states([each.rendered for each in mine], runs_of(mine))
+            for each, own in zip(mine, states.split([len(each.rendered) for each in mine]), strict=True):
+                logits_of = partial(self._logits_of, each.adapter)
+                each.scores.fill(each.rendered.input_ids, each.rendered.token_types, own, logits_of)
+
+    def _logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
+        return self.router.logits(states, [(adapter, len(states))])
 
     def _states(self, rows: Sequence[PlacedSequence], runs: Sequence[Run]) -> Tensor:
         """The states ``(T, H)`` after each token of the packed rows."""
@@ -149,18 +166,20 @@ class AdapterTrainer:
         return [values[:, : row.targets.shape[1]] for values, row in zip(by_row, rows, strict=True)]
 
 
-def runs_of(rows: Sequence[ScoredRow]) -> list[Run]:
+def runs_of(rows: Sequence[ScoredRow | ScoredPrompt]) -> list[Run]:
     """All tokens of each row with its adapter."""
     return [(row.adapter, len(row.rendered)) for row in rows]
 
 
-def _add_gradients(gradients: dict[Adapter, list[Tensor | None]], total: Tensor, adapters: Sequence[Adapter]) -> None:
-    matrices = [matrix for adapter in adapters for _, matrix in adapter.named_parameters()]
+def _add_gradients(
+    gradients: dict[Trainable, list[Tensor | None]], total: Tensor, sources: Sequence[Trainable]
+) -> None:
+    matrices = [matrix for source in sources for _, matrix in source.named_parameters()]
     found = iter(torch.autograd.grad(total, matrices, allow_unused=True))
-    for adapter in adapters:
-        new = [next(found) for _ in adapter.named_parameters()]
-        old = gradients.get(adapter, [None] * len(new))
-        gradients[adapter] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
+    for source in sources:
+        new = [next(found) for _ in source.named_parameters()]
+        old = gradients.get(source, [None] * len(new))
+        gradients[source] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
 
 
 def packed_rows(rows: Sequence[PlacedSequence]) -> PackedRows:

@@ -1,8 +1,9 @@
-"""An adapter with its gradients and its AdamW state."""
+"""What is trained by itself, with its gradients and its AdamW state: an adapter, or all weights of a model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from safetensors.torch import save_file
@@ -18,18 +19,43 @@ from workers.training.optimizer import Optimizer, new_moments
 COUNTS = ("steps", "skipped_steps")
 
 
-class TrainedAdapter:
-    """An adapter that is trained by itself: gradients add up until `step`, which has settings of its own each time."""
+class Trainable(Protocol):
+    """Matrices by their names, which may be trained."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        """``adapter``'s matrices have gradients; they are changed in place."""
-        self.adapter = adapter
-        self.matrices = dict(adapter.named_parameters())
+    @property
+    def trained(self) -> bool: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class TrainedMatrices(ABC):
+    """Matrices that are trained by themselves: gradients add up until `step`, which has settings of its own each time."""
+
+    def __init__(self, source: Trainable) -> None:
+        """``source``'s matrices have gradients; they are changed in place."""
+        self.source = source
+        self.matrices = dict(source.named_parameters())
         # Its settings come with each step.
         self.optimizer = Optimizer(cast(Iterable[nn.Parameter], self.matrices.values()), OptimizerConfig())
 
+    @abstractmethod
+    def export(self, directory: Path, base_model: str) -> None:
+        """Writes what a sampler loads to a directory, which exists."""
+
+    @abstractmethod
+    def write(self, directory: Path, base_model: str) -> None:
+        """Writes the matrices as `read` reads them."""
+
+    @abstractmethod
+    def read(self, directory: Path) -> Mapping[str, Tensor]:
+        """The matrices that `write` wrote.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or of another model or configuration.
+        """
+
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Adds gradients, in the order of `Adapter.named_parameters`."""
+        """Adds gradients, in the order of the matrices."""
         for matrix, gradient in zip(self.matrices.values(), gradients, strict=True):
             if gradient is not None:
                 matrix.grad = gradient if matrix.grad is None else matrix.grad + gradient
@@ -38,13 +64,9 @@ class TrainedAdapter:
         """One AdamW step; see `Optimizer.step`. Without gradients nothing changes."""
         return self.optimizer.step(params)
 
-    def export(self, directory: Path, base_model: str) -> None:
-        """Writes the adapter alone; see `write_adapter`."""
-        write_adapter(self.adapter, directory, base_model)
-
     def save(self, directory: Path, base_model: str, optimizer_file: str) -> None:
-        """Writes the adapter and the AdamW state, without gradients."""
-        self.export(directory, base_model)
+        """Writes the matrices and the AdamW state, without gradients."""
+        self.write(directory, base_model)
         tensors = {
             f"{name}.{part}": value.detach().cpu()
             for name, matrix in self.matrices.items()
@@ -54,19 +76,16 @@ class TrainedAdapter:
         save_file({**tensors, **counts}, directory / optimizer_file)
         write_digests(directory, optimizer_file)
 
-    def load(self, directory: Path, model: nn.Module, family: VLMFamily, optimizer_file: str | None) -> None:
-        """Replaces the adapter by a saved one of the same configuration, and drops the gradients.
+    def load(self, directory: Path, optimizer_file: str | None) -> None:
+        """Replaces the matrices by saved ones, and drops the gradients.
 
         Args:
             optimizer_file: in the directory; ``None`` begins with a new AdamW state.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or of another model or configuration. The adapter is then as before.
+            CheckpointError: see `read`; or the AdamW state is missing or damaged. Everything is then as before.
         """
-        device = next(iter(self.matrices.values())).device
-        saved = read_adapter(directory, model, family, device)
-        if saved.config != self.adapter.config:
-            raise CheckpointError(f"{directory} holds an adapter of {saved.config}, not of {self.adapter.config}")
+        saved = self.read(directory)
         moments: Mapping[Tensor, dict[str, Tensor]] = {}
         counts = dict.fromkeys(COUNTS, 0)
         if optimizer_file is not None:
@@ -75,22 +94,47 @@ class TrainedAdapter:
             counts = {name: int(_taken(tensors, name, (), directory / optimizer_file)) for name in COUNTS}
             moments = self._moments(tensors, directory / optimizer_file)
         with torch.no_grad():
-            for (_, matrix), (_, value) in zip(self.matrices.items(), saved.named_parameters(), strict=True):
-                matrix.copy_(value)
+            for name, matrix in self.matrices.items():
+                matrix.copy_(saved[name])
         self.optimizer.restore(moments, **counts)
 
     def _moments(self, tensors: dict[str, Tensor], file: Path) -> Mapping[Tensor, dict[str, Tensor]]:
         moments = {}
         for name, matrix in self.matrices.items():
             if f"{name}.step" in tensors:
-                parts = new_moments(matrix)  # type: ignore[arg-type]
+                parts = new_moments(cast(nn.Parameter, matrix))
                 moments[matrix] = {
                     part: _taken(tensors, f"{name}.{part}", empty.shape, file).to(empty)
                     for part, empty in parts.items()
                 }
         if tensors:
-            raise CheckpointError(f"{file} has {next(iter(tensors))}, which the adapter has no state for")
+            raise CheckpointError(f"{file} has {next(iter(tensors))}, which nothing that is trained has a state for")
         return moments
+
+
+class TrainedAdapter(TrainedMatrices):
+    """An adapter with its gradients and AdamW state."""
+
+    def __init__(self, adapter: Adapter, model: nn.Module, family: VLMFamily) -> None:
+        """``model`` is the frozen one."""
+        super().__init__(adapter)
+        self.adapter, self.model, self.family = adapter, model, family
+
+    def export(self, directory: Path, base_model: str) -> None:
+        """See `write_adapter`."""
+        write_adapter(self.adapter, directory, base_model)
+
+    def write(self, directory: Path, base_model: str) -> None:
+        """See `write_adapter`."""
+        write_adapter(self.adapter, directory, base_model)
+
+    def read(self, directory: Path) -> Mapping[str, Tensor]:
+        """See `read_adapter`."""
+        device = next(iter(self.matrices.values())).device
+        saved = read_adapter(directory, self.model, self.family, device)
+        if saved.config != self.adapter.config:
+            raise CheckpointError(f"{directory} holds an adapter of {saved.config}, not of {self.adapter.config}")
+        return dict(saved.named_parameters())
 
 
 def _taken(tensors: dict[str, Tensor], name: str, shape: Sequence[int], file: Path) -> Tensor:

@@ -9,10 +9,10 @@ from dataproto.chunks import ModelInput
 from dataproto.errors import InvalidPrompt
 from recipes.serve.engine.engine_options import EngineOptions
 from rollout.adapters import Adapter, PromptScores
-from rollout.engine import RequestEngine
+from rollout.engine import Completion, RequestEngine
 from rollout.hf import AdapterEngine
 from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
-from workers.adapters import AdapterTrainer
+from workers.adapters import AdapterTrainer, ScoredPrompt
 
 LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context
 
@@ -20,12 +20,16 @@ LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is 
 class BaseModel:
     """A checkpoint with its tokenizer and image processor. Images are processed, and read by the tower, once by their bytes."""
 
-    def __init__(self, path: str, options: EngineOptions, device: torch.device | None = None) -> None:
-        """Loads the checkpoint at ``path``."""
+    def __init__(
+        self, path: str, options: EngineOptions, device: torch.device | None = None, trains_weights: bool = False
+    ) -> None:
+        """Loads the checkpoint at ``path``; with ``trains_weights`` to train all of them."""
         self.path, self.options = path, options
-        self.trainer = AdapterTrainer(path, device, options.token_budget, options.activation_checkpointing)
+        checkpointing = options.activation_checkpointing
+        self.trainer = AdapterTrainer(path, device, options.token_budget, checkpointing, trains_weights)
         self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
         self.images = ContentStore(options.image_bytes)
+        self._unscored: list[ScoredPrompt] = []
         text = self.trainer.model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
         self.max_context_length = context_length(path, options)
@@ -52,10 +56,16 @@ class BaseModel:
             memory_share=options.vllm_memory_share,
         )
 
-    def score(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
-        """Fills in the scores of a prompt, if the sampler does not while it reads it."""
+    def score_later(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
+        """Lets `poll` score a prompt, unless the sampler does while it reads it."""
         if self.options.sampler == "vllm":
-            self.trainer.score(prompt, adapter, scores)
+            self._unscored.append(ScoredPrompt(prompt, adapter, scores))
+
+    def poll(self) -> list[Completion]:
+        """Scores the prompts that wait for it, together, and makes a step of the sampler."""
+        unscored, self._unscored = self._unscored, []
+        self.trainer.score(unscored)
+        return self.sampler.poll()
 
     def sequence(self, model_input: ModelInput) -> TokenSequence:
         """Tokens and images of a model input. Raises the errors of `ChunkRenderer.sequence`."""

@@ -1,6 +1,6 @@
 """The loss inputs of a datum: read strictly, sparse ones made dense. Letters: N tokens of its input, K targets of each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,15 +51,7 @@ def read_inputs(
             is not in the vocabulary. Names the input and the place.
     """
     wanted = [READ_BY_LOSS[column] for column in columns]
-    optional = [MASK, *(name for name in THRESHOLDS if name in option_names(loss))]
-    for name in inputs:
-        if name not in (TARGETS, *wanted, *optional):
-            raise InvalidColumn(
-                f"loss_fn_inputs[{name!r}] is not read by the loss {loss!r}: it reads {', '.join((TARGETS, *wanted, *optional))}"
-            )
-    for name in (TARGETS, *wanted):
-        if name not in inputs:
-            raise InvalidColumn(f"loss_fn_inputs lack {name!r}, which the loss {loss!r} reads")
+    _check_names(inputs, loss, wanted)
     arrays = {name: _dense(name, value, tokens, max_targets) for name, value in inputs.items()}
     shape = arrays[TARGETS].shape
     if len(shape) == 2 and loss != "cross_entropy":
@@ -87,6 +79,19 @@ def read_inputs(
         {name: value.reshape(tokens, -1) for name, value in values.items()},
         flat=len(shape) == 1,
     )
+
+
+def _check_names(inputs: Mapping[str, Array | SparseRows], loss: str, wanted: Sequence[str]) -> None:
+    needed = (TARGETS, *wanted)
+    known = (*needed, MASK, *(name for name in THRESHOLDS if name in option_names(loss)))
+    for name in inputs:
+        if name not in known:
+            raise InvalidColumn(
+                f"loss_fn_inputs[{name!r}] is not read by the loss {loss!r}: it reads {', '.join(known)}"
+            )
+    for name in needed:
+        if name not in inputs:
+            raise InvalidColumn(f"loss_fn_inputs lack {name!r}, which the loss {loss!r} reads")
 
 
 def _dense(name: str, value: Array | SparseRows, tokens: int, max_targets: int) -> Array:

@@ -12,6 +12,7 @@ class EngineOptions:
 
     token_budget: int = 16_384  # tokens of one packed pass; a longer row is computed alone
     activation_checkpointing: bool = False  # backward passes compute layers again: less memory, a third more work
+    full_finetuning: bool = False  # one model may train all weights, with rank 0; it has a copy of the model of its own
     max_context_length: int | None = None  # tokens of a row, media included; None: as many as the model has positions
     max_models: int = 64  # adapters that are trained at the same time
     max_lora_rank: int = 64
@@ -26,8 +27,10 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if isinstance(value, int) and value < 1 and name != "activation_checkpointing":
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise InvalidConfig(f"{name}={value}: must be at least 1")
+        if self.full_finetuning and self.sampler != "hf":
+            raise InvalidConfig("full_finetuning=True needs sampler='hf': vLLM would be started for each snapshot")
         if self.sampler not in ("hf", "vllm"):
             raise InvalidConfig(f"sampler={self.sampler!r}: must be hf or vllm")
         if not 0 < self.vllm_memory_share < 1:

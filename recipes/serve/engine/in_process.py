@@ -27,10 +27,12 @@ from recipes.serve.engine.engine_options import EngineOptions
 from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
 from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
 from rollout.adapters import Adapter, AdapterConfig, read_adapter
-from workers.adapters import TrainedAdapter
+from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger(__name__)
+CHECKPOINT_FILE = "config.json"
+"""In a directory with all weights of a model; one with an adapter has none."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,12 @@ class TrainedModel:
 
     base_model: str
     base: BaseModel
-    trained: TrainedAdapter
+    trained: TrainedMatrices
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """``None`` if all weights are trained."""
+        return self.trained.adapter if isinstance(self.trained, TrainedAdapter) else None
 
 
 @dataclass(frozen=True)
@@ -84,29 +91,47 @@ class InProcessEngine:
 
     def base(self, name: str) -> BaseModel:
         """A base model by the name that clients use. Raises `InvalidConfig`."""
-        if name not in self.paths:
-            raise InvalidConfig(f"base model {name!r} is unknown: choose one of {', '.join(self.paths)}")
+        self._check_name(name)
         path = self.paths[name]
         if path not in self._bases:
             self._bases[path] = BaseModel(path, self.options, self.device)
         return self._bases[path]
 
+    def _check_name(self, name: str) -> None:
+        if name not in self.paths:
+            raise InvalidConfig(f"base model {name!r} is unknown: choose one of {', '.join(self.paths)}")
+
     # Training
 
     def create(self, model_id: str, base_model: str, lora: LoraSpec | None) -> None:
         """See `Backend.create`."""
-        if lora is None:
-            raise InvalidConfig("this engine trains adapters: full fine-tuning needs a lora_config")
-        if not 1 <= lora.rank <= self.options.max_lora_rank:
+        full = lora is None or lora.rank == 0
+        if full and not self.options.full_finetuning:
+            raise InvalidConfig("rank=0 trains all weights: start the engine with full_finetuning, or choose a rank")
+        if full and any(model.adapter is None for model in self._models.values()):
+            raise InvalidConfig("a model trains all weights already, and there may be one")
+        if lora is not None and not full and not 1 <= lora.rank <= self.options.max_lora_rank:
             raise InvalidConfig(f"rank={lora.rank}: must be from 1 to max_lora_rank={self.options.max_lora_rank}")
         if model_id in self._models:
             raise InvalidConfig(f"model {model_id!r} exists already")
         if len(self._models) >= self.options.max_models:
             raise InvalidConfig(f"{len(self._models)} models are trained already, the most that there may be")
+        if lora is None or full:
+            self._models[model_id] = self._all_weights(base_model)
+            return
         base = self.base(base_model)
         config = AdapterConfig(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
         adapter = base.trainer.new_adapter(config, lora.seed or 0)
-        self._models[model_id] = TrainedModel(base_model, base, TrainedAdapter(adapter))
+        trained = TrainedAdapter(adapter, base.trainer.model, base.trainer.family)
+        self._models[model_id] = TrainedModel(base_model, base, trained)
+
+    def _all_weights(self, base_model: str) -> TrainedModel:
+        """A copy of a base model whose weights are trained."""
+        self._check_name(base_model)
+        base = BaseModel(self.paths[base_model], self.options, self.device, trains_weights=True)
+        assert base.trainer.weights is not None
+        trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
+        return TrainedModel(base_model, base, trained)
 
     def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
         """See `Backend.passes`."""
@@ -115,7 +140,7 @@ class InProcessEngine:
         for number, given in enumerate(passes):
             try:
                 model = self._model(given.model_id)
-                one = open_pass(number, given, model.base, model.trained.adapter, self.options.max_targets)
+                one = open_pass(number, given, model.base, model.adapter, self.options.max_targets)
                 opened.setdefault(model.base, []).append(one)
             except DataProtoError as error:
                 results[number] = Failure(str(error), "user")
@@ -123,8 +148,8 @@ class InProcessEngine:
             gradients, found = run_passes(base, group)
             results |= found
             for model in self._models.values():
-                if model.trained.adapter in gradients:
-                    model.trained.add_gradients(gradients[model.trained.adapter])
+                if model.trained.source in gradients:
+                    model.trained.add_gradients(gradients[model.trained.source])
         return [results[number] for number in range(len(passes))]
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
@@ -138,9 +163,7 @@ class InProcessEngine:
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """See `Backend.load`."""
-        model = self._model(model_id)
-        trainer = model.base.trainer
-        model.trained.load(directory, trainer.model, trainer.family, OPTIMIZER_FILE if optimizer else None)
+        self._model(model_id).trained.load(directory, OPTIMIZER_FILE if optimizer else None)
 
     def export(self, model_id: str, directory: Path) -> None:
         """See `Backend.export`."""
@@ -162,6 +185,10 @@ class InProcessEngine:
         """See `Backend.open_sampler`. Raises `CheckpointError` for an adapter that does not fit."""
         if sampler_id in self._samplers:
             raise InvalidConfig(f"sampler {sampler_id!r} exists already")
+        self._check_name(base_model)
+        if adapter is not None and (adapter / CHECKPOINT_FILE).exists():  # all weights
+            self._samplers[sampler_id] = Sampler(BaseModel(str(adapter), self.options, self.device), None)
+            return
         self._samplers[sampler_id] = Sampler(self.base(base_model), adapter)
         try:
             self._snapshot(sampler_id)
@@ -187,10 +214,12 @@ class InProcessEngine:
 
     def close_sampler(self, sampler_id: str) -> None:
         """See `Backend.close_sampler`."""
-        self._samplers.pop(sampler_id, None)
+        sampler = self._samplers.pop(sampler_id, None)
         self._snapshots.pop(sampler_id, None)
         requests = [each.request for group in self._open.values() for each in group.values()]
         self.abort([request.request_id for request in requests if request.sampler_id == sampler_id])
+        if sampler is not None and sampler.base not in self._bases.values():
+            self._open.pop(sampler.base, None)  # frees its weights
 
     def submit(self, request: SampleRequest) -> None:
         """See `Backend.submit`."""
@@ -216,7 +245,7 @@ class InProcessEngine:
     def _decode(self, base: BaseModel, group: dict[int, OpenSample]) -> list[SampleResult | tuple[str, Failure]]:
         """One decoding step of a base model's requests. If it fails, so do they, and the engine is as before them."""
         try:
-            completions = [each for each in base.sampler.poll() if each.request in group]
+            completions = [each for each in base.poll() if each.request in group]
         except Exception as error:
             log.exception("a decoding step failed")
             message = f"sampling failed: {type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from recipes.serve.engine.datum_inputs import READ_BY_LOSS, DatumInputs, read_in
 from rollout.adapters import Adapter
 from rollout.prompts import TokenSequence
 from workers.adapters.adapter_trainer import Gradients, ScoredRow
+from workers.adapters.trained_adapter import Trainable
 
 log = logging.getLogger(__name__)
 Rows = Mapping[int, Sequence[ScoredRow]]
@@ -31,7 +32,7 @@ class OpenPass:
     loss: str
     options: Mapping[str, float]
     backward: bool
-    adapter: Adapter
+    adapter: Adapter | None  # None: all weights are trained
     sequences: list[TokenSequence] = field(default_factory=list)
     inputs: list[DatumInputs] = field(default_factory=list)
     log_probs: dict[int, Tensor] = field(default_factory=dict)  # of a row (N, K)
@@ -51,7 +52,7 @@ class OpenPass:
         return PassResult(outputs, {"loss:sum": self.total})
 
 
-def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter, max_targets: int) -> OpenPass:
+def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None, max_targets: int) -> OpenPass:
     """Reads a pass.
 
     Raises:
@@ -115,7 +116,7 @@ def _run(base: BaseModel, passes: Sequence[OpenPass], rows: Rows) -> tuple[Gradi
 def _one_by_one(
     base: BaseModel, passes: Sequence[OpenPass], rows: Rows, results: dict[int, PassResult | Failure]
 ) -> tuple[Gradients, dict[int, PassResult | Failure]]:
-    gradients: dict[Adapter, list[Tensor | None]] = {}
+    gradients: dict[Trainable, list[Tensor | None]] = {}
     for each in passes:
         found, result = _run(base, [each], rows)
         for adapter, new in found.items():

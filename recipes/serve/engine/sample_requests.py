@@ -61,8 +61,6 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
     base.check_context(len(prompt), 1 if request.sampling.max_tokens is None else request.sampling.max_tokens)
     sampling = sampling_params(request, base.max_context_length - len(prompt))
     opened = OpenSample(request, prompt_scores(request, len(prompt), base.vocabulary))
-    if opened.scores is not None:
-        base.score(prompt, adapter, opened.scores)
     seed = request.sampling.seed
     for number in range(1 if _is_greedy(request.sampling) else request.num_samples):
         source = derive_seed("request", request.request_id, number) if seed is None else derive_seed(seed, number)
@@ -79,6 +77,8 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
             scores=opened.scores,
         )
         opened.numbers.append(base.sampler.submit(one, sampling))
+    if opened.scores is not None:
+        base.score_later(prompt, adapter, opened.scores)
     return opened
 
 

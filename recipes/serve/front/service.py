@@ -8,10 +8,10 @@ from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
-from recipes.serve.front.keys import Keys, read_keys
 from recipes.serve.front.lifecycle import Lifecycle
 from recipes.serve.front.sample_queue import Samples
 from recipes.serve.front.scheduler import Scheduler
+from recipes.serve.keys import Keys, read_keys
 from recipes.serve.ledger.database import Database
 from recipes.serve.link import EngineLink
 from recipes.serve.refusals import NotFound, Refused

@@ -73,7 +73,11 @@ def page_of(call: Call, name: str, items: list[dict[str, Any]]) -> Response:
 
 async def list_runs(call: Call) -> Response:
     catalogue = call.service.catalogue
+    project = call.request.query_params.get("project_id")
     mine = [run for run in catalogue.runs.values() if run.owner == call.owner]
+    if project is not None:
+        sessions = {session.id for session in catalogue.sessions.values() if session.project == project}
+        mine = [run for run in mine if run.session in sessions]
     mine.sort(key=lambda run: -run.last_request)
     return page_of(call, "training_runs", [run_info(run, catalogue) for run in mine])
 

@@ -92,6 +92,8 @@ async def _answered(
         return refusal(error.status, str(error)), owner
     except InvalidRequest as error:
         return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
+    except asyncio.CancelledError:  # the server stops: clients repeat what has this status
+        return refusal(429, "the server is stopping"), owner
     except ClientDisconnect:
         return Response(status_code=499), owner
     except Exception:

@@ -1,0 +1,88 @@
+"""How results are waited for: by one, by session, with the state of the queue, and not at all."""
+
+import json
+
+import numpy as np
+import pytest
+
+from helpers.servers import Server, call, send, serving
+from recipes.serve.wire.protobuf_messages import ForwardBackwardRequest, SampleResponse
+
+pytestmark = pytest.mark.slow
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+ROWS, TOKENS = 20, 4000  # of a pass whose result is larger than a quarter of a megabyte
+
+
+@pytest.fixture(scope="module")
+def slow_server(tmp_path_factory):
+    """Whose passes take two seconds, and whose polls a tenth."""
+    with serving(tmp_path_factory.mktemp("polls"), "--poll-seconds", "0.1", options_of_engine="2") as server:
+        yield server
+
+
+def new_run(server: Server) -> tuple[str, str]:
+    session = call(server, "create_session", tags=[], sdk_version="0.38.0")[1]["session_id"]
+    fields = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": {"rank": 4}}
+    return session, call(server, "create_model", **fields)[1]["model_id"]
+
+
+def polled(server: Server, request: str, **fields) -> tuple[int, bytes]:
+    return send(server, "/api/v1/retrieve_future", json.dumps({"request_id": request} | fields).encode())
+
+
+def finished(server: Server, request: str, **fields) -> bytes:
+    status = 408
+    while status == 408:
+        status, found = polled(server, request, **fields)
+    assert status == 200
+    return found
+
+
+def test_a_result_that_takes_long_is_answered_with_the_state_of_the_queue(slow_server):
+    _, run = new_run(slow_server)
+    message = ForwardBackwardRequest(model_id=run, seq_id=1, loss_fn="cross_entropy")
+    for _ in range(ROWS):
+        message.data.add().model_input.add().encoded_text.tokens = np.ones(TOKENS, np.int32).tobytes()
+    request = json.loads(send(slow_server, "/api/v1/forward_backward", message.SerializeToString())[1])["request_id"]
+    status, found = polled(slow_server, request)
+    body = json.loads(found)
+    assert (status, body["queue_state"], body["request_id"]) == (408, "active", request)
+    assert "request 1 is being computed or waits for its turn" in body["queue_state_reason"]
+    size = json.loads(finished(slow_server, request, allow_metadata_only=True))
+    assert size == {"status": "complete_metadata", "response_payload_size": len(finished(slow_server, request))}
+    assert size["response_payload_size"] > 4 * ROWS * TOKENS
+
+
+def test_finished_samples_of_a_session_are_told_together(server):
+    session, _ = new_run(server)
+    sampler = call(
+        server, "create_sampling_session", session_id=session, sampling_session_seq_id=5, base_model="tiny/vector"
+    )[1]
+    name = sampler["sampling_session_id"]
+    assert call(server, "join_sampling_session", sampling_session_id=name)[1]["client_counter"] == 1
+    assert call(server, "join_sampling_session", sampling_session_id=name)[1]["client_counter"] == 2
+    numbers = (1, 2, 2_000_000_003)  # the last one of the clone 2
+    for seq in numbers:
+        fields = {"sampling_session_id": name, "seq_id": seq, "prompt": PROMPT, "sampling_params": {"max_tokens": 2}}
+        made = call(server, "asample", **fields, num_samples=2)[1]
+        assert made["sample_sequence_ids"] == [f"{made['request_id']}:{number}" for number in range(2)]
+    seen: dict[int, list[str]] = {0: [], 2: []}
+    for clone, wanted in ((0, 2), (2, 1)):
+        cursor = 0
+        while len(seen[clone]) < wanted:
+            target = {"type": "sampling_session", "sampling_session_id": name, "cloned_sampler_id": clone}
+            found = call(server, "retrieve_futures", target=target, prev_cursor=cursor, timeout=1.0)[1]
+            assert all(each["state"] == "finished" for each in found["completions"])
+            seen[clone] += [each["request_id"] for each in found["completions"]]
+            cursor = found["cursor"]
+    assert seen == {0: [f"{name}:1", f"{name}:2"], 2: [f"{name}:2000000003"]}
+    assert len(SampleResponse.FromString(finished(server, f"{name}:1")).sequences) == 2
+
+
+def test_an_unknown_request_is_gone_and_so_is_a_finished_session(server):
+    session, _ = new_run(server)
+    assert polled(server, "nobody:1")[0] == 410
+    assert call(server, "cancel_future", request_id="nobody:1")[0] == 200
+    assert call(server, f"sessions/{session}/finish", reason={"type": "success"})[0] == 200
+    assert call(server, f"sessions/{session}/finish", reason={"type": "errored"})[0] == 200  # the first one counts
+    assert call(server, "session_heartbeat", session_id=session)[0] == 410

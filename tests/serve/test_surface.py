@@ -1,0 +1,158 @@
+"""Every public method of the SDK's clients works on the server, or fails at once; none hangs."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tinker
+from tinker.lib.api_future_impl import QueueState
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+MODEL = "tiny/vector"
+SECONDS = 60
+PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
+DATUM = tinker.Datum(model_input=PROMPT, loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3})
+REFUSED = {  # of the hosted service alone
+    "RestClient.assign_session_project",
+    "RestClient.export_session_trace",
+    "RestClient.get_audit_log",
+    "RestClient.get_billing_usage",
+    "RestClient.get_current_checkpoint_storage_usage",
+    "RestClient.search_sessions",
+    "RestClient.whoami",
+    "ServiceClient.create_custom_loss",  # which the client runs itself, by forward_backward_custom
+    "TrainingClient.get_tokenizer",  # the model of these tests has none
+    "SamplingClient.get_tokenizer",
+}
+
+
+def public(client: type) -> set[str]:
+    names = [name for name in vars(client) if not name.startswith("_") and not name.endswith("_async")]
+    return {f"{client.__name__}.{name}" for name in names if callable(getattr(client, name))}
+
+
+def loss(data: Any, logprobs: Any) -> Any:
+    return -sum(each.sum() for each in logprobs), {}
+
+
+def rest_calls(rest: Any, client: Any, session: str, sampler: str) -> dict[str, Callable[[], Any]]:
+    path = client.save_state("rest").result().path
+    deleted = client.save_state("deleted").result().path
+    exported = client.save_weights_external("exported").result().path
+    search = tinker.types.SessionSearchRequest()
+    return {
+        "assign_session_project": lambda: rest.assign_session_project(session, "project"),
+        "copy_weights": lambda: rest.copy_weights(path, "project"),
+        "delete_checkpoint": lambda: rest.delete_checkpoint(client.model_id, "weights/rest"),
+        "delete_checkpoint_from_tinker_path": lambda: rest.delete_checkpoint_from_tinker_path(deleted),
+        "export_session_trace": lambda: rest.export_session_trace(session),
+        "get_audit_log": lambda: rest.get_audit_log(),
+        "get_billing_usage": lambda: rest.get_billing_usage("2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"),
+        "get_current_checkpoint_storage_usage": lambda: rest.get_current_checkpoint_storage_usage(),
+        "get_external_weights_urls": lambda: rest.get_external_weights_urls(exported),
+        "get_sampler": lambda: rest.get_sampler(sampler),
+        "get_server_capabilities": lambda: rest.get_server_capabilities(),
+        "get_session": lambda: rest.get_session(session),
+        "get_telemetry": lambda: rest.get_telemetry(),
+        "get_training_run": lambda: rest.get_training_run(client.model_id),
+        "get_training_run_by_tinker_path": lambda: rest.get_training_run_by_tinker_path(exported),
+        "get_weights_info_by_tinker_path": lambda: rest.get_weights_info_by_tinker_path(exported),
+        "list_checkpoints": lambda: rest.list_checkpoints(client.model_id),
+        "list_sessions": lambda: rest.list_sessions(),
+        "list_training_runs": lambda: rest.list_training_runs(),
+        "list_user_checkpoints": lambda: rest.list_user_checkpoints(),
+        "publish_checkpoint_from_tinker_path": lambda: rest.publish_checkpoint_from_tinker_path(exported),
+        "search_sessions": lambda: rest.search_sessions(search),
+        "set_checkpoint_ttl_from_tinker_path": lambda: rest.set_checkpoint_ttl_from_tinker_path(exported, 3600),
+        "unpublish_checkpoint_from_tinker_path": lambda: rest.unpublish_checkpoint_from_tinker_path(exported),
+        "whoami": lambda: rest.whoami(),
+    }
+
+
+def service_calls(service: Any, client: Any) -> dict[str, Callable[[], Any]]:
+    path = client.save_state("service").result().path
+    return {
+        "close": lambda: service.close("success"),
+        "copy_weights": lambda: service.copy_weights(path),
+        "create_custom_loss": lambda: service.create_custom_loss(lambda logprobs: -logprobs.sum(), {}),
+        "create_lora_training_client": lambda: service.create_lora_training_client(MODEL, rank=2),
+        "create_rest_client": lambda: service.create_rest_client(),
+        "create_sampling_client": lambda: service.create_sampling_client(base_model=MODEL),
+        "create_training_client_from_state": lambda: service.create_training_client_from_state(path),
+        "create_training_client_from_state_with_optimizer": lambda: (
+            service.create_training_client_from_state_with_optimizer(path)
+        ),
+        "get_console_url": lambda: service.get_console_url(),
+        "get_server_capabilities": lambda: service.get_server_capabilities(),
+        "get_telemetry": lambda: service.get_telemetry(),
+    }
+
+
+def training_calls(client: Any) -> dict[str, Callable[[], Any]]:
+    path = client.save_state("loaded").result().path
+    sampled = client.save_weights_for_sampler("opened").result().path
+    return {
+        "create_sampling_client": lambda: client.create_sampling_client(sampled),
+        "forward": lambda: client.forward([DATUM], "cross_entropy"),
+        "forward_backward": lambda: client.forward_backward([DATUM], "cross_entropy"),
+        "forward_backward_custom": lambda: client.forward_backward_custom([DATUM], loss),
+        "get_console_url": lambda: client.get_console_url(),
+        "get_info": lambda: client.get_info(),
+        "get_telemetry": lambda: client.get_telemetry(),
+        "get_tokenizer": lambda: client.get_tokenizer(),
+        "load_state": lambda: client.load_state(path),
+        "load_state_with_optimizer": lambda: client.load_state_with_optimizer(path),
+        "optim_step": lambda: client.optim_step(tinker.AdamParams()),
+        "save_state": lambda: client.save_state("saved"),
+        "save_weights_and_get_sampling_client": lambda: client.save_weights_and_get_sampling_client(),
+        "save_weights_external": lambda: client.save_weights_external("external"),
+        "save_weights_for_sampler": lambda: client.save_weights_for_sampler("sampler"),
+    }
+
+
+def sampling_calls(sampler: Any, key: str) -> dict[str, Callable[[], Any]]:
+    everything = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    return {
+        "compute_logprobs": lambda: sampler.compute_logprobs(PROMPT),
+        "create": lambda: tinker.SamplingClient.create(sampler.holder, base_model=MODEL),
+        "from_sampler_handle": lambda: tinker.SamplingClient.from_sampler_handle(
+            sampler.get_sampler_handle(), api_key=key
+        ),
+        "get_base_model": lambda: sampler.get_base_model(),
+        "get_sampler_handle": lambda: sampler.get_sampler_handle(),
+        "get_telemetry": lambda: sampler.get_telemetry(),
+        "get_tokenizer": lambda: sampler.get_tokenizer(),
+        "on_queue_state_change": lambda: sampler.on_queue_state_change(QueueState.ACTIVE, None),
+        "sample": lambda: sampler.sample(PROMPT, 2, tinker.SamplingParams(max_tokens=3), **everything),
+    }
+
+
+def test_every_public_method_answers(server, monkeypatch):
+    for name, value in (("TINKER_TELEMETRY", "0"), ("TINKER_BASE_URL", server.url), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)
+    service = tinker.ServiceClient(base_url=server.url, api_key=server.key, project_id="project")
+    client = service.create_lora_training_client(MODEL, rank=2).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    session = client.model_id.partition(":")[0]
+    rest = tinker.RestClient(base_url=server.url, api_key=server.key)
+    calls = {
+        "RestClient": rest_calls(rest, client, session, f"{session}:sample:0"),
+        "TrainingClient": training_calls(client),
+        "SamplingClient": sampling_calls(sampler, server.key),
+        "ServiceClient": service_calls(service, client),
+    }
+    named = {f"{kind}.{name}": call for kind, some in calls.items() for name, call in some.items()}
+    clients = (tinker.RestClient, tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient)
+    assert set(named) == set().union(*map(public, clients))
+    refused = {}
+    for name, call in sorted(named.items(), key=lambda pair: pair[0] == "ServiceClient.close"):
+        try:
+            found = call()
+            if hasattr(found, "result") and not inspect.isclass(found):
+                found.result(timeout=SECONDS)
+        except TimeoutError:
+            raise AssertionError(f"{name} hangs") from None
+        except Exception as error:
+            refused[name] = error
+    assert set(refused) == REFUSED, refused

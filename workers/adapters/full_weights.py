@@ -1,0 +1,67 @@
+"""All weights of a language model, trained in the place of an adapter by one model alone."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dataproto.errors import CheckpointError
+from dataproto.vlm import VLMFamily
+from rollout.adapters.adapter_files import check_digests, read_tensors, write_digests
+from workers.adapters.trained_adapter import TrainedMatrices
+
+WEIGHTS_FILE = "weights.safetensors"
+
+
+class FullWeights:
+    """The parameters of a model, those of its vision tower and mergers excepted, which stay frozen."""
+
+    trained = True
+
+    def __init__(self, model: nn.Module, family: VLMFamily) -> None:
+        """Turns their gradients on."""
+        frozen = tuple(f"{part}." for part in family.vision_parts)
+        self.parameters = {
+            name: parameter.requires_grad_()
+            for name, parameter in model.named_parameters()
+            if not name.startswith(frozen)
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters under their names in the model, tied ones once."""
+        yield from self.parameters.items()
+
+
+class TrainedWeights(TrainedMatrices):
+    """`FullWeights` with their gradients and AdamW state."""
+
+    def __init__(self, weights: FullWeights, model: Any, processors: Any) -> None:
+        """
+        Args:
+            model: of which they are the weights.
+            processors: writes what a checkpoint has beside its weights; see `PromptBuilder.save_pretrained`.
+        """
+        super().__init__(weights)
+        self.model, self.processors = model, processors
+
+    def export(self, directory: Path, base_model: str) -> None:
+        """Writes a whole checkpoint, as ``from_pretrained`` loads it."""
+        self.model.save_pretrained(directory)
+        self.processors.save_pretrained(directory)
+
+    def write(self, directory: Path, base_model: str) -> None:
+        """See `TrainedMatrices.write`."""
+        tensors = {name: matrix.detach().cpu().contiguous() for name, matrix in self.matrices.items()}
+        save_file(tensors, directory / WEIGHTS_FILE)
+        write_digests(directory, WEIGHTS_FILE)
+
+    def read(self, directory: Path) -> Mapping[str, Tensor]:
+        """See `TrainedMatrices.read`."""
+        check_digests(directory, WEIGHTS_FILE)
+        found = read_tensors(directory / WEIGHTS_FILE)
+        shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
+        if {name: tensor.shape for name, tensor in found.items()} != shapes:
+            raise CheckpointError(f"{directory / WEIGHTS_FILE} is of another model")
+        return found
