@@ -25,7 +25,10 @@ from recipes.serve.engine import InProcessEngine
 CPU = torch.device("cpu")
 TYPES = [
     "qwen2_5_vl",
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_vl", "internvl", "smolvlm", "glm4v", "qwen3")),
+    *(
+        pytest.param(each, marks=pytest.mark.slow)
+        for each in ("qwen3_vl", "internvl", "smolvlm", "glm4v", "qwen3", "qwen3_5")
+    ),
 ]
 
 
