@@ -13,7 +13,6 @@ from dataproto.errors import InvalidConfig, InvalidPrompt
 from rollout.engine import Completion, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
-from rollout.environments.environment_process import in_process
 from rollout.environments.shown_history import EpisodeRow, last_pictures
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
@@ -134,9 +133,7 @@ def play_episodes(
         DataProtoError: the engine failed at a request, e.g. `NonFiniteLogits`. Failures of environments raise nothing.
     """
     play = _Play(engine, renderer, [Episode(start) for start in starts], sampling, limits)
-    if limits.memory_gib is not None:
-        make_environment = in_process(make_environment, limits.memory_gib, limits.seconds)
-    with EnvironmentHost(make_environment, limits.seconds) as host, renderer.builder.one_batch():
+    with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host, renderer.builder.one_batch():
         try:
             play.run(host)
         finally:
@@ -235,12 +232,12 @@ class _Play:
         """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
         if episode.turns:
             return self.renderer.turn(observation, ended=episode.turns[-1].token_ids[-1] in self.renderer.end_ids)
-        episode.prompt, request = self._start(episode.start, observation)
+        episode.prompt, request = self._first_turn(episode.start, observation)
         episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
         episode.rows = [EpisodeRow(0, episode.request, episode.request)]
         return None
 
-    def _start(self, start: EpisodeStart, observation: Observation) -> tuple[Prompt, Request]:
+    def _first_turn(self, start: EpisodeStart, observation: Observation) -> tuple[Prompt, Request]:
         """The prompt of an episode that begins with this observation, and its first request, without a seed."""
         key = (id(start.row), observation.role, *self.renderer.content_key(observation))
         if key not in self.first:
@@ -255,7 +252,7 @@ class _Play:
         (first, *others), omitted = last_pictures(episode.observations, self.limits.last_pictures)
         if omitted == episode.rows[-1].omitted:
             return None
-        _, request = self._start(episode.start, first)
+        _, request = self._first_turn(episode.start, first)
         for turn, observation in zip(episode.turns, others, strict=True):
             shown = self.renderer.turn(observation, ended=turn.token_ids[-1] in self.renderer.end_ids)
             request = self._continued(request, turn.token_ids, shown)
