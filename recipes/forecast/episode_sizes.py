@@ -10,7 +10,6 @@ from rollout.engine import SamplingParams
 from rollout.environments import EnvironmentFailed, EpisodeLimits, MakeEnvironment, Observation, TurnRenderer
 from rollout.environments.environment_host import EnvironmentHost
 from rollout.environments.episode_rows import episode_starts
-from rollout.environments.episodes import bounded
 from rollout.environments.turn_renderer import RenderedTurn
 from rollout.prompts import PromptBuilder
 
@@ -43,7 +42,7 @@ def measure_episode(
     start = episode_starts(prompts[:1], SamplingParams())[0]
     renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
     name = "forecast"
-    with EnvironmentHost(bounded(make_environment, limits), limits.seconds) as host:
+    with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host:
         host.reset(name, start.row, start.environment_seed)
         first = _answer(host)
         prompt = renderer.prompt(start.row, first)

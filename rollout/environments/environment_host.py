@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation, check_observation
+from rollout.environments.environment_process import in_process
 
 CLOSING_S = 2.0
 """Seconds that the environments get to close at the end."""
@@ -39,8 +40,17 @@ class EnvironmentHost:
     A thread whose environment hangs is left alone and does not keep the process alive.
     """
 
-    def __init__(self, make_environment: MakeEnvironment, seconds: float) -> None:
-        """``seconds``: the time that the environment of one episode may take, all its calls together."""
+    def __init__(self, make_environment: MakeEnvironment, seconds: float, memory_gib: float | None = None) -> None:
+        """
+        Args:
+            seconds: the time that the environment of one episode may take, all its calls together.
+            memory_gib: of an environment in a process of its own, see `in_process`; ``None``: in a thread, no limit.
+
+        Raises:
+            InvalidConfig: see `in_process`.
+        """
+        if memory_gib is not None:
+            make_environment = in_process(make_environment, memory_gib, seconds)
         self.typical_s = 0.0  # that recent calls took
         self.make_environment = make_environment
         self.seconds = seconds

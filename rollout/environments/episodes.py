@@ -14,7 +14,6 @@ from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, continued
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
-from rollout.environments.environment_process import in_process
 from rollout.environments.shown_history import EpisodeRow, last_pictures
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
@@ -160,20 +159,9 @@ def play_episodes(
     """
     episodes = [Episode(start) for start in starts]
     everyone = WholeGroups([str(number) for number in range(len(starts))], wanted=len(starts))
-    with EnvironmentHost(bounded(make_environment, limits), limits.seconds) as host:
+    with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host:
         go_on(engine, renderer, episodes, host, sampling, limits, everyone, weight_version)
     return episodes
-
-
-def bounded(make_environment: MakeEnvironment, limits: EpisodeLimits) -> MakeEnvironment:
-    """``make_environment``, of environments within the limit of memory if there is one.
-
-    Raises:
-        InvalidConfig: it cannot be sent to another process, for a limit of memory.
-    """
-    if limits.memory_gib is None:
-        return make_environment
-    return in_process(make_environment, limits.memory_gib, limits.seconds)
 
 
 def go_on(
@@ -312,12 +300,12 @@ class _Play:
         """The observation as tokens behind the last turn; the first one becomes the prompt of the episode."""
         if episode.turns:
             return self.renderer.turn(observation, ended=episode.turns[-1].token_ids[-1] in self.renderer.end_ids)
-        episode.prompt, request = self._first_prompt(episode.start, observation)
+        episode.prompt, request = self._first_turn(episode.start, observation)
         episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
         episode.rows = [EpisodeRow(0, episode.request, episode.request)]
         return None
 
-    def _first_prompt(self, start: EpisodeStart, observation: Observation) -> tuple[Prompt, Request]:
+    def _first_turn(self, start: EpisodeStart, observation: Observation) -> tuple[Prompt, Request]:
         """The prompt of an episode that begins with this observation, and its first request, without a seed."""
         key = (id(start.row), observation.role, *self.renderer.content_key(observation))
         if key not in self.first:
@@ -332,7 +320,7 @@ class _Play:
         (first, *others), omitted = last_pictures(episode.observations, self.limits.last_pictures)
         if omitted == episode.rows[-1].omitted:
             return None
-        _, request = self._first_prompt(episode.start, first)
+        _, request = self._first_turn(episode.start, first)
         for turn, observation in zip(episode.turns, others, strict=True):
             shown = self.renderer.turn(observation, ended=turn.token_ids[-1] in self.renderer.end_ids)
             request = self._continued(request, turn.token_ids, shown)

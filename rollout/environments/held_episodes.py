@@ -10,7 +10,7 @@ from rollout.carried_samples import BegunTurn, WholeGroups
 from rollout.engine import RequestEngine, SamplingParams
 from rollout.environments.environment import MakeEnvironment
 from rollout.environments.environment_host import EnvironmentHost
-from rollout.environments.episodes import Episode, EpisodeLimits, EpisodeStart, bounded, go_on
+from rollout.environments.episodes import Episode, EpisodeLimits, EpisodeStart, go_on
 from rollout.environments.turn_renderer import TurnRenderer
 
 
@@ -76,9 +76,7 @@ class HeldEpisodes:
         return Episode(start, repeated=begun)
 
     def _opened(self, plan: EpisodePlan) -> EnvironmentHost:
-        make_environment = bounded(plan.make_environment, plan.limits)
         if self._host is None:
-            self._host = EnvironmentHost(make_environment, plan.limits.seconds)
+            self._host = EnvironmentHost(plan.make_environment, plan.limits.seconds, plan.limits.memory_gib)
             weakref.finalize(self, self._host.shut)  # the environments of a process that ends
-        self._host.make_environment = make_environment
         return self._host
