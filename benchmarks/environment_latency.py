@@ -104,7 +104,8 @@ def counted(engine: Any, found: Played) -> Iterator[None]:
     def wait(host: Any, patience: float | None) -> Any:
         began = time.perf_counter()
         answers = poll_host(host, patience)
-        found.idle += time.perf_counter() - began
+        if patience is None:  # the engine has nothing to decode
+            found.idle += time.perf_counter() - began
         return answers
 
     engine.poll, environment_host.EnvironmentHost.poll = poll, wait  # type: ignore[method-assign]

@@ -49,11 +49,9 @@ class EnvironmentHost:
         Raises:
             InvalidConfig: see `in_process`.
         """
-        if memory_gib is not None:
-            make_environment = in_process(make_environment, memory_gib, seconds)
         self.typical_s = 0.0  # that recent calls took
-        self.make_environment = make_environment
-        self.seconds = seconds
+        self.seconds, self.memory_gib = seconds, memory_gib
+        self.make_by(make_environment)
         self._answers: queue.SimpleQueue[tuple[str, int, Outcome]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._working: dict[str, float] = {}  # when the call of an episode began that has not been answered
@@ -62,6 +60,12 @@ class EnvironmentHost:
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._loop_thread.start()
         self._paused: float | None = None
+
+    def make_by(self, make_environment: MakeEnvironment) -> None:
+        """Makes further environments by this function. Raises `InvalidConfig`, see `in_process`."""
+        if self.memory_gib is not None:
+            make_environment = in_process(make_environment, self.memory_gib, self.seconds)
+        self.make_environment = make_environment
 
     def __enter__(self) -> "EnvironmentHost":
         return self

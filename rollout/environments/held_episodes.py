@@ -79,4 +79,6 @@ class HeldEpisodes:
         if self._host is None:
             self._host = EnvironmentHost(plan.make_environment, plan.limits.seconds, plan.limits.memory_gib)
             weakref.finalize(self, self._host.shut)  # the environments of a process that ends
+        else:
+            self._host.make_by(plan.make_environment)
         return self._host
