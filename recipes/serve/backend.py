@@ -179,8 +179,8 @@ class SampleRequest:
         prompt_logprobs: the log-prob of every token of the prompt.
         topk_prompt_logprobs: at every position of the prompt, the k most probable tokens; 0 is none.
         topk_sample_logprobs: the same for every sampled token.
-        target_prompt_logprobs: ``(prompt - 1, K)`` int64 tokens whose log-probs are given: row i are candidates of position i + 1,
-            and -1 asks for nothing.
+        target_prompt_logprobs: ``(prompt - 1, K)`` int64: tokens whose log-probs are given, in row i those of position i + 1;
+            -1 asks for nothing.
         prompt_logprobs_last_n: log-probs of the last n positions of the prompt only.
     """
 
