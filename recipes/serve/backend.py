@@ -179,7 +179,8 @@ class SampleRequest:
         prompt_logprobs: the log-prob of every token of the prompt.
         topk_prompt_logprobs: at every position of the prompt, the k most probable tokens; 0 is none.
         topk_sample_logprobs: the same for every sampled token.
-        target_prompt_logprobs: ``(n,)`` or ``(n, k)`` int64 tokens, whose log-probs are given in place of the prompt's own.
+        target_prompt_logprobs: ``(prompt - 1, K)`` int64: tokens whose log-probs are given, in row i those of position i + 1;
+            -1 asks for nothing.
         prompt_logprobs_last_n: log-probs of the last n positions of the prompt only.
     """
 
@@ -218,7 +219,7 @@ class SampleResult:
     Args:
         prompt_logprobs: float32, as long as the prompt with all tokens of its images: NaN at 0, and 0.0 on the tokens of images.
         topk_prompt_logprobs: of the same length; ids 0 and log-probs -99999 where there are none.
-        target_prompt_logprobs: of the shape of the targets.
+        target_prompt_logprobs: float32 of the shape of the targets, 0.0 at -1.
         prompt_cache_hit_tokens: tokens of the prompt that did not have to be computed.
     """
 

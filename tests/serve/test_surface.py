@@ -131,6 +131,7 @@ def sampling_calls(sampler: Any, key: str) -> dict[str, Callable[[], Any]]:
 def test_every_public_method_answers(server, monkeypatch):
     for name, value in (("TINKER_TELEMETRY", "0"), ("TINKER_BASE_URL", server.url), ("HF_HUB_OFFLINE", "1")):
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # where it has been imported already
     service = tinker.ServiceClient(base_url=server.url, api_key=server.key, project_id="project")
     client = service.create_lora_training_client(MODEL, rank=2).result()
     sampler = client.save_weights_and_get_sampling_client().result()
