@@ -18,7 +18,7 @@ from recipes.data.loader import PromptLoader
 from recipes.geo3k_grpo import parse
 from recipes.grpo import GRPOConfig, grpo_step, grpo_step_in_parts
 from recipes.run.carried_rollouts import CarryingRollout, LookAhead, carry_samples
-from recipes.run.environment_roles import with_environment
+from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.phases import Progression
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
@@ -350,10 +350,10 @@ def test_episodes_are_carried_over_whichever_comes_first(first):
     config, progression = CarryingConfig(over_ask=2.0), Progression(KLController(0.0))
     limits = EpisodeLimits(turns=2)
     if first == "environment":
-        roles = with_environment(roles, Corridor, limits)
+        roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
     batches, _ = carry_samples(roles, loader, config, progression, 5, corrected=True)
     if first == "carrying":
-        roles = with_environment(roles, Corridor, limits)
+        roles = with_environment(roles, PlayedEnvironment(Corridor, limits))
     data = roles.rollout.generate(next(batches), SamplingParams())
     assert data["uid"].tolist() == ["2", "3"]
     assert group.plan == EpisodePlan(Corridor, limits)

@@ -12,8 +12,8 @@ EXPORTS = {
     "recipes.loggers": "LOGGERS LoggedRun RunLogger RunLoggers check_loggers open_loggers",
     "recipes.report": "KeptRollouts MetricsLog read_metrics write_report",
     "recipes.view": "ViewerServer main",
-    "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting StepForecast
-        beside_fact
+    "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting
+        StepForecast beside_fact
         calibrate_cpu compared cpu_from_step duration keep_cpu known_cpu unknown_cpu sizes_of_conversations sizes_of_prompts
         device_named episode_batch forecast forecast_lines measure_conversations measure_episode
         measure_prompts model_size
