@@ -49,7 +49,7 @@ TINY = ZoomConfig(
     warm_up=WarmUpPhaseConfig(steps=100, batch_size=64),
     data=DataConfig(batch_size=64, eval_rows=128, max_prompt_length=64, max_response_length=3, instruction=""),
     algorithm=EpisodeAlgorithmConfig(n=4, kl_coef=0.0, entropy_coef=0.01),
-    optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
+    optimizer=OptimizerConfig(lr=5e-4, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
     critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=5),
     run=RunConfig(steps=200, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
 )
