@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 
 from recipes.algorithms.registry import ADVANTAGES, LOSSES
-from recipes.configs.walk_config import EpisodeAlgorithmConfig
+from recipes.configs.environments.episodes_config import EpisodeAlgorithmConfig
 from recipes.data.drawn_rows import ProblemRows
 from recipes.grpo import GRPOConfig, grpo_step
 from recipes.ppo import PPOConfig, ppo_step
-from recipes.run.environment_roles import with_environment
+from recipes.run.environment_roles import PlayedEnvironment, with_environment
 from recipes.run.phases import Progression
 from recipes.tiny import make_tiny_model
 from rollout.environments import EpisodeLimits, Observation
@@ -109,7 +109,7 @@ class Talk:
 def test_every_advantage_over_turns(name, last_pictures, roles, prompts):
     make = ppo_step if name in WITH_CRITIC else grpo_step
     config = EpisodeAlgorithmConfig(n=2, advantage=name)
-    played = with_environment(roles, Talk, EpisodeLimits(turns=3, last_pictures=last_pictures))
+    played = with_environment(roles, PlayedEnvironment(Talk, EpisodeLimits(turns=3, last_pictures=last_pictures)))
     sampling = replace(config.sampling(max_tokens=6, seed=3), stop_token_ids=tuple(range(0, 300, 2)))
     data, metrics = make(played, prompts[0], config, sampling, Progression(config.kl_controller()))
     assert_learned(metrics)
