@@ -328,6 +328,7 @@ for name, call in wrong.items():
 """
 
 
+@pytest.mark.long  # compiles everything again
 def test_checks_stay_under_python_O() -> None:
     done = subprocess.run([sys.executable, "-O", "-c", UNDER_O], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [

@@ -68,6 +68,7 @@ def processes_of(mark: str, text: str = "") -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_two_processes_of_which_one_is_killed_make_the_run_of_one(files, one_process, tmp_path, capsys, monkeypatch):
     directory = tmp_path / "two"
     monkeypatch.setenv("RUN_MARK", str(directory))

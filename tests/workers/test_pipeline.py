@@ -30,7 +30,8 @@ from workers.training.forward_pass import pack, sharing
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "smolvlm", "qwen3")
+FEW = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
+MODELS = (*FEW, "qwen3_vl", "smolvlm", "qwen3")
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 
@@ -161,8 +162,8 @@ def checkpoints(tmp_path_factory):
 
 
 TWO = {
-    **{f"{model}, tp 2": (model, Layout(tp=2), {}) for model in MODELS},
-    **{f"{model}, pp 2": (model, PP2, {}) for model in MODELS},
+    **{f"{model}, tp 2": (model, Layout(tp=2), {}) for model in FEW},
+    **{f"{model}, pp 2": (model, PP2, {}) for model in FEW},
     "ep 2": ("qwen3_vl_moe", Layout(dp=2, ep=2), {}),
     "gpipe": ("qwen3_vl", PP2, {"pipeline_schedule": "gpipe"}),
     "interleaved, tied": ("deep", PP2, {"pipeline_schedule": "interleaved"}),
@@ -172,6 +173,10 @@ TWO = {
     "a frozen tower": ("qwen3_vl", PP2, {"freeze_vision": True}),
     "a frozen decoder": ("smolvlm", Layout(tp=2), {"freeze_language": True}),
     "adapters": ("qwen3_vl", PP2, {"lora_rank": 4}),
+}
+MORE_OF_TWO = {
+    **{f"{model}, tp 2": (model, Layout(tp=2), {}) for model in MODELS if model not in FEW},
+    **{f"{model}, pp 2": (model, PP2, {}) for model in MODELS if model not in FEW},
 }
 FOUR = {
     "qwen3_vl_moe, tp 2 x pp 2": ("qwen3_vl_moe", Layout(tp=2, pp=2), {}),
@@ -212,6 +217,11 @@ def outcomes(checkpoints, tmp_path_factory):
         "resumed": partial(learn, path, data, PP2, None, alone),
     }
     return run_ranks(2, cases_of(TWO, checkpoints) | more, tmp_path_factory.mktemp("two")) | {"folders": (saved, alone)}
+
+
+@pytest.fixture(scope="module")
+def more_outcomes_of_two(checkpoints, tmp_path_factory):
+    return run_ranks(2, cases_of(MORE_OF_TWO, checkpoints), tmp_path_factory.mktemp("more"))
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +272,9 @@ def check(outcome, expected, tolerance=1e-4):
 # The tests
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [*FEW, *(pytest.param(each, marks=pytest.mark.long) for each in MODELS if each not in FEW)]
+)
 @pytest.mark.slow
 def test_one_process_is_hugging_face(alone, checkpoints, model):
     _, data = checkpoints[model]
@@ -274,6 +286,13 @@ def test_one_process_is_hugging_face(alone, checkpoints, model):
 def test_two_ranks_learn_what_one_learns(outcomes, alone, case):
     model, _, options = TWO[case]
     check(outcomes[case], alone(model, **options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MORE_OF_TWO)
+def test_two_ranks_of_more_models_learn_what_one_learns(more_outcomes_of_two, alone, case):
+    model, _, options = MORE_OF_TWO[case]
+    check(more_outcomes_of_two[case], alone(model, **options))
 
 
 @pytest.mark.parametrize("case", FOUR)
