@@ -262,7 +262,11 @@ class Backend(Protocol):
         ...
 
     def save(self, model_id: str, directory: Path) -> None:
-        """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients."""
+        """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
+
+        Raises:
+            CheckpointError: a weight is not finite; names the model.
+        """
         ...
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
@@ -274,7 +278,11 @@ class Backend(Protocol):
         ...
 
     def export(self, model_id: str, directory: Path) -> None:
-        """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it."""
+        """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
+
+        Raises:
+            CheckpointError: a weight is not finite; names the model.
+        """
         ...
 
     def release(self, model_id: str) -> None:

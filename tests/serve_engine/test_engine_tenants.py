@@ -16,6 +16,7 @@ from helpers.served_models import ADAM, chunks, length, new_model, png, random_i
 from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SparseRows
 from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json
+from recipes.serve.link import failure_of
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 
 CPU = torch.device("cpu")
@@ -360,6 +361,18 @@ def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(engine, tmp
         engine.load("m", tmp_path / "saved", optimizer=True)
     after = weights(engine, "m", tmp_path / "after")
     assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_weights_that_are_not_finite_are_not_saved(engine, tmp_path):
+    """After a step with a huge learning rate. The message names the model, and the fault is the client's."""
+    new_model(engine, "m", 8)
+    run_pass(engine, "m", rows(engine, "cross_entropy", seed=1))
+    engine.optim_step("m", replace(ADAM, learning_rate=1e39))
+    for write in (engine.save, engine.export):
+        with pytest.raises(CheckpointError, match=r"model 'm': .*lora_\w\.weight is not finite") as caught:
+            write("m", tmp_path)
+        assert failure_of(caught.value).category == "user"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_snapshot_does_not_follow_its_model(path, tmp_path):

@@ -158,7 +158,7 @@ class InProcessEngine:
 
     def save(self, model_id: str, directory: Path) -> None:
         """See `Backend.save`; a file of digests is added, which `load` compares."""
-        model = self._model(model_id)
+        model = self._finite(model_id)
         model.trained.save(directory, model.base_model, OPTIMIZER_FILE)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
@@ -167,7 +167,7 @@ class InProcessEngine:
 
     def export(self, model_id: str, directory: Path) -> None:
         """See `Backend.export`."""
-        model = self._model(model_id)
+        model = self._finite(model_id)
         model.trained.export(directory, model.base_model)
 
     def release(self, model_id: str) -> None:
@@ -178,6 +178,15 @@ class InProcessEngine:
         if model_id not in self._models:
             raise InvalidConfig(f"model {model_id!r} is unknown")
         return self._models[model_id]
+
+    def _finite(self, model_id: str) -> TrainedModel:
+        """A model whose weights can be saved."""
+        model = self._model(model_id)
+        try:
+            model.trained.check_finite()
+        except CheckpointError as error:
+            raise CheckpointError(f"model {model_id!r}: {error}") from None
+        return model
 
     # Sampling
 
