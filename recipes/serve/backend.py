@@ -238,8 +238,11 @@ class Backend(Protocol):
         """The models that it has, and its limits."""
         ...
 
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None) -> None:
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, stand_in: bool = False) -> None:
         """Makes an adapter with the initial weights of its seed, without AdamW state; ``None`` trains all weights.
+
+        Args:
+            stand_in: it takes the place of another model for a replayed pass, and is released after it: no limit applies to it.
 
         Raises:
             InvalidConfig: there is no such base model, the rank is too large, or no slot is free.

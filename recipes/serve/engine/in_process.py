@@ -42,6 +42,7 @@ class TrainedModel:
     base_model: str
     base: BaseModel
     trained: TrainedMatrices
+    stand_in: bool  # for a replayed pass: limits do not count it
 
     @property
     def adapter(self) -> Adapter | None:
@@ -103,35 +104,42 @@ class InProcessEngine:
 
     # Training
 
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None) -> None:
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, stand_in: bool = False) -> None:
         """See `Backend.create`."""
+        if model_id in self._models:
+            raise InvalidConfig(f"model {model_id!r} exists already")
+        if not stand_in:
+            self._check_limits(lora)
+        self._models[model_id] = self._new_model(base_model, lora, stand_in)
+
+    def _check_limits(self, lora: LoraSpec | None) -> None:
         full = lora is None or lora.rank == 0
+        models = [model for model in self._models.values() if not model.stand_in]
         if full and not self.options.full_finetuning:
             raise InvalidConfig("rank=0 trains all weights: start the engine with full_finetuning, or choose a rank")
-        if full and any(model.adapter is None for model in self._models.values()):
+        if full and any(model.adapter is None for model in models):
             raise InvalidConfig("a model trains all weights already, and there may be one")
         if lora is not None and not full and not 1 <= lora.rank <= self.options.max_lora_rank:
             raise InvalidConfig(f"rank={lora.rank}: must be from 1 to max_lora_rank={self.options.max_lora_rank}")
-        if model_id in self._models:
-            raise InvalidConfig(f"model {model_id!r} exists already")
-        if len(self._models) >= self.options.max_models:
-            raise InvalidConfig(f"{len(self._models)} models are trained already, the most that there may be")
-        if lora is None or full:
-            self._models[model_id] = self._all_weights(base_model)
-            return
+        if len(models) >= self.options.max_models:
+            raise InvalidConfig(f"{len(models)} models are trained already, the most that there may be (--max-models)")
+
+    def _new_model(self, base_model: str, lora: LoraSpec | None, stand_in: bool) -> TrainedModel:
+        if lora is None or lora.rank == 0:
+            return self._all_weights(base_model, stand_in)
         base = self.base(base_model)
         config = AdapterConfig(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
         adapter = base.trainer.new_adapter(config, lora.seed or 0)
         trained = TrainedAdapter(adapter, base.trainer.model, base.trainer.family)
-        self._models[model_id] = TrainedModel(base_model, base, trained)
+        return TrainedModel(base_model, base, trained, stand_in)
 
-    def _all_weights(self, base_model: str) -> TrainedModel:
+    def _all_weights(self, base_model: str, stand_in: bool) -> TrainedModel:
         """A copy of a base model whose weights are trained."""
         self._check_name(base_model)
         base = BaseModel(self.paths[base_model], self.options, self.device, trains_weights=True)
         assert base.trainer.weights is not None
         trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
-        return TrainedModel(base_model, base, trained)
+        return TrainedModel(base_model, base, trained, stand_in)
 
     def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
         """See `Backend.passes`."""
