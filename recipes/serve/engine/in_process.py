@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,12 @@ from recipes.serve.engine.base_model import BaseModel, context_length
 from recipes.serve.engine.engine_options import EngineOptions
 from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
 from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
-from rollout.adapters import Adapter, AdapterConfig, read_adapter
+from recipes.serve.engine.samplers import Samplers
+from rollout.adapters import Adapter, AdapterConfig
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger(__name__)
-CHECKPOINT_FILE = "config.json"
-"""In a directory with all weights of a model; one with an adapter has none."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,6 @@ class TrainedModel:
     def adapter(self) -> Adapter | None:
         """``None`` if all weights are trained."""
         return self.trained.adapter if isinstance(self.trained, TrainedAdapter) else None
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A snapshot that a client samples from; without a directory the base model."""
-
-    base: BaseModel
-    directory: Path | None
 
 
 class InProcessEngine:
@@ -77,9 +68,9 @@ class InProcessEngine:
         self.paths = {name: str(path) for name, path in models.items()}
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainedModel] = {}
-        self._samplers: dict[str, Sampler] = {}
-        self._snapshots: OrderedDict[str, Adapter] = OrderedDict()  # last used last
-        self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # by the numbers of samples in the engine
+        self._samplers = Samplers(self.options, device, self.base)
+        self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
+        self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
         self._ready: list[SampleResult | tuple[str, Failure]] = []
 
     def describe(self) -> Capabilities:
@@ -200,49 +191,28 @@ class InProcessEngine:
 
     def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
         """See `Backend.open_sampler`. Raises `CheckpointError` for an adapter that does not fit."""
-        if sampler_id in self._samplers:
-            raise InvalidConfig(f"sampler {sampler_id!r} exists already")
         self._check_name(base_model)
-        if adapter is not None and (adapter / CHECKPOINT_FILE).exists():  # all weights
-            self._samplers[sampler_id] = Sampler(BaseModel(str(adapter), self.options, self.device), None)
-            return
-        self._samplers[sampler_id] = Sampler(self.base(base_model), adapter)
-        try:
-            self._snapshot(sampler_id)
-        except CheckpointError:
-            del self._samplers[sampler_id]
-            raise
-
-    def _snapshot(self, sampler_id: str) -> Adapter | None:
-        """The adapter of a sampler, from memory or from its files."""
-        if sampler_id not in self._samplers:
-            raise InvalidConfig(f"sampler {sampler_id!r} is unknown")
-        sampler = self._samplers[sampler_id]
-        if sampler.directory is None:
-            return None
-        if sampler_id not in self._snapshots:
-            trainer = sampler.base.trainer
-            adapter = read_adapter(sampler.directory, trainer.model, trainer.family, trainer.device)
-            self._snapshots[sampler_id] = adapter
-            while len(self._snapshots) > self.options.max_samplers:
-                self._snapshots.popitem(last=False)
-        self._snapshots.move_to_end(sampler_id)
-        return self._snapshots[sampler_id]
+        self._samplers.open(sampler_id, base_model, adapter)
 
     def close_sampler(self, sampler_id: str) -> None:
         """See `Backend.close_sampler`."""
-        sampler = self._samplers.pop(sampler_id, None)
-        self._snapshots.pop(sampler_id, None)
-        requests = [each.request for group in self._open.values() for each in group.values()]
+        requests = [*self._waiting, *(each.request for group in self._open.values() for each in group.values())]
         self.abort([request.request_id for request in requests if request.sampler_id == sampler_id])
-        if sampler is not None and sampler.base not in self._bases.values():
-            self._open.pop(sampler.base, None)  # frees its weights
+        self._samplers.close(sampler_id)
 
     def submit(self, request: SampleRequest) -> None:
-        """See `Backend.submit`."""
+        """See `Backend.submit`. A request of a checkpoint waits while others have no room for it, and others behind it."""
+        behind = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
+        if behind or not self._begin(request):
+            self._waiting.append(request)
+
+    def _begin(self, request: SampleRequest) -> bool:
+        """Hands a request to the sampler; ``False`` if its weights have no room now."""
         try:
-            adapter = self._snapshot(request.sampler_id)
-            base = self._samplers[request.sampler_id].base
+            found = self._samplers.weights(request.sampler_id, self._open)
+            if found is None:
+                return False
+            base, adapter = found
             opened = open_sample(request, base, adapter)
         except CheckpointError as error:  # its files were there when it was opened
             self._ready.append((request.request_id, Failure(str(error), "server")))
@@ -250,12 +220,14 @@ class InProcessEngine:
             self._ready.append((request.request_id, Failure(str(error), "user")))
         else:
             self._open.setdefault(base, {}).update(dict.fromkeys(opened.numbers, opened))
+        return True
 
     def poll(self) -> list[SampleResult | tuple[str, Failure]]:
         """See `Backend.poll`."""
-        for base, group in self._open.items():
-            if group:
-                self._ready += self._decode(base, group)
+        while self._waiting and self._begin(self._waiting[0]):
+            self._waiting.popleft()
+        for base, group in list(self._open.items()):
+            self._ready += self._decode(base, group)
         ready, self._ready = self._ready, []
         return ready
 
@@ -288,6 +260,8 @@ class InProcessEngine:
             for number in [number for number, each in group.items() if each.request.request_id in names]:
                 base.sampler.abort(number)
                 del group[number]
+        self._open = {base: group for base, group in self._open.items() if group}
+        self._waiting = deque(each for each in self._waiting if each.request_id not in names)
         self._ready = [
             each for each in self._ready if (each[0] if isinstance(each, tuple) else each.request_id) not in names
         ]
