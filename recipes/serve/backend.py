@@ -238,8 +238,11 @@ class Backend(Protocol):
         """The models that it has, and its limits."""
         ...
 
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None) -> None:
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, stand_in: bool = False) -> None:
         """Makes an adapter with the initial weights of its seed, without AdamW state; ``None`` trains all weights.
+
+        Args:
+            stand_in: it takes the place of another model for a replayed pass, and is released after it: no limit applies to it.
 
         Raises:
             InvalidConfig: there is no such base model, the rank is too large, or no slot is free.
@@ -262,7 +265,11 @@ class Backend(Protocol):
         ...
 
     def save(self, model_id: str, directory: Path) -> None:
-        """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients."""
+        """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
+
+        Raises:
+            CheckpointError: a weight is not finite; names the model.
+        """
         ...
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
@@ -274,7 +281,11 @@ class Backend(Protocol):
         ...
 
     def export(self, model_id: str, directory: Path) -> None:
-        """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it."""
+        """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
+
+        Raises:
+            CheckpointError: a weight is not finite; names the model.
+        """
         ...
 
     def release(self, model_id: str) -> None:

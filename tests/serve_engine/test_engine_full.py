@@ -1,5 +1,8 @@
 """One model that trains all weights: its gradient is Hugging Face's, and adapters of the same base do not notice it."""
 
+import gc
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -17,9 +20,11 @@ from helpers.served_models import (
     run_pass,
     sample,
     train,
+    until_done,
 )
-from recipes.serve.backend import Datum, LoraSpec, Pass
+from recipes.serve.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling
 from recipes.serve.engine import EngineOptions, InProcessEngine
+from recipes.serve.engine.base_model import BaseModel
 
 CPU = torch.device("cpu")
 
@@ -79,6 +84,65 @@ def test_a_snapshot_is_a_checkpoint_and_adapters_of_the_base_stay_as_they_are(en
     expected = expected.gather(1, torch.from_numpy(one.tokens).long()[:, None])[:, 0]
     np.testing.assert_allclose(one.logprobs, expected, atol=1e-4, rtol=0)
     engine.close_sampler("full")
+    assert engine.poll() == []
+
+
+@pytest.fixture
+def snapshots(engine, tmp_path):
+    """Three samplers of all weights, a step apart."""
+    _, data = data_of(engine)
+    for name in "abc":
+        train(engine, "full", data, steps=1)
+        (tmp_path / name).mkdir()
+        engine.export("full", tmp_path / name)
+        engine.open_sampler(name, "tiny", tmp_path / name)
+    return "abc"
+
+
+def models_in_memory(directory):
+    """Of samplers of snapshots in a directory."""
+    return sum(isinstance(each, BaseModel) and Path(each.path).parent == directory for each in gc.get_objects())
+
+
+@pytest.mark.slow
+def test_two_samplers_of_all_weights_are_in_memory(engine, snapshots, tmp_path):
+    """The last used ones; another one is read again, and gives the same."""
+    assert models_in_memory(tmp_path) == 0  # nothing is read before it is used
+    prompt, _ = data_of(engine)
+
+    def scores(name):
+        return sample(engine, name, prompt, prompt_logprobs=True).prompt_logprobs[1:]
+
+    first = [scores(name) for name in snapshots]
+    assert models_in_memory(tmp_path) == 2
+    assert np.abs(first[0] - first[1]).max() > 1e-3
+    for name, expected in zip(snapshots, first, strict=True):
+        np.testing.assert_array_equal(scores(name), expected)
+        assert models_in_memory(tmp_path) == 2
+    (tmp_path / "a" / "model.safetensors").unlink()
+    engine.submit(SampleRequest("lost", "a", prompt, 1, Sampling(2)))
+    ((name, failed),) = until_done(engine, 1)
+    assert (name, failed.category) == ("lost", "server")
+    assert "sampler 'a' cannot be read" in failed.message
+    for name in snapshots:
+        engine.close_sampler(name)
+    assert models_in_memory(tmp_path) == 0
+
+
+@pytest.mark.slow
+def test_a_request_waits_until_its_weights_have_room(engine, snapshots):
+    prompt, _ = data_of(engine)
+
+    def submit(*names):
+        for name in names:
+            engine.submit(SampleRequest(name, name[0], prompt, 1, Sampling(3, stop=[])))
+
+    submit("a1", "b1", "c1", "a2")  # a2 comes after c1, which a's requests would keep waiting for ever
+    assert [one.request_id for one in until_done(engine, 4)] == ["a1", "b1", "c1", "a2"]
+    submit("a1", "b1", "c1", "c2")
+    engine.abort(["c1"])
+    engine.close_sampler("c")
+    assert {one.request_id for one in until_done(engine, 2)} == {"a1", "b1"}
     assert engine.poll() == []
 
 

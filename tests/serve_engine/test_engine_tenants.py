@@ -10,15 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError, InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import ADAM, chunks, length, new_model, png, random_inputs, run_pass, sample, train
 from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SparseRows
 from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json
+from recipes.serve.link import failure_of
 from rollout.adapters.adapter_files import WEIGHTS_FILE
+from workers.adapters import adapter_trainer
 
 CPU = torch.device("cpu")
+DTYPES = {"target_tokens": np.int64, "weights": np.float32}
 TENANTS = {"a": (4, "cross_entropy"), "b": (8, "ppo"), "c": (8, "dro"), "d": (16, "cispo")}
 
 
@@ -159,6 +163,40 @@ def test_several_targets_a_token_dense_or_sparse(engine):
     assert all(torch.equal(first[name], gradient) for name, gradient in gradients(engine, "m").items())
 
 
+def test_targets_are_counted_over_all_rows_of_a_pass(path):
+    """Empty sparse arrays too: a few bytes of them stand for any number of zeros."""
+    engine = engine_of(path, max_targets=20)
+    new_model(engine, "m")
+    prompt = [EncodedTextChunk([5])]
+    empty = SparseRows(np.zeros(0, np.int64), np.zeros(2, np.int64), np.zeros(0, np.int64), (1, 10))
+    datum = Datum(prompt, {"target_tokens": empty, "weights": replace(empty, values=np.zeros(0, np.float32))})
+    (failed,) = engine.passes([Pass("m", [datum] * 3, "cross_entropy")])
+    assert failed.category == "user"
+    assert "row 2: loss_fn_inputs['target_tokens'] has shape (1, 10), but the pass has room for 0" in failed.message
+    found = run_pass(engine, "m", [datum, datum])
+    assert [output["logprobs"].shape for output in found.outputs] == [(1, 10)] * 2
+
+
+def test_a_row_with_many_targets_makes_no_other_wider(engine, monkeypatch):
+    """Each row's targets go through the head at their own width, in one pass and in others beside it."""
+    for name in ("m", "other"):
+        new_model(engine, name)
+    shapes, compute = [], adapter_trainer.adapted_log_probs
+
+    def recorded(states, weight, targets, *rest):
+        shapes.append(tuple(targets.shape))
+        return compute(states, weight, targets, *rest)
+
+    monkeypatch.setattr(adapter_trainer, "adapted_log_probs", recorded)
+    wide = Datum([EncodedTextChunk([5])], {name: np.ones((1, 1000), t) for name, t in DTYPES.items()})
+    long = Datum(chunks(engine, "abcdef"), {name: np.ones((6, 1), t) for name, t in DTYPES.items()})
+    mixed = engine.passes([Pass(name, [wide, long, long], "cross_entropy") for name in ("m", "other")])
+    assert shapes == [(1, 1000), (12, 1)] * 2
+    for datum, output in zip((wide, long, long), mixed[0].outputs, strict=True):
+        alone = run_pass(engine, "m", [datum], forward_only=True).outputs[0]["logprobs"]
+        np.testing.assert_allclose(output["logprobs"], alone, atol=1e-5, rtol=0)
+
+
 def csr(array):
     starts = np.concatenate([[0], np.cumsum((array != 0).sum(1))])
     return SparseRows(array[array != 0], starts, np.nonzero(array)[1], array.shape)
@@ -246,7 +284,7 @@ WRONG = [
         "cross_entropy",
         {},
         {"weights": SparseRows(np.ones(1, np.float32), np.array([0, 1]), np.array([9]), (6, 2**40))},
-        "more than max_targets",
+        "the pass has room for 16777210 more targets (--max-targets)",
     ),
     (
         "cross_entropy",
@@ -362,6 +400,18 @@ def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(engine, tmp
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
+def test_weights_that_are_not_finite_are_not_saved(engine, tmp_path):
+    """After a step with a huge learning rate. The message names the model, and the fault is the client's."""
+    new_model(engine, "m", 8)
+    run_pass(engine, "m", rows(engine, "cross_entropy", seed=1))
+    engine.optim_step("m", replace(ADAM, learning_rate=1e39))
+    for write in (engine.save, engine.export):
+        with pytest.raises(CheckpointError, match=r"model 'm': .*lora_\w\.weight is not finite") as caught:
+            write("m", tmp_path)
+        assert failure_of(caught.value).category == "user"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_snapshot_does_not_follow_its_model(path, tmp_path):
     engine = engine_of(path, max_samplers=1)
     new_model(engine, "m", 8)
@@ -405,6 +455,17 @@ def test_limits_and_names(path, tmp_path):
         engine.open_sampler("s", "tiny", tmp_path)
     with pytest.raises(InvalidConfig, match="max_models=0"):
         EngineOptions(max_models=0)
+
+
+def test_no_limit_counts_a_stand_in(path):
+    """Of a replayed pass: it is made at full slots, of any rank, and leaves the slots as they are."""
+    engine = engine_of(path, max_models=1, max_lora_rank=4)
+    engine.create("early", "tiny", LoraSpec(8), stand_in=True)
+    new_model(engine, "m", 4)
+    engine.create("late", "tiny", LoraSpec(8), stand_in=True)
+    run_pass(engine, "late", rows(engine, "cross_entropy", seed=1))
+    with pytest.raises(InvalidConfig, match=r"1 models are trained already.*--max-models"):
+        new_model(engine, "n")
 
 
 def test_a_process_gets_its_engine_from_json(path):

@@ -27,7 +27,7 @@ TYPES = [
     "qwen2_5_vl",
     *(
         pytest.param(each, marks=pytest.mark.slow)
-        for each in ("qwen3_vl", "internvl", "smolvlm", "glm4v", "qwen3", "qwen3_5")
+        for each in ("qwen2_5_vl with a tied head", "qwen3_vl", "internvl", "smolvlm", "glm4v", "qwen3", "qwen3_5")
     ),
 ]
 
@@ -35,9 +35,11 @@ TYPES = [
 class Served:
     """An engine with a trained adapter, its export and samplers of it and of the base."""
 
-    def __init__(self, model_type, directory):
-        self.path = write_checkpoint(model_type, directory / "model")
+    def __init__(self, model_type, directory, tied=False):
+        self.path = write_checkpoint(model_type, directory / "model", tied=tied)
         self.engine = InProcessEngine({"tiny": self.path}, device=CPU)
+        model = self.engine.base("tiny").trainer.model
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
         images = [] if model_type in TEXT_TYPES else [(40, 32), (16, 24)]  # of unequal size
         self.prompt = chunks(self.engine, "Find", *images[:1], " the angle", *images[1:], " x")
         self.tokens = length(self.engine, self.prompt)
@@ -55,7 +57,8 @@ class Served:
 
 @pytest.fixture(scope="module", params=TYPES)
 def served(request, tmp_path_factory):
-    return Served(request.param, tmp_path_factory.mktemp(request.param))
+    model_type, _, tied = request.param.partition(" with ")
+    return Served(model_type, tmp_path_factory.mktemp(model_type), bool(tied))
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from dataproto.packing import PackedRows
 from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, Run, new_adapter
-from rollout.adapters.router import Route
 from rollout.image_features import ImageFeatures
 from rollout.prompts import PlacedSequence
 from workers.adapters.adapted_logprobs import adapted_log_probs
@@ -125,7 +125,7 @@ class AdapterTrainer:
     def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
         """Log-probs of each row's targets, ``(N, K)`` float32 each, by one pass over the base."""
         runs = runs_of(rows)
-        return self._head(self._states([row.rendered for row in rows], runs), rows, runs)
+        return self._head(self._states([row.rendered for row in rows], runs), rows)
 
     @torch.no_grad()
     def score(self, prompts: Sequence[ScoredPrompt]) -> None:
@@ -151,19 +151,21 @@ class AdapterTrainer:
             states: Tensor = self.packed.decode(embeddings, extras, packed)[0]
         return states
 
-    def _head(self, states: Tensor, rows: Sequence[ScoredRow], runs: Sequence[Run]) -> list[Tensor]:
-        widest = max(row.targets.shape[1] for row in rows)
-        padded = [torch.nn.functional.pad(row.targets, (0, widest - row.targets.shape[1])) for row in rows]
-        targets = torch.cat(padded).to(self.device)
+    def _head(self, states: Tensor, rows: Sequence[ScoredRow]) -> list[Tensor]:
+        """Rows one after the other with the same adapter and number of targets go through the head together."""
         weight = self.family.lm_head(self.model).weight
-        segments, matrices = Route.of(runs).of_layer(self.family.head)
-        found = []
-        for each in segments:
-            pair = None if each.place is None else (matrices[2 * each.place], matrices[2 * each.place + 1])
-            found.append(adapted_log_probs(states[each.rows], weight, targets[each.rows], pair, each.scaling))
-        lengths = [len(row.rendered) for row in rows]
-        by_row = torch.cat(found).split(lengths)
-        return [values[:, : row.targets.shape[1]] for values, row in zip(by_row, rows, strict=True)]
+        found: list[Tensor] = []
+        start = 0
+        for (adapter, _), group in groupby(rows, lambda row: (row.adapter, row.targets.shape[1])):
+            mine = list(group)
+            lengths = [len(row.rendered) for row in mine]
+            targets = torch.cat([row.targets for row in mine]).to(self.device)
+            pair = None if adapter is None else adapter.pairs.get(self.family.head)
+            scaling = 1.0 if adapter is None else adapter.config.scaling
+            part = states[start : start + len(targets)]
+            found += adapted_log_probs(part, weight, targets, pair, scaling).split(lengths)
+            start += len(targets)
+        return found
 
 
 def runs_of(rows: Sequence[ScoredRow | ScoredPrompt]) -> list[Run]:

@@ -54,6 +54,14 @@ class TrainedMatrices(ABC):
             CheckpointError: a file is missing, damaged, or of another model or configuration.
         """
 
+    def check_finite(self) -> None:
+        """Raises `CheckpointError` if a matrix is not finite: a file of it could not be loaded."""
+        for name, matrix in self.matrices.items():
+            if not bool(matrix.isfinite().all()):
+                raise CheckpointError(
+                    f"{name} is not finite, so the weights are not saved: load an earlier checkpoint, and take smaller steps"
+                )
+
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Adds gradients, in the order of the matrices."""
         for matrix, gradient in zip(self.matrices.values(), gradients, strict=True):

@@ -1,5 +1,6 @@
 """The loss inputs of a datum: read strictly, sparse ones made dense. Letters: N tokens of its input, K targets of each."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ def read_inputs(
     columns: tuple[str, ...],
     tokens: int,
     vocabulary: int,
-    max_targets: int,
+    room: int,
 ) -> DatumInputs:
     """Checks the loss inputs of a datum of N ``tokens``.
 
@@ -45,14 +46,15 @@ def read_inputs(
 
     Args:
         columns: that the loss reads, see `DATUM_LOSSES`.
+        room: targets that it may have, zeros of sparse arrays included; more take no memory before they are refused.
 
     Raises:
-        InvalidColumn: an input is missing, unknown, of a wrong shape or dtype, or not finite; or a token is learned whose target
-            is not in the vocabulary. Names the input and the place.
+        InvalidColumn: there is no room; an input is missing, unknown, of a wrong shape or dtype, or not finite; or a token is
+            learned whose target is not in the vocabulary. Names the input and the place.
     """
     wanted = [READ_BY_LOSS[column] for column in columns]
     _check_names(inputs, loss, wanted)
-    arrays = {name: _dense(name, value, tokens, max_targets) for name, value in inputs.items()}
+    arrays = {name: _dense(name, value, tokens, room) for name, value in inputs.items()}
     shape = arrays[TARGETS].shape
     if len(shape) == 2 and loss != "cross_entropy":
         raise InvalidColumn(
@@ -94,12 +96,14 @@ def _check_names(inputs: Mapping[str, Array | SparseRows], loss: str, wanted: Se
             raise InvalidColumn(f"loss_fn_inputs lack {name!r}, which the loss {loss!r} reads")
 
 
-def _dense(name: str, value: Array | SparseRows, tokens: int, max_targets: int) -> Array:
+def _dense(name: str, value: Array | SparseRows, tokens: int, room: int) -> Array:
     shape = tuple(value.shape)
     if len(shape) not in (1, 2) or shape[0] != tokens or (len(shape) == 2 and shape[1] < 1):
         raise InvalidColumn(f"loss_fn_inputs[{name!r}] has shape {shape}, but its model input has {tokens} tokens")
-    if int(np.prod(shape, dtype=np.float64)) > max_targets:
-        raise InvalidColumn(f"loss_fn_inputs[{name!r}] has shape {shape}: more than max_targets={max_targets} numbers")
+    if math.prod(map(int, shape)) > room:
+        raise InvalidColumn(
+            f"loss_fn_inputs[{name!r}] has shape {shape}, but the pass has room for {room} more targets (--max-targets)"
+        )
     if not isinstance(value, SparseRows):
         return value
     starts, columns = (np.asarray(part) for part in (value.crow_indices, value.col_indices))

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,12 @@ from recipes.serve.engine.base_model import BaseModel, context_length
 from recipes.serve.engine.engine_options import EngineOptions
 from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
 from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
-from rollout.adapters import Adapter, AdapterConfig, read_adapter
+from recipes.serve.engine.samplers import Samplers
+from rollout.adapters import Adapter, AdapterConfig
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
 log = logging.getLogger(__name__)
-CHECKPOINT_FILE = "config.json"
-"""In a directory with all weights of a model; one with an adapter has none."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,12 @@ class TrainedModel:
     base_model: str
     base: BaseModel
     trained: TrainedMatrices
+    stand_in: bool  # for a replayed pass: limits do not count it
 
     @property
     def adapter(self) -> Adapter | None:
         """``None`` if all weights are trained."""
         return self.trained.adapter if isinstance(self.trained, TrainedAdapter) else None
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A snapshot that a client samples from; without a directory the base model."""
-
-    base: BaseModel
-    directory: Path | None
 
 
 class InProcessEngine:
@@ -76,9 +68,9 @@ class InProcessEngine:
         self.paths = {name: str(path) for name, path in models.items()}
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainedModel] = {}
-        self._samplers: dict[str, Sampler] = {}
-        self._snapshots: OrderedDict[str, Adapter] = OrderedDict()  # last used last
-        self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # by the numbers of samples in the engine
+        self._samplers = Samplers(self.options, device, self.base)
+        self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
+        self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
         self._ready: list[SampleResult | tuple[str, Failure]] = []
 
     def describe(self) -> Capabilities:
@@ -103,35 +95,42 @@ class InProcessEngine:
 
     # Training
 
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None) -> None:
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, stand_in: bool = False) -> None:
         """See `Backend.create`."""
+        if model_id in self._models:
+            raise InvalidConfig(f"model {model_id!r} exists already")
+        if not stand_in:
+            self._check_limits(lora)
+        self._models[model_id] = self._new_model(base_model, lora, stand_in)
+
+    def _check_limits(self, lora: LoraSpec | None) -> None:
         full = lora is None or lora.rank == 0
+        models = [model for model in self._models.values() if not model.stand_in]
         if full and not self.options.full_finetuning:
             raise InvalidConfig("rank=0 trains all weights: start the engine with full_finetuning, or choose a rank")
-        if full and any(model.adapter is None for model in self._models.values()):
+        if full and any(model.adapter is None for model in models):
             raise InvalidConfig("a model trains all weights already, and there may be one")
         if lora is not None and not full and not 1 <= lora.rank <= self.options.max_lora_rank:
             raise InvalidConfig(f"rank={lora.rank}: must be from 1 to max_lora_rank={self.options.max_lora_rank}")
-        if model_id in self._models:
-            raise InvalidConfig(f"model {model_id!r} exists already")
-        if len(self._models) >= self.options.max_models:
-            raise InvalidConfig(f"{len(self._models)} models are trained already, the most that there may be")
-        if lora is None or full:
-            self._models[model_id] = self._all_weights(base_model)
-            return
+        if len(models) >= self.options.max_models:
+            raise InvalidConfig(f"{len(models)} models are trained already, the most that there may be (--max-models)")
+
+    def _new_model(self, base_model: str, lora: LoraSpec | None, stand_in: bool) -> TrainedModel:
+        if lora is None or lora.rank == 0:
+            return self._all_weights(base_model, stand_in)
         base = self.base(base_model)
         config = AdapterConfig(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
         adapter = base.trainer.new_adapter(config, lora.seed or 0)
         trained = TrainedAdapter(adapter, base.trainer.model, base.trainer.family)
-        self._models[model_id] = TrainedModel(base_model, base, trained)
+        return TrainedModel(base_model, base, trained, stand_in)
 
-    def _all_weights(self, base_model: str) -> TrainedModel:
+    def _all_weights(self, base_model: str, stand_in: bool) -> TrainedModel:
         """A copy of a base model whose weights are trained."""
         self._check_name(base_model)
         base = BaseModel(self.paths[base_model], self.options, self.device, trains_weights=True)
         assert base.trainer.weights is not None
         trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
-        return TrainedModel(base_model, base, trained)
+        return TrainedModel(base_model, base, trained, stand_in)
 
     def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
         """See `Backend.passes`."""
@@ -158,7 +157,7 @@ class InProcessEngine:
 
     def save(self, model_id: str, directory: Path) -> None:
         """See `Backend.save`; a file of digests is added, which `load` compares."""
-        model = self._model(model_id)
+        model = self._finite(model_id)
         model.trained.save(directory, model.base_model, OPTIMIZER_FILE)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
@@ -167,7 +166,7 @@ class InProcessEngine:
 
     def export(self, model_id: str, directory: Path) -> None:
         """See `Backend.export`."""
-        model = self._model(model_id)
+        model = self._finite(model_id)
         model.trained.export(directory, model.base_model)
 
     def release(self, model_id: str) -> None:
@@ -179,53 +178,41 @@ class InProcessEngine:
             raise InvalidConfig(f"model {model_id!r} is unknown")
         return self._models[model_id]
 
+    def _finite(self, model_id: str) -> TrainedModel:
+        """A model whose weights can be saved."""
+        model = self._model(model_id)
+        try:
+            model.trained.check_finite()
+        except CheckpointError as error:
+            raise CheckpointError(f"model {model_id!r}: {error}") from None
+        return model
+
     # Sampling
 
     def open_sampler(self, sampler_id: str, base_model: str, adapter: Path | None) -> None:
         """See `Backend.open_sampler`. Raises `CheckpointError` for an adapter that does not fit."""
-        if sampler_id in self._samplers:
-            raise InvalidConfig(f"sampler {sampler_id!r} exists already")
         self._check_name(base_model)
-        if adapter is not None and (adapter / CHECKPOINT_FILE).exists():  # all weights
-            self._samplers[sampler_id] = Sampler(BaseModel(str(adapter), self.options, self.device), None)
-            return
-        self._samplers[sampler_id] = Sampler(self.base(base_model), adapter)
-        try:
-            self._snapshot(sampler_id)
-        except CheckpointError:
-            del self._samplers[sampler_id]
-            raise
-
-    def _snapshot(self, sampler_id: str) -> Adapter | None:
-        """The adapter of a sampler, from memory or from its files."""
-        if sampler_id not in self._samplers:
-            raise InvalidConfig(f"sampler {sampler_id!r} is unknown")
-        sampler = self._samplers[sampler_id]
-        if sampler.directory is None:
-            return None
-        if sampler_id not in self._snapshots:
-            trainer = sampler.base.trainer
-            adapter = read_adapter(sampler.directory, trainer.model, trainer.family, trainer.device)
-            self._snapshots[sampler_id] = adapter
-            while len(self._snapshots) > self.options.max_samplers:
-                self._snapshots.popitem(last=False)
-        self._snapshots.move_to_end(sampler_id)
-        return self._snapshots[sampler_id]
+        self._samplers.open(sampler_id, base_model, adapter)
 
     def close_sampler(self, sampler_id: str) -> None:
         """See `Backend.close_sampler`."""
-        sampler = self._samplers.pop(sampler_id, None)
-        self._snapshots.pop(sampler_id, None)
-        requests = [each.request for group in self._open.values() for each in group.values()]
+        requests = [*self._waiting, *(each.request for group in self._open.values() for each in group.values())]
         self.abort([request.request_id for request in requests if request.sampler_id == sampler_id])
-        if sampler is not None and sampler.base not in self._bases.values():
-            self._open.pop(sampler.base, None)  # frees its weights
+        self._samplers.close(sampler_id)
 
     def submit(self, request: SampleRequest) -> None:
-        """See `Backend.submit`."""
+        """See `Backend.submit`. A request of a checkpoint waits while others have no room for it, and others behind it."""
+        behind = self._waiting and self._samplers.is_checkpoint(request.sampler_id)
+        if behind or not self._begin(request):
+            self._waiting.append(request)
+
+    def _begin(self, request: SampleRequest) -> bool:
+        """Hands a request to the sampler; ``False`` if its weights have no room now."""
         try:
-            adapter = self._snapshot(request.sampler_id)
-            base = self._samplers[request.sampler_id].base
+            found = self._samplers.weights(request.sampler_id, self._open)
+            if found is None:
+                return False
+            base, adapter = found
             opened = open_sample(request, base, adapter)
         except CheckpointError as error:  # its files were there when it was opened
             self._ready.append((request.request_id, Failure(str(error), "server")))
@@ -233,12 +220,14 @@ class InProcessEngine:
             self._ready.append((request.request_id, Failure(str(error), "user")))
         else:
             self._open.setdefault(base, {}).update(dict.fromkeys(opened.numbers, opened))
+        return True
 
     def poll(self) -> list[SampleResult | tuple[str, Failure]]:
         """See `Backend.poll`."""
-        for base, group in self._open.items():
-            if group:
-                self._ready += self._decode(base, group)
+        while self._waiting and self._begin(self._waiting[0]):
+            self._waiting.popleft()
+        for base, group in list(self._open.items()):
+            self._ready += self._decode(base, group)
         ready, self._ready = self._ready, []
         return ready
 
@@ -271,6 +260,8 @@ class InProcessEngine:
             for number in [number for number, each in group.items() if each.request.request_id in names]:
                 base.sampler.abort(number)
                 del group[number]
+        self._open = {base: group for base, group in self._open.items() if group}
+        self._waiting = deque(each for each in self._waiting if each.request_id not in names)
         self._ready = [
             each for each in self._ready if (each[0] if isinstance(each, tuple) else each.request_id) not in names
         ]

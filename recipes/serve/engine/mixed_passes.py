@@ -62,11 +62,12 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None
     options = loss_options(given.loss, given.loss_config)
     columns = DATUM_LOSSES[given.loss][1]
     opened = OpenPass(number, given.loss, options, not given.forward_only, adapter)
+    room = max_targets
     for place, datum in enumerate(given.data):
         try:
             sequence = base.sequence(ModelInput(datum.chunks))
             base.check_context(len(sequence))
-            inputs = read_inputs(datum.inputs, given.loss, columns, len(sequence), base.vocabulary, max_targets)
+            inputs = read_inputs(datum.inputs, given.loss, columns, len(sequence), base.vocabulary, room)
         except DataProtoError as error:
             raise InvalidRow(place, str(error)) from error
         if opened.inputs and inputs.values.keys() != opened.inputs[0].values.keys():
@@ -74,6 +75,7 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None
             raise InvalidRow(place, f"its loss inputs are {names}, those of row 0 {others}")
         opened.sequences.append(sequence)
         opened.inputs.append(inputs)
+        room -= inputs.targets.numel()
     return opened
 
 
