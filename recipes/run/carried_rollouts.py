@@ -89,10 +89,11 @@ class CarriedSamples:
         unfinished = set() if self.unfinished is None else set(map(str, self.unfinished["uid"]))
         return [uid for uid in self.since if uid not in unfinished]
 
-    def due(self, before: int) -> list[str]:
-        """The uids of unfinished groups that began with weights ``before`` these, or with these."""
+    def due(self, before: int, later: int = 0) -> list[str]:
+        """The uids of unfinished groups that began with weights ``before`` or earlier ones, without the last ``later``."""
         whole = set(self.whole)
-        return [uid for uid, since in self.since.items() if 0 < since <= before and uid not in whole]
+        unfinished = [uid for uid, since in self.since.items() if 0 < since <= before and uid not in whole]
+        return unfinished[: max(len(unfinished) - later, 0)]
 
     def begin(self, groups: int, weight_version: int) -> DataProto:
         """The unfinished samples of the first ``groups`` groups, which are decoded from now on."""
@@ -227,25 +228,24 @@ class CarryingRollout:
         ends = [ceil(batch * part / count) for part in range(count + 1)]
         for part, (start, end) in enumerate(pairwise(ends), 1):
             self._collect()
-            due = self._due(updates) if part == count else []
-            self._decode(at_a_time - start, end - start, due, sampling, plan)
+            self._decode(at_a_time - start, end - start, self._due(updates, batch - end), sampling, plan)
             self._collect()
             data = self.samples.take(end - start)
             if self.config.carries and not self.corrected:
                 data["old_log_probs"] = data["rollout_log_probs"]
             if part < count:
-                due = self._due(updates) if part + 1 == count else []
-                self._decode(at_a_time - end, ends[part + 1] - end, due, sampling, plan)
+                following = ends[part + 1]
+                self._decode(at_a_time - end, following - end, self._due(updates, batch - following), sampling, plan)
             elif self.config.ahead and self.goes_on():
                 self._fill(self.loader.peek(), sampling.n)
                 self._has_next = True
-                due = self._due(updates + 1) if self.config.parts == 1 else []
-                self._decode(at_a_time, ceil(batch / self.config.parts), due, sampling, plan)
+                first = ceil(batch / self.config.parts)
+                self._decode(at_a_time, first, self._due(updates + 1, batch - first), sampling, plan)
             yield data
 
-    def _due(self, updates: int) -> list[str]:
-        """The uids of groups that have to be whole before update number ``updates``, from 0."""
-        return self.samples.due(updates + 1 - self.config.staleness)
+    def _due(self, updates: int, later: int) -> list[str]:
+        """The uids of groups that are waited for now: update number ``updates``, from 0, has room for ``later`` further ones."""
+        return self.samples.due(updates + 1 - self.config.staleness, later)
 
     def _fill(self, prompts: DataProto, n: int) -> None:
         """Adds samples of a batch and, in the first step, of those that are decoded beyond it."""

@@ -244,16 +244,16 @@ def test_an_update_that_nothing_was_added_to_is_refused(path):
 
 
 class Numbers:
-    """Batches of two prompts: 0 and 1, 2 and 3, ..."""
+    """Batches of prompts, by default of two: 0 and 1, 2 and 3, ..."""
 
-    def __init__(self) -> None:
-        self.drawn = 0
+    def __init__(self, batch: int = 2) -> None:
+        self.drawn, self.batch = 0, batch
         self.skipped: dict[int, str] = {}
 
     def __next__(self) -> DataProto:
+        numbers = object_array([str(self.batch * self.drawn + number) for number in range(self.batch)])
         self.drawn += 1
-        numbers = [str(2 * self.drawn - 2), str(2 * self.drawn - 1)]
-        return DataProto.from_dict({"input_ids": torch.ones(2, 1)}, {"uid": np.array(numbers, dtype=object)})
+        return DataProto.from_dict({"input_ids": torch.ones(self.batch, 1)}, {"uid": numbers})
 
     def state_dict(self):
         return {"drawn": self.drawn}
@@ -267,10 +267,12 @@ class Group:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, tuple[str, ...]]] = []
+        self.first: dict[str, int] = {}  # the weights that each group began with
 
     def submit(self, method, samples, sampling, wanted, weight_version, due, plan):
         assert method == "advance"
         self.calls.append((len(samples), wanted, due))
+        self.first = dict.fromkeys(samples["uid"], weight_version) | self.first
         self.plan = plan
         last = [uid for uid in samples["uid"] if uid not in due][::-1][: max(wanted - len(due), 0)]
         done = torch.tensor([uid in (*last, *due) for uid in samples["uid"]])
@@ -331,6 +333,21 @@ def test_the_oldest_groups_are_waited_for():
     assert calls == [(4, 2, ()), (4, 2, ("0", "1")), (4, 2, ("4", "5"))]
     _, found, _ = steps_of(CarryingConfig(over_ask=2.0, max_staleness=2), 3)
     assert found == [([2, 3], [1, 1]), ([4, 5], [2, 2]), ([0, 1], [3, 3])]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("over_ask", "parts"), [(1.25, 1), (1.25, 8), (1.5, 3), (2.0, 2), (2.0, 5)])
+def test_no_group_is_older_than_the_bound_in_any_part(over_ask, parts, ahead):
+    """The newest groups finish first, and gradients of all parts are of one update."""
+    config = CarryingConfig(over_ask=over_ask, parts=parts, ahead=ahead, early_update=parts > 1)
+    group, updates, ages = Group(), [0], []
+    rollout = CarryingRollout(group, LookAhead(Numbers(8)), config, lambda: updates[0])
+    for _ in range(6):
+        taken = [uid for part in rollout.in_parts(next(rollout), SamplingParams()) for uid in part["uid"]]
+        assert len(taken) == len(set(taken)) == 8
+        ages += [updates[0] + 1 - group.first[uid] for uid in taken]
+        updates[0] += 1
+    assert max(ages) == config.staleness
 
 
 def test_a_saved_state_holds_what_is_decoded_ahead():
@@ -399,6 +416,7 @@ EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.par
         (f"{EARLY} --algorithm.kl-in reward --algorithm.kl-coef 0.1 --algorithm.kl-target 0.1", "kl_target adapts"),
         (f"{EARLY} --algorithm.advantage remax", r"remax needs greedy .* leave out rollout\.early_update"),
         (f"{APART} --rollout.parts 0", "at least 1"),
+        (f"{APART} --rollout.parts 3 --batch-size 2", r"rollout\.parts=3 is more than the 2 prompts of batch_size"),
         ("--rollout.max-staleness 2", r"rollout\.max_staleness=2 is for"),
         ("--rollout.over-ask 1.5 --rollout.max-staleness 0", r"rollout\.max_staleness=0.* at least 1"),
         (f"{APART} --rollout.over-ask 1.5 --rollout.max-staleness 1", "at least 2"),
