@@ -100,7 +100,10 @@ def response_rows(
     data = attach_responses(samples, completions, replace(sampling, n=1), family, pad_token_id)
     versions = ragged_rows([tokens.weight_versions for tokens in shown], name="versions")
     data["weight_version"] = pad_rows(versions, data["responses"].shape[1], 0)[0]
-    begun = [[] if finished else [BegunTurn(tokens)] for (tokens, _), finished in zip(found, whole, strict=True)]
+    begun = [
+        [BegunTurn(tokens)] if tokens and not finished else []
+        for (tokens, _), finished in zip(found, whole, strict=True)
+    ]
     return with_begun(data, whole, begun)
 
 
@@ -112,5 +115,5 @@ def shown_episodes(episodes: Sequence[Episode]) -> list[Episode]:
 def with_begun(data: DataProto, finished: Sequence[bool], begun: Sequence[Sequence[BegunTurn]]) -> DataProto:
     """The rows with the columns `FINISHED` and `BEGUN`."""
     data[FINISHED] = torch.tensor(list(finished), dtype=torch.bool)
-    data[BEGUN] = object_array([[turn.plain() for turn in turns if turn.whole or len(turn.tokens)] for turns in begun])
+    data[BEGUN] = object_array([[turn.plain() for turn in turns] for turns in begun])
     return data
