@@ -376,6 +376,28 @@ def test_episodes_are_carried_over_whichever_comes_first(first):
     assert group.plan == EpisodePlan(Corridor, limits)
 
 
+class Telling:
+    """Tells how far it came if the task is number 1."""
+
+    def reset(self, row, seed):
+        self.info = {"far": 1.0} if "number 1" in str(row["raw_prompt"]) else {}
+        return Observation(["go"])
+
+    def step(self, action):
+        return Observation(["on"], reward=float(len(action)), done=True, info=self.info)
+
+
+@pytest.mark.slow
+def test_episodes_learn_early_though_their_info_differs(path):
+    """The episodes of one of two prompts say how far they came."""
+    roles = Roles(path, CarryingConfig(early_update=True, parts=2))
+    learner = workers.Roles(roles.actor, roles.rollout, {})
+    learner = with_environment(learner, PlayedEnvironment(Telling, EpisodeLimits(turns=2)))
+    data, _ = grpo_step_in_parts(learner, roles.prompts, GRPOConfig(n=2, kl_coef=0.0), SAMPLING)
+    assert data["far"].tolist() == [info.get("far") for info in data["info"]]
+    assert {None, 1.0} == set(data["far"])
+
+
 def test_other_prompts_are_generated_for_at_once():
     rollout, _, calls = steps_of(CarryingConfig(over_ask=2.0), 1)
     held_out = next(Numbers())
@@ -430,6 +452,7 @@ def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, m
 
 
 def test_options_that_fit_are_taken():
+    assert parse([*EARLY.split(), "--algorithm.advantage", "gigpo"]).rollout.early_update
     assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 1
     config = parse([*APART.split(), "--rollout.over-ask", "1.25", "--algorithm.correction", "token"])
     assert config.rollout.staleness == 2
