@@ -29,7 +29,7 @@ from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.held_episodes import EpisodePlan
 from rollout.responses import OCCURRENCE, number_occurrences
 from workers import Roles
-from workers.roles.carried_groups import FINISHED, GROUPS
+from workers.roles.carried_groups import DEALT, FINISHED, GROUPS
 
 
 class LookAhead:
@@ -70,7 +70,9 @@ class LookAhead:
 class CarriedSamples:
     """The samples that a run has not learned from: they wait, have begun, or have finished before their group."""
 
-    unfinished: DataProto | None = None  # a row for each sample: its prompt's columns, `OCCURRENCE` and `BEGUN`
+    unfinished: DataProto | None = (
+        None  # a row for each sample: its prompt's columns, `OCCURRENCE`, `BEGUN` and `DEALT`
+    )
     finished: DataProto | None = None  # rollout rows, with `OCCURRENCE`
     since: dict[str, int] = field(default_factory=dict)
     """The number of the weights that each group began with, 0 for one that waits, by uid in the order of the data."""
@@ -80,6 +82,7 @@ class CarriedSamples:
         """Adds ``n`` samples of each prompt, which wait."""
         samples = number_occurrences(prompts.repeat(n, interleave=True))
         samples[BEGUN] = object_array([[] for _ in range(len(samples))])
+        samples[DEALT] = np.full(len(samples), -1)
         self.unfinished = samples if self.unfinished is None else _joined([self.unfinished, samples])
         self.since |= dict.fromkeys((str(uid) for uid in prompts["uid"]), 0)
 
@@ -107,11 +110,13 @@ class CarriedSamples:
         """Takes what became of the samples of `begin`."""
         assert self.unfinished is not None
         done = found[FINISHED].numpy()
-        begun, occurrences = self.unfinished[BEGUN].copy(), self.unfinished[OCCURRENCE][self.places]
-        begun[self.places] = found[BEGUN]
-        self.unfinished[BEGUN] = begun
+        occurrences = self.unfinished[OCCURRENCE][self.places]
+        for name in (BEGUN, DEALT):
+            column = self.unfinished[name].copy()
+            column[self.places] = found[name]
+            self.unfinished[name] = column
         rows = found[np.flatnonzero(done)]
-        rows.pop([FINISHED], [BEGUN])
+        rows.pop([FINISHED], [BEGUN, DEALT])
         rows.meta_info.pop(GROUPS, None)
         rows[OCCURRENCE] = occurrences[done]
         if len(rows):

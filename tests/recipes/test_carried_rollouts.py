@@ -284,6 +284,7 @@ class Group:
         found["_finished"] = done
         found["info"] = object_array([{}] * len(samples))
         found["_begun"] = np.array([None] * len(samples), dtype=object)
+        found["_dealt"] = np.full(len(samples), 7)
         return SimpleNamespace(result=lambda: found)
 
     def generate(self, prompts, sampling):
@@ -328,9 +329,10 @@ def test_a_step_in_parts_gives_each_part_as_soon_as_it_is_whole():
 
 def test_the_oldest_groups_are_waited_for():
     """By hand: four groups at a time, of which the newest finish first."""
-    _, found, calls = steps_of(CarryingConfig(over_ask=2.0, max_staleness=1), 3)
+    rollout, found, calls = steps_of(CarryingConfig(over_ask=2.0, max_staleness=1), 3)
     assert found == [([2, 3], [1, 1]), ([0, 1], [2, 2]), ([4, 5], [3, 3])]
     assert calls == [(4, 2, ()), (4, 2, ("0", "1")), (4, 2, ("4", "5"))]
+    assert rollout.samples.unfinished["_dealt"].tolist() == [7, 7]  # where they go on
     _, found, _ = steps_of(CarryingConfig(over_ask=2.0, max_staleness=2), 3)
     assert found == [([2, 3], [1, 1]), ([4, 5], [2, 2]), ([0, 1], [3, 3])]
 
