@@ -67,9 +67,13 @@ class HeldEpisodes:
         host.pause()
         self._episodes = {each.start.trajectory: each for each in episodes if not each.ended}
         if not self._episodes:
-            self._shut()
-            self._host = None
+            self.release()
         return episodes
+
+    def release(self) -> None:
+        """Closes all environments. Episodes that have not ended can be played again."""
+        self._shut()
+        self._host, self._episodes = None, {}
 
     def _taken(self, start: EpisodeStart, begun: list[BegunTurn]) -> Episode:
         held = self._episodes.get(start.trajectory)

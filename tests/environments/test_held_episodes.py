@@ -91,6 +91,18 @@ def test_the_environment_of_an_episode_that_is_not_among_the_next_ones_is_closed
     assert held._host is None  # nothing goes on
 
 
+def test_environments_that_are_released_are_closed_and_their_episodes_played_again():
+    held, starts = HeldEpisodes(), named_starts(2)
+    first = go_on(held, starts, [[], []], wanted=1)
+    Door.open.set()
+    held.release()
+    assert Door.closed == 2
+    begun = [turn.plain() for turn in first[1].begun]
+    (again,) = go_on(held, starts[1:], [begun], wanted=1)
+    assert (again.ended, Door.made) == ("done", 3)
+    held.release()
+
+
 class FirstOnly(RandomEngine):
     """Answers its first request only, once there are two: then the door is open."""
 
@@ -145,7 +157,7 @@ def test_what_has_ended_is_not_kept():
         go_on(held, starts, [[], [], []], wanted=3)
     assert len(weakref.finalize._registry) == before
     with EnvironmentHost(Door, seconds=5.0) as host:
-        for number in range(4):
+        for _ in range(4):
             host.reset("u", {}, 0)
             host.poll(None)
             thread = host._running["u"].thread
@@ -156,7 +168,7 @@ def test_what_has_ended_is_not_kept():
 
 @pytest.mark.parametrize("seconds", [0.0, float("inf"), float("nan")])
 def test_a_time_that_is_no_number_of_seconds_is_refused(seconds):
-    with pytest.raises(InvalidConfig, match="seconds=.* finite number above 0"):
+    with pytest.raises(InvalidConfig, match=r"seconds=.* finite number above 0"):
         EpisodeLimits(turns=1, seconds=seconds)
 
 
