@@ -16,7 +16,7 @@ from recipes.algorithms.options import KL_ESTIMATORS, AlgorithmConfig, NamedLoss
 from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.options import exit_status
-from recipes.run.dynamic_sampling import More
+from recipes.run.dynamic_sampling import More, joined_parts
 from recipes.run.metrics import timed
 from recipes.run.phases import (
     Progression,
@@ -129,7 +129,7 @@ def grpo_step_in_parts(
             with timed(metrics, "update_actor"):
                 part[SEEN] = roles.actor.accumulate(learned, loss, aggregation=aggregation, entropy=True).scores
         parts.append(part)
-    data = DataProto.concat(parts)
+    data = joined_parts(parts)
     seen = data.pop([SEEN])[SEEN]
     data, found = shape_rewards(data, config, progression.kl, sampling.max_tokens)
     data["advantages"] = outcome_advantage(config, data)

@@ -28,7 +28,7 @@ else:  # options are read without torch
 KL_ESTIMATORS = {"k1": kl.k1_kl, "k2": kl.k2_kl, "k3": kl.k3_kl, "k3+": kl.unbiased_k3_kl}
 LOSS_OPTIONS = ("clip", "dual_clip", "sapo_temperatures", "cov_ratio", "cov_bounds", "kl_cov_coef")
 """Options that only some of the losses have."""
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "gigpo")
 """Advantages that depend on the samples of the same prompt only."""
 Config = TypeVar("Config", bound="AlgorithmConfig")
 

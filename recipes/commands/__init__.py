@@ -56,12 +56,12 @@ COMMANDS = {
     ),
     "walk": Command(
         "recipes.walk:main",
-        "train by GRPO over episodes with a new picture each turn",
+        "train by GRPO or PPO over episodes with a new picture each turn",
         "recipes.configs.environments.walk_config:parse",
     ),
     "zoom": Command(
         "recipes.zoom:main",
-        "train by GRPO over episodes that look closer at a picture and then answer",
+        "train by GRPO or PPO over episodes that look closer at a picture and then answer",
         "recipes.configs.environments.zoom_config:parse",
     ),
     "parity": Command(

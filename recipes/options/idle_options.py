@@ -67,6 +67,21 @@ IDLE_RULES = (
         "only drawn data have it: leave out --data-path",
     ),
     IdleRule(
+        ("level",),
+        lambda c: hasattr(c, "episodes"),
+        "environments draw no problems of a level: leave it out",
+    ),
+    IdleRule(
+        ("instruction",),
+        lambda c: hasattr(c, "episodes") and not c.data.data_path,
+        "only rows of your own have it: add --data-path",
+    ),
+    IdleRule(
+        ("warm-up.",),
+        lambda c: c.model_path is not None,
+        "only the small model has this phase: leave out --model-path",
+    ),
+    IdleRule(
         ("image-column", "label-column", "exclude"),
         lambda c: not c.data.data_path,
         "drawn pictures have no files and columns: add --data-path",
@@ -102,6 +117,11 @@ IDLE_RULES = (
         ("algorithm.rejection-bounds",),
         lambda c: c.algorithm.rejection == "none",
         "nothing is rejected: add --algorithm.rejection",
+    ),
+    IdleRule(
+        ("algorithm.skip-old-log-probs",),
+        lambda c: c.rollout.carries,
+        "samples that go on have the engine's log-probs anyway: leave it out",
     ),
     IdleRule(("devices",), lambda c: not c.fit, "the layout says how many there are: add --fit"),
 )

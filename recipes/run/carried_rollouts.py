@@ -29,7 +29,7 @@ from rollout.environments import EpisodeLimits, MakeEnvironment
 from rollout.environments.held_episodes import EpisodePlan
 from rollout.responses import OCCURRENCE, number_occurrences
 from workers import Roles
-from workers.roles.carried_groups import FINISHED, GROUPS
+from workers.roles.carried_groups import DEALT, FINISHED, GROUPS
 
 
 class LookAhead:
@@ -70,7 +70,9 @@ class LookAhead:
 class CarriedSamples:
     """The samples that a run has not learned from: they wait, have begun, or have finished before their group."""
 
-    unfinished: DataProto | None = None  # a row for each sample: its prompt's columns, `OCCURRENCE` and `BEGUN`
+    unfinished: DataProto | None = (
+        None  # a row for each sample: its prompt's columns, `OCCURRENCE`, `BEGUN` and `DEALT`
+    )
     finished: DataProto | None = None  # rollout rows, with `OCCURRENCE`
     since: dict[str, int] = field(default_factory=dict)
     """The number of the weights that each group began with, 0 for one that waits, by uid in the order of the data."""
@@ -80,6 +82,7 @@ class CarriedSamples:
         """Adds ``n`` samples of each prompt, which wait."""
         samples = number_occurrences(prompts.repeat(n, interleave=True))
         samples[BEGUN] = object_array([[] for _ in range(len(samples))])
+        samples[DEALT] = np.full(len(samples), -1)
         self.unfinished = samples if self.unfinished is None else _joined([self.unfinished, samples])
         self.since |= dict.fromkeys((str(uid) for uid in prompts["uid"]), 0)
 
@@ -89,10 +92,11 @@ class CarriedSamples:
         unfinished = set() if self.unfinished is None else set(map(str, self.unfinished["uid"]))
         return [uid for uid in self.since if uid not in unfinished]
 
-    def due(self, before: int) -> list[str]:
-        """The uids of unfinished groups that began with weights ``before`` these, or with these."""
+    def due(self, before: int, later: int = 0) -> list[str]:
+        """The uids of unfinished groups that began with weights ``before`` or earlier ones, without the last ``later``."""
         whole = set(self.whole)
-        return [uid for uid, since in self.since.items() if 0 < since <= before and uid not in whole]
+        unfinished = [uid for uid, since in self.since.items() if 0 < since <= before and uid not in whole]
+        return unfinished[: max(len(unfinished) - later, 0)]
 
     def begin(self, groups: int, weight_version: int) -> DataProto:
         """The unfinished samples of the first ``groups`` groups, which are decoded from now on."""
@@ -106,11 +110,13 @@ class CarriedSamples:
         """Takes what became of the samples of `begin`."""
         assert self.unfinished is not None
         done = found[FINISHED].numpy()
-        begun, occurrences = self.unfinished[BEGUN].copy(), self.unfinished[OCCURRENCE][self.places]
-        begun[self.places] = found[BEGUN]
-        self.unfinished[BEGUN] = begun
+        occurrences = self.unfinished[OCCURRENCE][self.places]
+        for name in (BEGUN, DEALT):
+            column = self.unfinished[name].copy()
+            column[self.places] = found[name]
+            self.unfinished[name] = column
         rows = found[np.flatnonzero(done)]
-        rows.pop([FINISHED], [BEGUN])
+        rows.pop([FINISHED], [BEGUN, DEALT])
         rows.meta_info.pop(GROUPS, None)
         rows[OCCURRENCE] = occurrences[done]
         if len(rows):
@@ -227,25 +233,24 @@ class CarryingRollout:
         ends = [ceil(batch * part / count) for part in range(count + 1)]
         for part, (start, end) in enumerate(pairwise(ends), 1):
             self._collect()
-            due = self._due(updates) if part == count else []
-            self._decode(at_a_time - start, end - start, due, sampling, plan)
+            self._decode(at_a_time - start, end - start, self._due(updates, batch - end), sampling, plan)
             self._collect()
             data = self.samples.take(end - start)
             if self.config.carries and not self.corrected:
                 data["old_log_probs"] = data["rollout_log_probs"]
             if part < count:
-                due = self._due(updates) if part + 1 == count else []
-                self._decode(at_a_time - end, ends[part + 1] - end, due, sampling, plan)
+                following = ends[part + 1]
+                self._decode(at_a_time - end, following - end, self._due(updates, batch - following), sampling, plan)
             elif self.config.ahead and self.goes_on():
                 self._fill(self.loader.peek(), sampling.n)
                 self._has_next = True
-                due = self._due(updates + 1) if self.config.parts == 1 else []
-                self._decode(at_a_time, ceil(batch / self.config.parts), due, sampling, plan)
+                first = ceil(batch / self.config.parts)
+                self._decode(at_a_time, first, self._due(updates + 1, batch - first), sampling, plan)
             yield data
 
-    def _due(self, updates: int) -> list[str]:
-        """The uids of groups that have to be whole before update number ``updates``, from 0."""
-        return self.samples.due(updates + 1 - self.config.staleness)
+    def _due(self, updates: int, later: int) -> list[str]:
+        """The uids of groups that are waited for now: update number ``updates``, from 0, has room for ``later`` further ones."""
+        return self.samples.due(updates + 1 - self.config.staleness, later)
 
     def _fill(self, prompts: DataProto, n: int) -> None:
         """Adds samples of a batch and, in the first step, of those that are decoded beyond it."""

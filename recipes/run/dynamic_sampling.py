@@ -1,11 +1,11 @@
 """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): generate until a batch is full of informative groups."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dataproto import DataProto
+from dataproto import DataProto, object_array
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn
 from dataproto.packing import equally_wide
@@ -51,13 +51,28 @@ def sample_informative_groups(
         prompts = more(
             f"{found} of {wanted} groups are informative: generation {generation + 1} of at most {generations}"
         )
-    rows = DataProto.concat(equally_wide([part for part in (*kept, *dropped) if len(part)]))
+    rows = joined_parts(equally_wide([part for part in (*kept, *dropped) if len(part)]))
     chosen = set(list(dict.fromkeys(rows["uid"]))[:wanted])
     return rows[np.array([uid in chosen for uid in rows["uid"]], dtype=bool)], {
         "train/num_gen_batches": generation,
         "train/filtered_groups": sum(map(count_groups, dropped)),
         "train/sampled_score/mean": sum(scores) / len(scores),
     }
+
+
+def joined_parts(parts: Sequence[DataProto]) -> DataProto:
+    """The rows of parts that were scored apart. Arrays that a part lacks, such as metrics of a reward, are ``None`` there.
+
+    >>> one, other = (DataProto.from_dict(non_tensors={"score": [1.0], **found}) for found in ({"acc": [1]}, {}))
+    >>> joined_parts([one, other])["acc"].tolist()
+    [1, None]
+    """
+    names = {name for part in parts for name in part.non_tensor_batch}
+    filled = [part[:] for part in parts]
+    for part in filled:
+        for name in sorted(names.difference(part.names())):
+            part[name] = object_array([None] * len(part))
+    return DataProto.concat(filled)
 
 
 def verdicts(data: DataProto, metric: str | None = None) -> list[float]:

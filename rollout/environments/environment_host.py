@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from rollout.environments.environment import EnvironmentFailed, MakeEnvironment, Observation, check_observation
-from rollout.environments.environment_process import in_process
+from rollout.environments.environment_process import ProcessEnvironment, in_process
 
 CLOSING_S = 2.0
 """Seconds that the environments get to close at the end."""
@@ -27,11 +27,13 @@ Outcome = Observation | EnvironmentFailed
 class _Running:
     """The environment of an episode and its thread."""
 
-    inbox: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None]
-    thread: threading.Thread
     seconds: float  # left of its time
-    call: int = 0  # number of the last call; answers to earlier ones do not count
+    inbox: "queue.SimpleQueue[tuple[int, str, tuple[Any, ...]] | None]" = field(default_factory=queue.SimpleQueue)
+    thread: threading.Thread | None = None
+    environment: Any = None
+    call: int = 0  # number of the last call; answers to other ones do not count
     pending: list[Any] = field(default_factory=list)  # the future of an async method that is running
+    closed: bool = False
 
 
 class EnvironmentHost:
@@ -56,6 +58,7 @@ class EnvironmentHost:
         self._running: dict[str, _Running] = {}
         self._working: dict[str, float] = {}  # when the call of an episode began that has not been answered
         self._closing: list[threading.Thread] = []
+        self._calls = 0
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._loop_thread.start()
@@ -64,7 +67,7 @@ class EnvironmentHost:
     def make_by(self, make_environment: MakeEnvironment) -> None:
         """Makes further environments by this function. Raises `InvalidConfig`, see `in_process`."""
         if self.memory_gib is not None:
-            make_environment = in_process(make_environment, self.memory_gib, self.seconds)
+            make_environment = in_process(make_environment, self.memory_gib)
         self.make_environment = make_environment
 
     def __enter__(self) -> "EnvironmentHost":
@@ -110,11 +113,9 @@ class EnvironmentHost:
 
     def reset(self, episode: str, row: Mapping[str, Any], seed: int) -> None:
         """Makes the environment of an episode and resets it."""
-        inbox: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
-        pending: list[Any] = []
-        thread = threading.Thread(target=self._serve, args=(episode, inbox, pending), daemon=True)
-        self._running[episode] = _Running(inbox, thread, self.seconds, pending=pending)
-        thread.start()
+        running = self._running[episode] = _Running(self.seconds)
+        running.thread = threading.Thread(target=self._serve, args=(episode, running), daemon=True)
+        running.thread.start()
         self._call(episode, "reset", row, seed)
 
     def step(self, episode: str, action: str) -> None:
@@ -122,12 +123,19 @@ class EnvironmentHost:
         self._call(episode, "step", action)
 
     def close(self, episode: str) -> None:
-        """Ends an episode; its environment is closed as soon as it returns from its last call."""
+        """Ends an episode. Its environment is closed as soon as it returns from its last call; a process in a call is killed."""
         running = self._running.pop(episode, None)
-        if running is not None:
-            running.inbox.put(None)
-            if self._working.pop(episode, None) is None:  # it is not in a call that may hang
-                self._closing.append(running.thread)
+        if running is None:
+            return
+        running.closed = True
+        running.inbox.put(None)
+        in_call = self._working.pop(episode, None) is not None
+        if in_call and isinstance(running.environment, ProcessEnvironment):
+            running.environment.kill()
+            in_call = False
+        self._closing = [thread for thread in self._closing if thread.is_alive()]
+        if not in_call and running.thread is not None:  # one in a call may hang
+            self._closing.append(running.thread)
 
     @property
     def working(self) -> int:
@@ -162,7 +170,7 @@ class EnvironmentHost:
         worth = (0.0 if answered else late) if patience is None else max(patience - age for age, _ in ages)
         if (wait := min(worth, late)) <= 0:
             raise queue.Empty
-        return self._answers.get(timeout=wait)
+        return self._answers.get(timeout=min(wait, threading.TIMEOUT_MAX))
 
     def _late(self) -> list[tuple[str, Outcome]]:
         """Gives up the calls that have taken too long."""
@@ -189,22 +197,22 @@ class EnvironmentHost:
 
     def _call(self, episode: str, *message: Any) -> None:
         running = self._running[episode]
-        running.call += 1
+        self._calls += 1
+        running.call = self._calls
         self._working[episode] = time.monotonic()
-        running.inbox.put((message[0], message[1:]))
+        running.inbox.put((running.call, message[0], message[1:]))
 
-    def _serve(self, episode: str, inbox: "queue.SimpleQueue[Any]", pending: list[Any]) -> None:
+    def _serve(self, episode: str, running: _Running) -> None:
         """The thread of an environment: makes it, passes calls on until it is closed, and closes it."""
-        environment: Any = None
-        call = 0
-        while (message := inbox.get()) is not None:
-            method, arguments = message
-            call += 1
+        while (message := running.inbox.get()) is not None:
+            call, method, arguments = message
             try:
-                if environment is None:
-                    environment = self.make_environment()
+                if running.environment is None:
+                    running.environment = self.make_environment()
+                    if running.closed:  # before there was a process to kill
+                        break
                 answer: Outcome = check_observation(
-                    self._result(getattr(environment, method)(*arguments), pending), method
+                    self._result(getattr(running.environment, method)(*arguments), running.pending), method
                 )
             except EnvironmentFailed as failure:
                 answer = failure
@@ -214,9 +222,9 @@ class EnvironmentHost:
                 answer = EnvironmentFailed("error", f"{method} raised {type(error).__name__}: {error}")
                 answer.__cause__ = error
             self._answers.put((episode, call, answer))
-        if (close := getattr(environment, "close", None)) is not None:
+        if (close := getattr(running.environment, "close", None)) is not None:
             with contextlib.suppress(BaseException):  # the episode is over
-                self._result(close(), pending)
+                self._result(close(), running.pending)
 
     def _result(self, value: Any, pending: list[Any]) -> Any:
         """The value, or the result of a coroutine on the event loop."""

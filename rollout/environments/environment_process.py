@@ -49,12 +49,12 @@ Answer = Observation | tuple[Failure, str]
 _starting = threading.Lock()
 
 
-def in_process(make_environment: MakeEnvironment, memory_gib: float, seconds: float) -> MakeEnvironment:
+def in_process(make_environment: MakeEnvironment, memory_gib: float) -> MakeEnvironment:
     """Makes each environment in a process of its own, with at most ``memory_gib`` for what it allocates there.
 
     An environment that gets no memory ends its episode as "memory". One that crashes, such as a library that aborts for want of
-    memory, ends it as "error". One that takes more than ``seconds`` in a call is killed. Processes are forked from a small
-    server, so that each starts in milliseconds. As with `multiprocessing`, a script needs ``if __name__ == "__main__":``.
+    memory, ends it as "error". Calls wait without a limit, until the process ends. Processes are forked from a small server, so
+    that each starts in milliseconds. As with `multiprocessing`, a script needs ``if __name__ == "__main__":``.
 
     Raises:
         InvalidConfig: the system is not Linux, or ``make_environment`` cannot be sent to another process.
@@ -70,7 +70,7 @@ def in_process(make_environment: MakeEnvironment, memory_gib: float, seconds: fl
             f"memory_gib={memory_gib} needs an environment that can be sent to another process: {error}"
         ) from error
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", __name__, *_modules_in(pickled)])
-    return lambda: _ProcessEnvironment(pickled, round(memory_gib * GIB), seconds)
+    return lambda: ProcessEnvironment(pickled, round(memory_gib * GIB))
 
 
 def _modules_in(pickled: bytes) -> list[str]:
@@ -79,11 +79,11 @@ def _modules_in(pickled: bytes) -> list[str]:
     return sorted(found - {"__main__", *(module.__name__ for module in unimportable_modules())})
 
 
-class _ProcessEnvironment:
+class ProcessEnvironment:
     """The near end of an environment in another process."""
 
-    def __init__(self, make_environment: bytes, memory: int, seconds: float) -> None:
-        self.seconds, self.memory = seconds, memory
+    def __init__(self, make_environment: bytes, memory: int) -> None:
+        self.memory = memory
         context = multiprocessing.get_context("forkserver")
         self.connection, far = context.Pipe()
         with _starting:
@@ -105,14 +105,13 @@ class _ProcessEnvironment:
             self.connection.send(("close", ()))
         self._end(CLOSING_S)
 
+    def kill(self) -> None:
+        """Ends its process at once, from any thread; a call that waits for it fails."""
+        self.process.kill()
+
     def _call(self, method: str, *arguments: Any) -> Observation:
         try:
             self.connection.send((method, arguments))
-            if not self.connection.poll(self.seconds):
-                self._end(0.0)
-                raise EnvironmentFailed(
-                    "timeout", f"its environment did not return from {method} within {self.seconds:g} s"
-                )
             answer: Answer = self.connection.recv()
         except (EOFError, OSError) as error:
             raise EnvironmentFailed("error", f"{method}: {self._end(CLOSING_S)}") from error

@@ -43,10 +43,10 @@ class EpisodeLimits:
     )
 
     def __post_init__(self) -> None:
-        if self.turns < 1 or (self.tokens is not None and self.tokens < 1) or not self.seconds > 0:
-            raise InvalidConfig(
-                f"turns={self.turns}, tokens={self.tokens} must be at least 1, seconds={self.seconds} above 0"
-            )
+        if self.turns < 1 or (self.tokens is not None and self.tokens < 1):
+            raise InvalidConfig(f"turns={self.turns}, tokens={self.tokens} must be at least 1")
+        if not 0 < self.seconds < float("inf"):
+            raise InvalidConfig(f"seconds={self.seconds}: must be a finite number above 0")
         if self.last_pictures is not None and self.last_pictures < 1:
             raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
         if self.memory_gib is not None and not self.memory_gib > 0:
@@ -113,7 +113,7 @@ class Episode:
             befores[row.first] = row.begins.input_ids.tolist()
         sampled = [Tokens(turn.token_ids, turn.log_probs, turn.weight_versions) for turn in self.turns]
         turns = [BegunTurn(tokens, True, before) for tokens, before in zip(sampled, befores, strict=False)]
-        if self.partial is not None:
+        if self.partial:  # one that was stopped before its first token has not begun
             turns.append(BegunTurn(self.partial, False, befores[len(self.turns)]))
         return [*turns, *self.repeated]
 

@@ -1,7 +1,7 @@
 """Episodes that go on later, with their environments."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class HeldEpisodes:
     def __init__(self) -> None:
         self._episodes: dict[str, Episode] = {}  # by trajectory
         self._host: EnvironmentHost | None = None
+        self._shut: Callable[[], Any] = lambda: None  # closes the environments, also when the process ends
 
     def go_on(
         self,
@@ -56,18 +57,23 @@ class HeldEpisodes:
         turns = [[BegunTurn.of(turn) for turn in each] for each in begun]
         episodes = [self._taken(start, before) for start, before in zip(starts, turns, strict=True)]
         host = self._opened(plan)
-        goes_on = {episode.start.trajectory for episode in episodes if episode.prompt is not None}
+        names = [episode.start.trajectory for episode in episodes]
+        held = {name for name, episode in zip(names, episodes, strict=True) if self._episodes.get(name) is episode}
         for name in host.episodes:
-            if name not in goes_on:
+            if name not in held:
                 host.close(name)
         host.resume()
         go_on(engine, renderer, episodes, host, sampling, plan.limits, groups, weight_version)
         host.pause()
         self._episodes = {each.start.trajectory: each for each in episodes if not each.ended}
         if not self._episodes:
-            host.shut()
-            self._host = None
+            self.release()
         return episodes
+
+    def release(self) -> None:
+        """Closes all environments. Episodes that have not ended can be played again."""
+        self._shut()
+        self._host, self._episodes = None, {}
 
     def _taken(self, start: EpisodeStart, begun: list[BegunTurn]) -> Episode:
         held = self._episodes.get(start.trajectory)
@@ -78,7 +84,7 @@ class HeldEpisodes:
     def _opened(self, plan: EpisodePlan) -> EnvironmentHost:
         if self._host is None:
             self._host = EnvironmentHost(plan.make_environment, plan.limits.seconds, plan.limits.memory_gib)
-            weakref.finalize(self, self._host.shut)  # the environments of a process that ends
+            self._shut = weakref.finalize(self, self._host.shut)
         else:
             self._host.make_by(plan.make_environment)
         return self._host

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dataproto.errors import InvalidConfig
-from helpers.environments import Drawing, Greedy, Hanging, Misbehaving
+from helpers.environments import Drawing, Greedy, Hanging, Misbehaving, Slow
 from helpers.episodes import RandomEngine, renderer_of, starts_of
 from recipes.algorithms.function_files import load_named_function
 from rollout.engine import SamplingParams
@@ -63,21 +63,39 @@ def gone(process):
 
 @pytest.mark.slow
 def test_a_process_ends_with_its_episode_and_one_that_hangs_is_killed():
-    make = in_process(lambda: Hanging(), 1.0, seconds=60.0)
-    with EnvironmentHost(make, seconds=60.0) as host:
-        host.reset(0, {}, 0)
+    with EnvironmentHost(Hanging, seconds=60.0, memory_gib=1.0) as host:
+        for number in range(2):
+            host.reset(str(number), {}, 0)
+            ((_, seen),) = host.poll(None)
+            process = int(seen.content[0])
+            assert process != os.getpid()
+            if number:
+                host.step("1", "")
+            host.close(str(number))
+            assert gone(process)
+        host.reset("2", {}, 0)
         ((_, seen),) = host.poll(None)
-        process = int(seen.content[0])
-        assert process != os.getpid()
-        host.close(0)
-        assert gone(process)
-    environment = make()
-    process = int(environment.reset({}, 0).content[0])
-    environment.seconds = 0.2
-    with pytest.raises(EnvironmentFailed, match=r"did not return from step within 0\.2 s") as failed:
-        environment.step("")
-    assert failed.value.reason == "timeout"
-    assert gone(process)
+        host._running["2"].seconds = 0.2
+        host.step("2", "")
+        ((_, failure),) = host.poll(None)
+        assert isinstance(failure, EnvironmentFailed)
+        assert (failure.reason, gone(int(seen.content[0]))) == ("timeout", True)
+
+
+@pytest.mark.slow
+def test_the_clock_of_a_process_stops_in_a_pause():
+    """Only the host judges the time: half a second of it is left, and the call takes a second of a pause."""
+    with EnvironmentHost(Slow, seconds=60.0, memory_gib=1.0) as host:
+        host.reset("0", {}, 0)
+        host.poll(None)
+        host._running["0"].seconds = 0.5
+        host.step("0", "")
+        host.pause()
+        answer = host._answers.get(timeout=60)
+        host._answers.put(answer)
+        host.resume()
+        ((_, seen),) = host.poll(None)
+        assert seen.done
 
 
 @pytest.mark.slow
@@ -87,7 +105,7 @@ def test_an_environment_of_a_users_file_is_sent(tmp_path):
         "class Own:\n    def reset(self, row, seed):\n        return Observation([TEXT, row['word']])\n"
     )
     make = load_named_function(f"{tmp_path}/own.py:Own", "environment", InvalidConfig)
-    environment = in_process(make, 1.0, 60.0)()
+    environment = in_process(make, 1.0)()
     assert environment.reset({"word": "you"}, 0).content == ["hello", "you"]
     environment.close()
 
@@ -97,7 +115,7 @@ def test_what_cannot_be_sent_is_refused():
     with pytest.raises(
         InvalidConfig, match=r"memory_gib=1\.0 needs an environment that can be sent to another process"
     ):
-        in_process(lambda: lock, 1.0, 1.0)
+        in_process(lambda: lock, 1.0)
     with pytest.raises(InvalidConfig, match="memory_gib=0"):
         EpisodeLimits(turns=1, memory_gib=0)
 

@@ -1,9 +1,11 @@
 """Episodes that go on later in the environments that they began in."""
 
 import threading
+import weakref
 
 import pytest
 
+from dataproto.errors import InvalidConfig
 from helpers.episodes import RandomEngine, renderer_of, starts_of
 from rollout.carried_samples import WholeGroups
 from rollout.engine import SamplingParams
@@ -20,7 +22,7 @@ class Door:
     made, closed, open = 0, 0, threading.Event()
 
     def __init__(self):
-        type(self).made += 1
+        Door.made += 1
 
     def reset(self, row, seed):
         self.number = seed
@@ -32,7 +34,7 @@ class Door:
         return Observation(reward=1.0, done=True)
 
     def close(self):
-        type(self).closed += 1
+        Door.closed += 1
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +48,11 @@ def named_starts(count):
     return [EpisodeStart(each.row, each.seed, each.environment_seed, each.uid, each.uid) for each in starts_of(count)]
 
 
-def go_on(held, starts, begun, wanted):
+def go_on(held, starts, begun, wanted, make=Door, engine=RandomEngine):
     renderer = renderer_of("qwen2_5_vl")
     groups = WholeGroups([start.uid for start in starts], wanted)
-    plan = EpisodePlan(Door, LIMITS)
-    return held.go_on(RandomEngine(renderer), renderer, starts, begun, plan, SAMPLING, groups, 1)
+    plan = EpisodePlan(make, LIMITS)
+    return held.go_on(engine(renderer), renderer, starts, begun, plan, SAMPLING, groups, 1)
 
 
 def test_an_episode_that_waits_for_its_environment_gets_the_answer_later():
@@ -87,6 +89,94 @@ def test_the_environment_of_an_episode_that_is_not_among_the_next_ones_is_closed
     go_on(held, starts[1:2], [begun], wanted=1)
     assert "u2" not in host
     assert held._host is None  # nothing goes on
+
+
+def test_environments_that_are_released_are_closed_and_their_episodes_played_again():
+    held, starts = HeldEpisodes(), named_starts(2)
+    first = go_on(held, starts, [[], []], wanted=1)
+    Door.open.set()
+    held.release()
+    assert Door.closed == 2
+    begun = [turn.plain() for turn in first[1].begun]
+    (again,) = go_on(held, starts[1:], [begun], wanted=1)
+    assert (again.ended, Door.made) == ("done", 3)
+    held.release()
+
+
+class FirstOnly(RandomEngine):
+    """Answers its first request only, once there are two: then the door is open."""
+
+    def submit(self, request, sampling, keep=False):
+        number = super().submit(request, sampling, keep)
+        if number:
+            Door.open.set()
+        return number
+
+    def poll(self):
+        return [self._complete(0)] if 0 in self.waiting else []
+
+
+class FirstWaits(Door):
+    def step(self, action):
+        self.open.wait(60)
+        return Observation(reward=1.0, done=True)
+
+
+def test_an_episode_that_was_stopped_before_its_first_token_keeps_its_environment():
+    held, starts = HeldEpisodes(), named_starts(2)
+    first = go_on(held, starts, [[], []], wanted=1, make=FirstWaits, engine=FirstOnly)
+    (stopped,) = (episode for episode in first if not episode.ended)
+    assert (stopped.begun, len(stopped.partial)) == ([], 0)
+    (second,) = go_on(held, [stopped.start], [stopped.begun], wanted=1, make=FirstWaits)
+    assert second is stopped
+    assert (second.ended, Door.made) == ("done", 2)
+
+
+class SlowStart(Door):
+    def reset(self, row, seed):
+        if seed:
+            self.open.wait(60)
+        self.number = seed
+        return Observation(["go"])
+
+
+def test_an_environment_that_has_not_been_reset_is_waited_for_later():
+    held, starts = HeldEpisodes(), named_starts(2)
+    first = go_on(held, starts, [[], []], wanted=1, make=SlowStart)
+    assert first[1].prompt is None
+    Door.open.set()
+    (second,) = go_on(held, starts[1:], [[]], wanted=1, make=SlowStart)
+    assert (second.ended, Door.made) == ("done", 2)
+
+
+def test_what_has_ended_is_not_kept():
+    """Neither the threads of closed environments nor what would close them at the end of the process."""
+    held, starts, before = HeldEpisodes(), named_starts(3), len(weakref.finalize._registry)
+    Door.open.set()
+    for _ in range(3):
+        go_on(held, starts, [[], [], []], wanted=3)
+    assert len(weakref.finalize._registry) == before
+    with EnvironmentHost(Door, seconds=5.0) as host:
+        for _ in range(4):
+            host.reset("u", {}, 0)
+            host.poll(None)
+            thread = host._running["u"].thread
+            host.close("u")
+            thread.join(60)
+        assert len(host._closing) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, float("inf"), float("nan")])
+def test_a_time_that_is_no_number_of_seconds_is_refused(seconds):
+    with pytest.raises(InvalidConfig, match=r"seconds=.* finite number above 0"):
+        EpisodeLimits(turns=1, seconds=seconds)
+
+
+def test_a_time_longer_than_a_thread_can_wait_is_taken():
+    with EnvironmentHost(Door, seconds=1e10) as host:
+        host.reset("u", {}, 0)
+        ((name, _),) = host.poll(None)
+        assert name == "u"
 
 
 def test_the_time_between_two_calls_does_not_count(monkeypatch):

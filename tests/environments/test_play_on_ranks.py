@@ -7,17 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from dataproto import object_array
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import picture
+from helpers.episodes import picture, prompts_of
 from helpers.geo3k_runs import assert_same_run
 from helpers.processes import run_ranks
 from recipes.walk import main
+from rollout.carried_samples import BEGUN
 from rollout.engine import SamplingParams
-from rollout.environments import Observation
+from rollout.environments import EpisodeLimits, Observation
+from rollout.environments.held_episodes import EpisodePlan
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
+from rollout.responses import number_occurrences
+from workers import ActorConfig, launch
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
+from workers.roles.carried_groups import FINISHED
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
 pytestmark = pytest.mark.slow
@@ -85,3 +91,31 @@ def test_two_processes_of_ray_make_the_run_of_one(tmp_path):
     ray = "--on ray --layout.dp 2 --ray.object-store-gib 0.2"
     assert main([*WALK.split(), *ray.split(), "--output-dir", str(two)]) == 0
     assert_same_run(two, one)
+
+
+@pytest.mark.long
+def test_environments_that_are_held_in_a_process_of_ray_are_closed_at_the_end(tmp_path):
+    path, folder = write_checkpoint("qwen2_5_vl", tmp_path / "model"), tmp_path / "closed"
+    folder.mkdir()
+
+    class Closing:  # here, so that it is sent by value
+        """The first two prompts are over at once; each environment leaves a file when it is closed."""
+
+        def reset(self, row, seed):
+            self.name = str(row["raw_prompt"][-1]["content"])
+            return Observation(["go"], done=self.name in ("task 0", "task 1"))
+
+        def step(self, action):
+            return Observation(["on"])
+
+        def close(self):
+            (folder / self.name).touch()
+
+    samples = number_occurrences(prompts_of(PromptBuilder.from_pretrained(path, max_prompt_length=100), 4))
+    samples[BEGUN] = object_array([[] for _ in range(4)])
+    plan = EpisodePlan(Closing, EpisodeLimits(turns=1000))
+    with launch(ActorConfig(path), reward=None, on="ray", object_store_gib=0.2) as roles:
+        data = roles.rollout.advance(samples, SamplingParams(max_tokens=4), 2, 1, (), plan)
+        assert data[FINISHED].tolist() == [True, True, False, False]
+        assert not (folder / "task 2").exists()
+    assert {file.name for file in folder.iterdir()} == {f"task {number}" for number in range(4)}

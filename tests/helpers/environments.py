@@ -86,3 +86,12 @@ class Hanging:
 class Greedy(Drawing):
     def step(self, action):
         raise MemoryError("array")
+
+
+class Slow:
+    def reset(self, row, seed):
+        return Observation(["go"])
+
+    def step(self, action):
+        time.sleep(1)
+        return Observation(done=True)

@@ -10,6 +10,7 @@ import yaml
 from dataproto.errors import CheckpointError, InvalidConfig
 from recipes import classify, geo3k_grpo, grpo, ppo, sft
 from recipes.algorithms.options import spelled_out
+from recipes.configs.environments import walk_config
 from recipes.run.run_directory import open_run_directory, with_schedules
 from workers.ranks.layout import Layout
 
@@ -133,6 +134,10 @@ def test_presets_are_defaults_by_name():
             "add --critic-optimizer.schedule",
         ),
         (grpo, "--data-path mine --level 2", "leave out --data-path"),
+        (walk_config, "--level 2", "--level would do nothing: environments draw no problems"),
+        (walk_config, "--instruction hello", "add --data-path"),
+        (walk_config, "--model-path mine --warm-up.steps 3", "leave out --model-path"),
+        (grpo, "--rollout.over-ask 1.5 --algorithm.skip-old-log-probs", "have the engine's log-probs anyway"),
         (classify, "--image-column img", "add --data-path"),
         (sft, "--shuffle-buffer 3", "add --streaming"),
         (sft, "--data-path mine --weights 1", "name several"),

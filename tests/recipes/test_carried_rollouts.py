@@ -244,16 +244,16 @@ def test_an_update_that_nothing_was_added_to_is_refused(path):
 
 
 class Numbers:
-    """Batches of two prompts: 0 and 1, 2 and 3, ..."""
+    """Batches of prompts, by default of two: 0 and 1, 2 and 3, ..."""
 
-    def __init__(self) -> None:
-        self.drawn = 0
+    def __init__(self, batch: int = 2) -> None:
+        self.drawn, self.batch = 0, batch
         self.skipped: dict[int, str] = {}
 
     def __next__(self) -> DataProto:
+        numbers = object_array([str(self.batch * self.drawn + number) for number in range(self.batch)])
         self.drawn += 1
-        numbers = [str(2 * self.drawn - 2), str(2 * self.drawn - 1)]
-        return DataProto.from_dict({"input_ids": torch.ones(2, 1)}, {"uid": np.array(numbers, dtype=object)})
+        return DataProto.from_dict({"input_ids": torch.ones(self.batch, 1)}, {"uid": numbers})
 
     def state_dict(self):
         return {"drawn": self.drawn}
@@ -267,10 +267,12 @@ class Group:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, tuple[str, ...]]] = []
+        self.first: dict[str, int] = {}  # the weights that each group began with
 
     def submit(self, method, samples, sampling, wanted, weight_version, due, plan):
         assert method == "advance"
         self.calls.append((len(samples), wanted, due))
+        self.first = dict.fromkeys(samples["uid"], weight_version) | self.first
         self.plan = plan
         last = [uid for uid in samples["uid"] if uid not in due][::-1][: max(wanted - len(due), 0)]
         done = torch.tensor([uid in (*last, *due) for uid in samples["uid"]])
@@ -282,6 +284,7 @@ class Group:
         found["_finished"] = done
         found["info"] = object_array([{}] * len(samples))
         found["_begun"] = np.array([None] * len(samples), dtype=object)
+        found["_dealt"] = np.full(len(samples), 7)
         return SimpleNamespace(result=lambda: found)
 
     def generate(self, prompts, sampling):
@@ -326,11 +329,27 @@ def test_a_step_in_parts_gives_each_part_as_soon_as_it_is_whole():
 
 def test_the_oldest_groups_are_waited_for():
     """By hand: four groups at a time, of which the newest finish first."""
-    _, found, calls = steps_of(CarryingConfig(over_ask=2.0, max_staleness=1), 3)
+    rollout, found, calls = steps_of(CarryingConfig(over_ask=2.0, max_staleness=1), 3)
     assert found == [([2, 3], [1, 1]), ([0, 1], [2, 2]), ([4, 5], [3, 3])]
     assert calls == [(4, 2, ()), (4, 2, ("0", "1")), (4, 2, ("4", "5"))]
+    assert rollout.samples.unfinished["_dealt"].tolist() == [7, 7]  # where they go on
     _, found, _ = steps_of(CarryingConfig(over_ask=2.0, max_staleness=2), 3)
     assert found == [([2, 3], [1, 1]), ([4, 5], [2, 2]), ([0, 1], [3, 3])]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("over_ask", "parts"), [(1.25, 1), (1.25, 8), (1.5, 3), (2.0, 2), (2.0, 5)])
+def test_no_group_is_older_than_the_bound_in_any_part(over_ask, parts, ahead):
+    """The newest groups finish first, and gradients of all parts are of one update."""
+    config = CarryingConfig(over_ask=over_ask, parts=parts, ahead=ahead, early_update=parts > 1)
+    group, updates, ages = Group(), [0], []
+    rollout = CarryingRollout(group, LookAhead(Numbers(8)), config, lambda: updates[0])
+    for _ in range(6):
+        taken = [uid for part in rollout.in_parts(next(rollout), SamplingParams()) for uid in part["uid"]]
+        assert len(taken) == len(set(taken)) == 8
+        ages += [updates[0] + 1 - group.first[uid] for uid in taken]
+        updates[0] += 1
+    assert max(ages) == config.staleness
 
 
 def test_a_saved_state_holds_what_is_decoded_ahead():
@@ -357,6 +376,28 @@ def test_episodes_are_carried_over_whichever_comes_first(first):
     data = roles.rollout.generate(next(batches), SamplingParams())
     assert data["uid"].tolist() == ["2", "3"]
     assert group.plan == EpisodePlan(Corridor, limits)
+
+
+class Telling:
+    """Tells how far it came if the task is number 1."""
+
+    def reset(self, row, seed):
+        self.info = {"far": 1.0} if "number 1" in str(row["raw_prompt"]) else {}
+        return Observation(["go"])
+
+    def step(self, action):
+        return Observation(["on"], reward=float(len(action)), done=True, info=self.info)
+
+
+@pytest.mark.slow
+def test_episodes_learn_early_though_their_info_differs(path):
+    """The episodes of one of two prompts say how far they came."""
+    roles = Roles(path, CarryingConfig(early_update=True, parts=2))
+    learner = workers.Roles(roles.actor, roles.rollout, {})
+    learner = with_environment(learner, PlayedEnvironment(Telling, EpisodeLimits(turns=2)))
+    data, _ = grpo_step_in_parts(learner, roles.prompts, GRPOConfig(n=2, kl_coef=0.0), SAMPLING)
+    assert data["far"].tolist() == [info.get("far") for info in data["info"]]
+    assert {None, 1.0} == set(data["far"])
 
 
 def test_other_prompts_are_generated_for_at_once():
@@ -399,6 +440,7 @@ EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.par
         (f"{EARLY} --algorithm.kl-in reward --algorithm.kl-coef 0.1 --algorithm.kl-target 0.1", "kl_target adapts"),
         (f"{EARLY} --algorithm.advantage remax", r"remax needs greedy .* leave out rollout\.early_update"),
         (f"{APART} --rollout.parts 0", "at least 1"),
+        (f"{APART} --rollout.parts 3 --batch-size 2", r"rollout\.parts=3 is more than the 2 prompts of batch_size"),
         ("--rollout.max-staleness 2", r"rollout\.max_staleness=2 is for"),
         ("--rollout.over-ask 1.5 --rollout.max-staleness 0", r"rollout\.max_staleness=0.* at least 1"),
         (f"{APART} --rollout.over-ask 1.5 --rollout.max-staleness 1", "at least 2"),
@@ -412,6 +454,7 @@ def test_options_that_contradict_each_other_or_do_nothing_are_refused(options, m
 
 
 def test_options_that_fit_are_taken():
+    assert parse([*EARLY.split(), "--algorithm.advantage", "gigpo"]).rollout.early_update
     assert parse(["--rollout.over-ask", "1.25"]).rollout.staleness == 1
     config = parse([*APART.split(), "--rollout.over-ask", "1.25", "--algorithm.correction", "token"])
     assert config.rollout.staleness == 2

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,3 +115,14 @@ def test_roles_wait_for_what_they_save_unless_an_error_ends_them():
     with Roles(dead, None, {}):
         pass
     assert (busy.finished, dead.finished) == (0, 0)
+
+
+def test_roles_release_environments_before_their_processes_end():
+    ends = []
+    close, release = (partial(ends.append, end) for end in ("closed", "released"))
+    with Roles(Worker(), None, {}, close, release=release):
+        assert ends == []
+    assert ends == ["released", "closed"]
+    with pytest.raises(KeyError), Roles(Worker(), None, {}, close, release=release):
+        raise KeyError
+    assert ends == ["released", "closed", "closed"]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto, object_array
 from workers.ranks.dispatch_modes import Arguments
-from workers.roles.carried_groups import GROUP, join_in_order, number_groups, share_of, split_groups
+from workers.roles.carried_groups import DEALT, GROUP, join_in_order, number_groups, share_of, split_groups
 
 
 def rows_of(labels):
@@ -27,6 +27,21 @@ def test_groups_stay_together_shares_add_up_and_rows_come_back_in_order(labels, 
     joined = join_in_order(shares)
     assert joined["place"].tolist() == list(range(len(labels)))
     assert GROUP not in rows
+
+
+def test_groups_stay_on_their_ranks_when_others_are_whole():
+    """By hand: a, c and e begin on rank 0, b and d on rank 1. When a and d are whole, f comes to the rank with fewer groups."""
+    (first, second) = (call.args[0] for call in split_groups(Arguments((rows_of("abcde"),), {}), 2))
+    assert (first["uid"].tolist(), second["uid"].tolist()) == (["ua", "uc", "ue"], ["ub", "ud"])
+    rest = join_in_order([first, second])[[1, 2, 4]]
+    fresh = rows_of("f")
+    fresh[DEALT] = np.array([-1])
+    rest.pop(non_tensor_batch_keys=[GROUP])
+    (first, second) = (call.args[0] for call in split_groups(Arguments((DataProto.concat([rest, fresh]),), {}), 2))
+    assert (first["uid"].tolist(), second["uid"].tolist()) == (["uc", "ue"], ["ub", "uf"])
+    assert share_of(first, 2) + share_of(second, 2) == 2
+    (everything,) = (call.args[0] for call in split_groups(Arguments((rest,), {}), 1))
+    assert everything["uid"].tolist() == ["ub", "uc", "ue"]  # of fewer ranks than before
 
 
 def test_a_call_by_name_is_split_as_well():

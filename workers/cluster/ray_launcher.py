@@ -56,7 +56,7 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
             transfer_weights()
 
         devices = _num_devices(model_processes, gpus_per_process(config))
-        return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, devices)
+        return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, rollout.release, devices)
 
 
 def _num_devices(processes: int, gpus: float) -> int:

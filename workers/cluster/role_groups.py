@@ -46,7 +46,8 @@ def engine_phase(engine: str) -> str:
 class Roles:
     """The groups of one run, as attributes.
 
-    A context manager: on exit it waits for unfinished checkpoints, unless an error ended the run, and closes the groups.
+    A context manager: on exit it waits for unfinished checkpoints and releases environments, unless an error ended the run, and
+    closes the groups.
     ``reference``, ``critic`` and ``reward`` raise `InvalidConfig` if they were not launched.
     """
 
@@ -55,6 +56,7 @@ class Roles:
     optional: dict[str, Any]
     close: Callable[[], None] = lambda: None
     after_sync: Callable[[], None] = lambda: None  # called at the end of `sync_weights`
+    release: Callable[[], Any] = lambda: None  # closes the environments that the processes of `close` hold
     devices: int = 1  # GPUs (processes where there are none) that hold models, those of separate engines included
 
     @property
@@ -106,6 +108,7 @@ class Roles:
         try:
             if kind is None and self.actor.closed_reason is None:  # otherwise the caller already has the error
                 self.finish_saves()
+                self.release()
         finally:
             self.close()
 

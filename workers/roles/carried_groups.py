@@ -3,6 +3,7 @@
 Letters: B rows, R response tokens.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,24 +26,38 @@ FINISHED = "_finished"
 """The column that tells which samples have finished; what the other rows hold besides `BEGUN` has no meaning."""
 GROUP = "_group"
 """The column with the number of each row's group in the whole batch."""
+DEALT = "_dealt"
+"""The column with the data-parallel rank that each row's group was dealt to, -1 before. There its environments are held."""
 GROUPS = "_groups"
 """The number of groups in the whole batch, a fact."""
 
 
 def number_groups(samples: DataProto, parts: int = 1) -> DataProto:
-    """The samples with the column `GROUP` and the fact `GROUPS`. Groups are dealt to ``parts``, and numbered part after part.
+    """The samples with the columns `GROUP` and `DEALT` and the fact `GROUPS`.
+
+    Groups are dealt to ``parts``, and numbered part after part. A group that was dealt before stays where it is, and each other
+    one goes to the part that has the fewest.
 
     >>> rows = DataProto.from_dict(non_tensors={"uid": ["a", "a", "b", "c", "c"]})
-    >>> number_groups(rows, parts=2)[GROUP].tolist()
-    [0, 0, 2, 1, 1]
+    >>> dealt = number_groups(rows, parts=2)
+    >>> dealt[GROUP].tolist(), dealt[DEALT].tolist()
+    ([0, 0, 2, 1, 1], [0, 0, 1, 0, 0])
+    >>> number_groups(dealt[2:], parts=2)[DEALT].tolist()
+    [1, 0, 0]
     """
     require(samples, "uid")
-    places = {uid: place for place, uid in enumerate(dict.fromkeys(samples["uid"]))}
-    sizes = [len(range(part, len(places), parts)) for part in range(parts)]
-    numbers = {uid: sum(sizes[: place % parts]) + place // parts for uid, place in places.items()}
+    before = samples[DEALT].tolist() if DEALT in samples else [-1] * len(samples)
+    dealt = {uid: part for uid, part in zip(samples["uid"], before, strict=True) if 0 <= part < parts}
+    counts, uids = Counter(dealt.values()), list(dict.fromkeys(samples["uid"]))
+    for uid in uids:
+        if uid not in dealt:
+            dealt[uid] = min(range(parts), key=lambda part: counts[part])
+            counts[dealt[uid]] += 1
+    numbers = {uid: number for number, uid in enumerate(sorted(uids, key=lambda uid: dealt[uid]))}
     numbered = samples[:]
     numbered[GROUP] = np.array([numbers[uid] for uid in samples["uid"]], dtype=np.int64)
-    numbered.meta_info[GROUPS] = len(places)
+    numbered[DEALT] = np.array([dealt[uid] for uid in samples["uid"]], dtype=np.int64)
+    numbered.meta_info[GROUPS] = len(uids)
     return numbered
 
 
@@ -51,11 +66,7 @@ def split_groups(call: Arguments, parts: int) -> list[Arguments]:
     samples = call.kwargs["samples"] if "samples" in call.kwargs else call.args[0]
     numbered = number_groups(samples, parts)
     numbered[ROW] = np.arange(len(samples))
-    bounds = np.cumsum([0, *(len(range(part, numbered.meta_info[GROUPS], parts)) for part in range(parts))])
-    shares = []
-    for part in range(parts):
-        held = (numbered[GROUP] >= bounds[part]) & (numbered[GROUP] < bounds[part + 1])
-        shares.append(numbered[np.flatnonzero(held)])
+    shares = [numbered[np.flatnonzero(numbered[DEALT] == part)] for part in range(parts)]
     if "samples" in call.kwargs:
         return [Arguments(call.args, call.kwargs | {"samples": share}) for share in shares]
     return [Arguments((share, *call.args[1:]), call.kwargs) for share in shares]
@@ -100,7 +111,10 @@ def response_rows(
     data = attach_responses(samples, completions, replace(sampling, n=1), family, pad_token_id)
     versions = ragged_rows([tokens.weight_versions for tokens in shown], name="versions")
     data["weight_version"] = pad_rows(versions, data["responses"].shape[1], 0)[0]
-    begun = [[] if finished else [BegunTurn(tokens)] for (tokens, _), finished in zip(found, whole, strict=True)]
+    begun = [
+        [BegunTurn(tokens)] if tokens and not finished else []
+        for (tokens, _), finished in zip(found, whole, strict=True)
+    ]
     return with_begun(data, whole, begun)
 
 
@@ -112,5 +126,5 @@ def shown_episodes(episodes: Sequence[Episode]) -> list[Episode]:
 def with_begun(data: DataProto, finished: Sequence[bool], begun: Sequence[Sequence[BegunTurn]]) -> DataProto:
     """The rows with the columns `FINISHED` and `BEGUN`."""
     data[FINISHED] = torch.tensor(list(finished), dtype=torch.bool)
-    data[BEGUN] = object_array([[turn.plain() for turn in turns if turn.whole or len(turn.tokens)] for turns in begun])
+    data[BEGUN] = object_array([[turn.plain() for turn in turns] for turns in begun])
     return data

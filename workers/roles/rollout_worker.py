@@ -255,6 +255,11 @@ class RolloutWorker:
         return self.engine.dtype
 
     @dispatch("all")
+    def release(self) -> None:
+        """Closes the environments of episodes that would go on later, before the process ends."""
+        self._held.release()
+
+    @dispatch("all")
     def mark_stale(self) -> None:
         """Marks the engine's weights as stale: the actor's are streamed before the next generation."""
         self.sharding.mark_stale()

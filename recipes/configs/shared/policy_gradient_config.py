@@ -91,6 +91,8 @@ class PolicyGradientConfig:
         minibatch, batch = self.algorithm.minibatch, self.data.batch_size
         if minibatch is not None and minibatch > batch:
             raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
+        if self.rollout.parts > batch:
+            raise InvalidConfig(f"rollout.parts={self.rollout.parts} is more than the {batch} prompts of batch_size")
         longest = self.data.max_response_length
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
