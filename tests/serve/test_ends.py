@@ -9,7 +9,7 @@ import pytest
 from helpers.fronts import Front, drive, until
 from recipes.serve.front import scheduler
 from recipes.serve.ledger.directories import check_directory
-from recipes.serve.ledger.records import Run, Sampler
+from recipes.serve.ledger.records import Run, Sampler, everything
 
 SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
 
@@ -179,3 +179,23 @@ def test_a_checkpoint_that_is_deleted_stays_on_disk_for_its_open_samplers(tmp_pa
         await until(lambda: not place.exists())
 
     drive(work, tmp_path)
+
+
+def test_a_start_drops_the_samplers_of_sessions_that_have_ended(tmp_path):
+    async def before(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=1))
+        session = front.service.catalogue.sessions["s"]
+        session.state = "finished"
+        await front.service.catalogue.write(session)  # and then the process is killed
+
+    front = drive(before, tmp_path)
+    front.engine.listener.close()
+    assert len(list((tmp_path / "runs/1").glob("sampler-*"))) == 1
+
+    async def after(front: Front):
+        assert front.service.catalogue.samplers == {}
+        assert list((tmp_path / "runs/1").glob("sampler-*")) == []
+        assert await front.service.database.run(everything(Sampler)) == []
+
+    drive(after, tmp_path)

@@ -54,6 +54,24 @@ def test_a_gap_fails_those_that_wait_for_it(tmp_path):
     drive(work, tmp_path, gap_seconds=0.05)
 
 
+def test_those_that_wait_for_a_gap_fail_in_one_commit(tmp_path, monkeypatch):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        waiting = [await front.submit(run, seq, 7) for seq in range(2, 12)]
+        run_of_database, written = front.service.database.run, []
+
+        async def note(job):
+            written.append(job)
+            return await run_of_database(job)
+
+        monkeypatch.setattr(front.service.database, "run", note)
+        front.service.scheduler.lanes["r"].blocked_since = float("-inf")
+        assert [(await front.result(each))["category"] for each in waiting] == ["user"] * 10
+        assert len(written) == 1
+
+    drive(work, tmp_path)
+
+
 def test_a_replay_keeps_the_groups_in_which_passes_were_computed(tmp_path):
     """The run a is further than b when the engine ends: another adapter takes its place, and b's result is the same."""
 
