@@ -1,10 +1,12 @@
 """API keys, and signatures of download addresses."""
 
+import contextlib
 import hashlib
 import hmac
 import os
 import re
 import secrets
+import tempfile
 from pathlib import Path
 
 from dataproto.errors import InvalidConfig
@@ -27,7 +29,9 @@ class Keys:
 
     def owner(self, key: str | None) -> str | None:
         """The owner of a key, or ``None``. Takes the same time for every wrong key."""
-        digest = hashlib.sha256((key or "").encode(errors="replace")).hexdigest()
+        if not key:
+            return None
+        digest = hashlib.sha256(key.encode(errors="replace")).hexdigest()
         found = None
         for known, owner in self.owners.items():
             if hmac.compare_digest(known, digest):
@@ -40,7 +44,8 @@ class Keys:
 
     def signed(self, path: str, expires: int, signature: str, now: float) -> bool:
         """Whether a signature is right and has not expired."""
-        return hmac.compare_digest(self.signature(path, expires), signature) and now < expires
+        right = self.signature(path, expires).encode()
+        return hmac.compare_digest(right, signature.encode(errors="replace")) and now < expires
 
 
 def read_keys(file: Path | None, state: Path) -> Keys:
@@ -66,11 +71,29 @@ def read_keys(file: Path | None, state: Path) -> Keys:
 
 
 def private_text(path: Path, new: str) -> str:
-    """The text of a file that its owner alone can read, made with ``new`` if there is none."""
+    """The text of a file that its owner alone can read, made with ``new`` if there is none.
+
+    Raises:
+        InvalidConfig: the file is empty.
+    """
+    if not path.exists():
+        _make_private(path, new)
+    text = path.read_text().strip()
+    if not text:
+        raise InvalidConfig(f"{path} is empty: remove it, and the server makes another one")
+    return text
+
+
+def _make_private(path: Path, text: str) -> None:
+    """Makes a file that is whole or absent; one that another process has made meanwhile stays."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as file:  # of mode 0600
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, path)
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text().strip()
-    with os.fdopen(number, "w") as file:
-        file.write(new)
-    return new
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -29,7 +29,10 @@ class LimitsConfig:
     max_samples: int = 1024  # num_samples of a request
     max_topk: int = 64  # of top-k log-probs
     max_runs: int = 16  # of a key, in training at the same time
-    max_queued_mb: int = 2048  # bodies of a key's waiting requests
+    max_queued_mb: int = (
+        2048  # of a key's waiting requests that train, the same of its samples and of results in memory
+    )
+    max_queued_requests: int = 4096  # requests of a key that train and wait
     max_queued_samples: int = 4096  # samples of a key that wait or are being drawn
     max_checkpoint_gb: float = 100.0  # of a key's checkpoints
 

@@ -65,7 +65,7 @@ class Child:
         if short and code > 0 and self.failures >= MOST_FAILURES:
             raise InvalidConfig(f"the {self.name} process cannot start (exit status {code}): see its messages above")
         print(f"the {self.name} process ended ({code}) and starts again", file=sys.stderr, flush=True)
-        if short and code > 0:
+        if short:
             time.sleep(min(2.0**self.failures, 10.0) / 10)
         self.start()
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import sqlite3
+import threading
 import time
 
 import pytest
@@ -68,6 +70,59 @@ def test_a_caller_that_has_gone_leaves_the_database_at_work(database):
         return await database.run(everything(Run))
 
     assert len(asyncio.run(asyncio.wait_for(drive(), 60))) == 200
+
+
+def test_a_write_error_at_which_sqlite_rolls_back_fails_the_whole_commit_and_the_next_one_works(database):
+    busy = threading.Event()
+
+    def roll_back(db):
+        db.execute("ROLLBACK")  # as SQLite does by itself when the disk is full
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def drive():
+        database.post(lambda db: busy.wait())
+        jobs = [
+            asyncio.create_task(database.run(each)) for each in (put(run_of("a", 1)), roll_back, put(run_of("c", 3)))
+        ]
+        await asyncio.sleep(0)  # the three are in one commit
+        busy.set()
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        assert [str(each) for each in found] == ["database or disk is full"] * 3
+        await database.run(put(run_of("d", 4)))
+
+    asyncio.run(asyncio.wait_for(drive(), 60))
+    assert [run.id for run in database.run_now(everything(Run))] == ["d"]
+
+
+def test_a_database_larger_than_its_disk_fails_writes_and_lives(database):
+    database.run_now(lambda db: db.execute("PRAGMA max_page_count = 60"))  # what SQLite takes for a full disk
+    run = run_of("big", 1)
+    run.metadata = "x" * 1_000_000
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        database.run_now(put(run))
+    database.run_now(put(run_of("small", 2)))
+    assert [run.id for run in database.run_now(everything(Run))] == ["small"]
+
+
+def test_the_process_ends_with_its_database_thread(database, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr("recipes.serve.ledger.database.os._exit", lambda status: ended.set())
+    database.post(lambda db: db.close())
+    assert ended.wait(60)
+
+
+def test_old_results_are_forgotten_once(database):
+    database.run_now(put(run_of("a", 1)))
+    name = accept(database, "a", 1, 1)
+    database.run_now(journal.finish(name, "a", 2, Outcome(b"result"), 100.0))
+
+    def changes(db):
+        before = db.total_changes
+        journal.forget_old(200.0, 50.0)(db)
+        return db.total_changes - before
+
+    assert database.run_now(changes) > 0
+    assert database.run_now(changes) == 0
 
 
 def bodies(database: Database) -> set[str]:

@@ -40,6 +40,7 @@ def finished(server: Server, request: str, **fields) -> bytes:
 
 def test_a_result_that_takes_long_is_answered_with_the_state_of_the_queue(slow_server):
     _, run = new_run(slow_server)
+    assert b'"model_id"' in finished(slow_server, f"{run}:0")  # the engine is there
     message = ForwardBackwardRequest(model_id=run, seq_id=1, loss_fn="cross_entropy")
     for _ in range(ROWS):
         message.data.add().model_input.add().encoded_text.tokens = np.ones(TOKENS, np.int32).tobytes()

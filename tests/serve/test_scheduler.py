@@ -1,118 +1,18 @@
 """Order, grouping and replay, with the engine's process as a thread."""
 
 import asyncio
-import json
-import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dataproto.chunks import EncodedTextChunk
-from helpers.vector_backend import VectorBackend
+from dataproto.errors import CheckpointError
+from helpers.fronts import Front, drive, until
 from recipes.serve.backend import SampleRequest, Sampling
-from recipes.serve.front import Service
 from recipes.serve.front.sample_queue import engine_key
-from recipes.serve.ledger import Run, Sampler, Session
-from recipes.serve.link.engine_process import EngineProcess
+from recipes.serve.ledger import Sampler
 from recipes.serve.refusals import Refused
-from recipes.serve.serve_config import ServeConfig
 from recipes.serve.wire import SampleCall
-from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
-
-LORA = json.dumps({"rank": 4, "seed": 1})
-
-
-class Recording(VectorBackend):
-    """Notes the models of each call of passes; the calls wait while the gate is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: list[list[str]] = []
-        self.entered, self.gate = threading.Event(), threading.Event()
-        self.gate.set()
-
-    def passes(self, passes):
-        self.entered.set()
-        self.gate.wait()
-        self.groups.append([each.model_id for each in passes])
-        return super().passes(passes)
-
-
-class Front:
-    """A front without HTTP, and an engine that can be lost."""
-
-    def __init__(self, state: Path, **options) -> None:
-        self.state, self.socket = state, state / "socket"
-        self.backend = self.start_engine()
-        settings = {"snapshot_steps": 1, "gap_seconds": 0.05} | options
-        self.service = Service(ServeConfig(state=state, **settings), self.socket)
-
-    def start_engine(self) -> Recording:
-        backend = Recording()
-        self.engine = EngineProcess(backend, self.socket)
-        threading.Thread(target=self.engine.run, daemon=True).start()
-        return backend
-
-    async def lose_engine(self) -> Recording:
-        """Another engine takes the place of this one."""
-        self.engine.listener.close()
-        self.backend.gate.set()
-        self.backend = self.start_engine()
-        await self.service.link.close()
-        return self.backend
-
-    async def new_run(self, name: str) -> Run:
-        if "s" not in self.service.catalogue.sessions:
-            session = Session(id="s", owner="ann", created=0.0)
-            self.service.catalogue.sessions["s"] = session
-            await self.service.catalogue.write(session)
-        run = Run(
-            id=name,
-            number=self.service.catalogue.next_number(),
-            session="s",
-            owner="ann",
-            base_model="tiny/vector",
-            lora=LORA,
-            metadata="{}",
-            created=0.0,
-            last_request=0.0,
-        )
-        self.service.catalogue.runs[name] = run
-        await self.service.catalogue.write(run)
-        body = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": json.loads(LORA)}
-        await self.result(await self.service.scheduler.accept(run, 0, "create", json.dumps(body).encode()))
-        return run
-
-    async def submit(self, run: Run, seq: int, token: int | None) -> str:
-        """A pass over a token, or an update."""
-        if token is None:
-            body = json.dumps({"model_id": run.id, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}).encode()
-            return await self.service.scheduler.accept(run, seq, "optim_step", body)
-        message = ForwardBackwardRequest(model_id=run.id, seq_id=seq, loss_fn="cross_entropy")
-        message.data.add().model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
-        return await self.service.scheduler.accept(run, seq, "pass", message.SerializeToString())
-
-    async def result(self, request: str) -> dict:
-        outcome = await self.service.futures.wait(request, 60)
-        assert outcome is not None, request
-        if outcome.media == "application/json":
-            return json.loads(outcome.result)
-        return dict(ForwardBackwardOutput.FromString(outcome.result).metrics)
-
-
-def drive(work, state: Path, **options) -> Front:
-    front = Front(state, **options)
-
-    async def run():
-        front.service.start()
-        try:
-            await asyncio.wait_for(work(front), 100)
-        finally:
-            await front.service.stop()
-
-    asyncio.run(run())
-    return front
 
 
 def test_requests_are_carried_out_by_their_numbers_in_whatever_order_they_come(tmp_path):
@@ -151,6 +51,24 @@ def test_a_gap_fails_those_that_wait_for_it(tmp_path):
             await front.submit(run, 1, 7)
         assert "loss:sum" in await front.result(await front.submit(run, 4, 7))
 
+    drive(work, tmp_path, gap_seconds=0.05)
+
+
+def test_those_that_wait_for_a_gap_fail_in_one_commit(tmp_path, monkeypatch):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        waiting = [await front.submit(run, seq, 7) for seq in range(2, 12)]
+        run_of_database, written = front.service.database.run, []
+
+        async def note(job):
+            written.append(job)
+            return await run_of_database(job)
+
+        monkeypatch.setattr(front.service.database, "run", note)
+        front.service.scheduler.lanes["r"].blocked_since = float("-inf")
+        assert [(await front.result(each))["category"] for each in waiting] == ["user"] * 10
+        assert len(written) == 1
+
     drive(work, tmp_path)
 
 
@@ -161,13 +79,12 @@ def test_a_replay_keeps_the_groups_in_which_passes_were_computed(tmp_path):
         a, b = await front.new_run("a"), await front.new_run("b")
         front.backend.gate.clear()
         await front.submit(a, 1, 3)  # computed alone while the others gather behind it
-        await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(front.backend.entered.wait, 60)
         requests = [await front.submit(a, 2, 5), await front.submit(b, 1, 6), await front.submit(a, 3, None)]
         front.backend.gate.set()
         expected = [await front.result(each) for each in requests]
         assert front.backend.groups == [["a"], ["a", "b"]]  # b has no snapshot, a has one behind its update
-        while a.snapshot is None:  # it is written behind the answer
-            await asyncio.sleep(0.01)
+        await until(lambda: a.snapshot is not None)  # it is written behind the answer
         weights, gradient = front.backend.models["a"].weights, front.backend.models["b"].gradient
         fresh = await front.lose_engine()
         stepped = await front.result(await front.submit(b, 2, None))
@@ -199,7 +116,7 @@ def test_a_cancelled_request_for_samples_fails_and_never_reaches_a_busy_engine(t
             created=0.0,
         )
         request = SampleRequest("k:1", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
-        front.service.samples.take_in(SampleCall(request), sampler)
+        front.service.samples.take_in(SampleCall(request), sampler, 10)
         front.service.samples.cancel("k:1")
         assert (await front.result("k:1"))["error"] == "the client cancelled the request"
         front.backend.gate.set()
@@ -232,13 +149,59 @@ def test_a_run_that_cannot_be_restored_fails_and_the_others_go_on(tmp_path):
         for run in (a, b):
             await front.submit(run, 1, 3)
             await front.result(await front.submit(run, 2, None))
-            while run.snapshot is None:
-                await asyncio.sleep(0.01)
-        (Path(a.snapshot) / "adapter_model.safetensors").unlink()
+            await until(lambda run=run: run.snapshot is not None)
+        (front.state / a.snapshot / "adapter_model.safetensors").unlink()
         await front.lose_engine()
         assert "loss:sum" in await front.result(await front.submit(b, 3, 4))
         found = await front.result(await front.submit(a, 3, 4))
         assert "a" in found["error"]
         assert front.service.catalogue.runs["a"].state == "failed"
+
+    drive(work, tmp_path)
+
+
+def test_a_key_has_only_so_many_requests_that_wait(tmp_path):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        for seq in (2, 3):
+            await front.submit(run, seq, 7)
+        with pytest.raises(Refused, match="--max-queued-requests"):
+            await front.submit(run, 4, 7)
+
+    drive(work, tmp_path, max_queued_requests=2)
+
+
+def test_an_error_of_the_server_delays_the_run_at_which_it_happens_alone(tmp_path, monkeypatch):
+    async def work(front: Front):
+        a, b = await front.new_run("a"), await front.new_run("b")
+        tried = asyncio.Event()
+
+        async def keep(run):
+            tried.set()
+            raise RuntimeError("no checkpoint today")
+
+        monkeypatch.setattr(front.service.scheduler.barriers, "keep", keep)
+        front.service.scheduler.end(a.id, "kept")
+        await tried.wait()
+        await front.submit(b, 1, 3)
+        assert "steps" in (await front.result(await front.submit(b, 2, None)))["metrics"]
+        assert a.state == "live"
+        assert front.service.scheduler.lanes["b"].not_before == 0 < front.service.scheduler.lanes["a"].not_before
+
+    drive(work, tmp_path)
+
+
+def test_a_run_whose_weights_cannot_be_loaded_takes_no_place_in_the_engine(tmp_path, monkeypatch):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save", path="a"))
+
+        def load(model_id, directory, *, optimizer):
+            raise CheckpointError("not finite")
+
+        monkeypatch.setattr(front.backend, "load", load)
+        other = await front.new_run("other", load="tinker://r/weights/a")
+        assert other.state == "failed"
+        await until(lambda: set(front.backend.models) == {"r"})
 
     drive(work, tmp_path)

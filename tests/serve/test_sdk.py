@@ -316,7 +316,13 @@ def test_four_tenants_at_once_get_what_each_gets_alone(service):
         assert alone.optim_step(RATE).result().metrics["grad_norm"] == norms[place]
 
 
-def test_a_number_that_never_comes_fails_those_that_wait_and_the_run_goes_on(client):
+def test_a_number_that_never_comes_fails_those_that_wait_and_the_run_goes_on(tmp_path):
+    with serving(tmp_path, "--gap-seconds", "1") as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
+        _check_gap(service.create_lora_training_client(MODEL, rank=2).result())
+
+
+def _check_gap(client):
     pointer = tinker.types.ImageAssetPointerChunk(format="png", location="x", expected_tokens=1)
     broken = tinker.Datum(
         model_input=tinker.ModelInput(chunks=[pointer]), loss_fn_inputs={"target_tokens": [1], "weights": [1.0]}

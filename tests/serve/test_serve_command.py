@@ -1,17 +1,21 @@
 """The command: its options, what it prints, and that the printed program works."""
 
+import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from dataproto.errors import InvalidConfig
-from recipes.serve.keys import read_keys
+from recipes.serve.keys import Keys, read_keys
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
+from recipes.serve.supervisor import Child
 
 NOTHING_HEAVY = """
 import sys
@@ -49,6 +53,19 @@ def test_a_file_of_keys_is_read_strictly_and_an_own_key_is_private(tmp_path):
             read_keys(file, tmp_path)
 
 
+def test_an_empty_key_is_nobodys_and_an_empty_file_of_one_is_refused(tmp_path):
+    assert read_keys(None, tmp_path).owner(None) is None
+    assert read_keys(None, tmp_path).owner("") is None
+    assert Keys({hashlib.sha256(b"").hexdigest(): "ann"}, b"secret").owner(None) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["api-key", "signing-secret"]
+    for name in ("api-key", "signing-secret"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text("")  # a crash of an earlier version
+        with pytest.raises(InvalidConfig, match=f"{name} is empty: remove it"):
+            read_keys(None, tmp_path)
+        (tmp_path / name).write_text(text)
+
+
 def test_a_signature_holds_for_its_path_and_time(tmp_path):
     keys = read_keys(None, tmp_path)
     signature = keys.signature("a/b", 100)
@@ -56,6 +73,27 @@ def test_a_signature_holds_for_its_path_and_time(tmp_path):
     assert not keys.signed("a/b", 100, signature, 100)
     assert not keys.signed("a/c", 100, signature, 99)
     assert not keys.signed("a/b", 101, signature, 99)
+    assert not keys.signed("a/b", 100, "é" + signature[1:], 99)
+    assert not keys.signed("a/b", 100, "\udc80", 99)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_at_its_start_starts_again_after_a_pause(monkeypatch):
+    pauses: list[float] = []
+    sleep, here = time.sleep, threading.get_ident()
+
+    def note(seconds: float) -> None:
+        pauses.append(seconds) if threading.get_ident() == here else sleep(seconds)
+
+    monkeypatch.setattr("recipes.serve.supervisor.SHORT_LIFE_SECONDS", 1e9)
+    monkeypatch.setattr("recipes.serve.supervisor.time.sleep", note)
+    child = Child("front", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", [], os.environ)
+    for _ in range(3):
+        child.process.wait()
+        child.look()
+    found = list(pauses)
+    child.stop()
+    assert found == [0.2, 0.4, 0.8]
 
 
 @pytest.mark.slow

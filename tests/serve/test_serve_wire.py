@@ -237,6 +237,14 @@ def test_a_broken_pass_is_refused_by_name(change, told):
         read_pass(broken_pass(change), LIMITS)
 
 
+def sparse_targets(counts: list[int]) -> dict:
+    """Rows of so many tokens, in sparse form."""
+    crow = [0, *np.cumsum(counts).tolist()]
+    columns = [column for count in counts for column in range(count)]
+    layout = {"sparse_crow_indices": crow, "sparse_col_indices": columns, "shape": [len(counts), 1000]}
+    return {"data": [1] * len(columns), "dtype": "int64"} | layout
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -253,6 +261,14 @@ def test_a_broken_pass_is_refused_by_name(change, told):
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
         ({"prompt_logprobs_last_n": 2}, "needs prompt_logprobs"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "int64 array .prompt - 1, K."),
+        ({"target_prompt_logprobs": sparse_targets([1, 0, 0, 0, 0])}, "has 5 rows for a prompt of 3 tokens"),
+        (
+            {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 60_001}]},
+                "target_prompt_logprobs": sparse_targets([100] + [0] * 59_999),
+            },
+            "60000 rows of up to 100 tokens: at most 4194304 in all",
+        ),
         ({"topk_prompt_logprobs": 65}, "must be from 0 to 64 .--max-topk"),
     ],
 )

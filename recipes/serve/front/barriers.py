@@ -19,7 +19,7 @@ from recipes.serve.ledger.directories import (
 )
 from recipes.serve.ledger.journal import Entry, Outcome
 from recipes.serve.ledger.records import Checkpoint, Job, Run, Sampler, drop, put, text
-from recipes.serve.link import EngineLink
+from recipes.serve.link import CallFailed, EngineLink
 from recipes.serve.refusals import InvalidRequest
 from recipes.serve.serve_config import ServeConfig
 from recipes.serve.wire.json_requests import (
@@ -68,6 +68,7 @@ class Barriers:
             retire: removes the directory of a sampler when no request needs it any more.
         """
         self.link, self.catalogue, self.config, self.retire = link, catalogue, config, retire
+        self._sizes: dict[str | None, int] = {}  # of the directories of samplers
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
             "create": self._create,
             "load": self._load,
@@ -122,14 +123,28 @@ class Barriers:
         base, lora = self.catalogue.spec_of(checkpoint)
         if asked.base_model not in (None, base):
             raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
-        check_directory(Path(checkpoint.directory))
+        check_directory(self.catalogue.place(checkpoint.directory))
         new = entry.seq == 0
         if new:
             run.base_model, run.lora = base, None if lora is None else text(lora)
-            await self.link.call("create", model_id=run.id, base_model=base, lora=run.spec)
-        await self.link.call("load", model_id=run.id, directory=Path(checkpoint.directory), optimizer=asked.optimizer)
+            await self._create_from(run, checkpoint.directory, optimizer=asked.optimizer)
+        else:
+            await self._load_from(run, checkpoint.directory, optimizer=asked.optimizer)
         answer = {"path": asked.path, "model_id": run.id, "type": "load_weights"}
         return self._created(run, answer) if new else Done(answer)
+
+    async def _load_from(self, run: Run, directory: str, *, optimizer: bool) -> None:
+        place = self.catalogue.place(directory)
+        await self.link.call("load", model_id=run.id, directory=place, optimizer=optimizer)
+
+    async def _create_from(self, run: Run, directory: str, *, optimizer: bool) -> None:
+        """Makes an adapter with saved weights. One that cannot be loaded takes no place in the engine."""
+        await self.link.call("create", model_id=run.id, base_model=run.base_model, lora=run.spec)
+        try:
+            await self._load_from(run, directory, optimizer=optimizer)
+        except CallFailed:
+            await self.link.call("release", model_id=run.id)
+            raise
 
     async def _optim_step(self, run: Run, entry: Entry, body: bytes) -> Done:
         given = parse_json(body)
@@ -146,21 +161,25 @@ class Barriers:
     async def _save(self, run: Run, entry: Entry, body: bytes) -> Done:
         asked = read(SaveWeights, parse_json(body))
         name = checked_name(asked.path or f"step-{entry.seq}")
+        self.check_room(run.owner)
         return await self._checkpoint(run, "weights", name, asked.ttl_seconds, asked.user_metadata, asked.overwrite)
 
     async def _save_external(self, run: Run, entry: Entry, body: bytes) -> Done:
         asked = read(SaveExternal, parse_json(body))
         if asked.age_encryption_recipients:
             raise InvalidRequest("age_encryption_recipients: this server does not encrypt exports")
+        self.check_room(run.owner)
         return await self._checkpoint(run, "external_weights", checked_name(asked.path), asked.ttl_seconds, None, False)
 
     async def _save_for_sampler(self, run: Run, entry: Entry, body: bytes) -> Done:
         asked = read(SaveForSampler, parse_json(body))
         if asked.path is not None:
             name = checked_name(asked.path)
+            self.check_room(run.owner)
             return await self._checkpoint(run, "sampler_weights", name, asked.ttl_seconds, asked.user_metadata, False)
         if asked.sampling_session_seq_id is None:
             raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
+        self.check_room(run.owner)
         moving = asked.kind == "inflight"
         directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
         async with new_directory(directory) as temporary:
@@ -172,7 +191,7 @@ class Barriers:
             run=run.id,
             base_model=run.base_model,
             model_path=None,
-            directory=str(directory),
+            directory=self.catalogue.name_of(directory),
             own=1,
             digest="",
             created=time.time(),
@@ -207,7 +226,6 @@ class Barriers:
         if (run.id, kind, name) in known and not overwrite:
             raise InvalidRequest(f"there is a checkpoint {kind}/{name} already: choose another name, or overwrite it")
         check_ttl(ttl)
-        self._check_room(run.owner)
         directory = self.catalogue.run_directory(run) / kind / f"{name}-{uuid.uuid4().hex[:8]}"
         async with new_directory(directory) as temporary:
             await self.link.call("save" if kind == "weights" else "export", model_id=run.id, directory=temporary)
@@ -217,7 +235,7 @@ class Barriers:
             kind=kind,
             name=name,
             owner=run.owner,
-            directory=str(directory),
+            directory=self.catalogue.name_of(directory),
             created=now,
             expires=None if ttl is None else now + ttl,
             public=0,
@@ -245,13 +263,21 @@ class Barriers:
         others = [each for each in self.catalogue.checkpoints_of(run=run.id) if each.kind == kind and each.name != name]
         return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
 
-    def _check_room(self, owner: str) -> None:
+    def check_room(self, owner: str) -> None:
+        """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
         most = self.config.limits.max_checkpoint_gb
-        used = sum(each.size for each in self.catalogue.checkpoints_of(owner)) / MILLIARD
-        if used >= most:
+        used = sum(each.size for each in self.catalogue.checkpoints_of(owner)) + self._size_of_samplers(owner)
+        if used >= most * MILLIARD:
             raise InvalidRequest(
-                f"the checkpoints of this key take {used:.1f} GB: at most {most} (--max-checkpoint-gb)"
+                f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
+                "(--max-checkpoint-gb)"
             )
+
+    def _size_of_samplers(self, owner: str) -> int:
+        own = {each.directory for each in self.catalogue.samplers.values() if each.owner == owner and each.own}
+        for directory in own - self._sizes.keys():
+            self._sizes[directory] = directory_size(self.catalogue.place(str(directory)))
+        return sum(self._sizes[directory] for directory in own)
 
     async def snapshot(self, run: Run, seq: int) -> Path:
         """Writes the state of a run behind an update, and returns the directory."""
@@ -261,13 +287,12 @@ class Barriers:
         return directory
 
     async def keep(self, run: Run) -> Done:
-        """Writes the checkpoint of a run whose client has gone."""
+        """Writes the checkpoint of a run whose client has gone, whatever room the key has left."""
         return await self._checkpoint(run, "weights", EXPIRED, EXPIRED_SECONDS, None, True)
 
     async def restore(self, run: Run) -> None:
         """Brings the engine to a run's snapshot."""
-        await self.link.call("create", model_id=run.id, base_model=run.base_model, lora=run.spec)
-        await self.link.call("load", model_id=run.id, directory=Path(str(run.snapshot)), optimizer=True)
+        await self._create_from(run, str(run.snapshot), optimizer=True)
 
 
 SAVED = {

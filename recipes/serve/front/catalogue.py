@@ -2,11 +2,12 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from recipes.serve.ledger.database import Database
-from recipes.serve.ledger.records import KINDS, Checkpoint, Run, Sampler, Session, everything, put
+from recipes.serve.ledger.records import KINDS, Checkpoint, Run, Sampler, Session, drop, everything, put, together
 from recipes.serve.refusals import NotFound, Refused
 
 PATH = re.compile(rf"tinker://([^/]{{1,300}})/({'|'.join(KINDS)})/([^/]{{1,128}})")
@@ -89,6 +90,34 @@ class Catalogue:
         """Base model and LoRA options of the run that wrote a checkpoint."""
         run = self.runs[checkpoint.run]
         return run.base_model, None if run.lora is None else json.loads(run.lora)
+
+    async def drop_samplers(self, which: Callable[[Sampler], bool]) -> set[str]:
+        """Forgets samplers, and returns their directories."""
+        gone = [each for each in self.samplers.values() if which(each)]
+        for each in gone:
+            del self.samplers[each.id]
+        await self.database.run(together(*map(drop, gone)))
+        return {each.directory for each in gone if each.directory is not None}
+
+    def place(self, directory: str) -> Path:
+        """The path of a recorded directory. Records name it from the state directory, which may move."""
+        return self.state / directory
+
+    def name_of(self, path: Path) -> str:
+        """How records name a directory."""
+        return str(path.relative_to(self.state))
+
+    def directories(self) -> set[str]:
+        """Those of all checkpoints and samplers."""
+        found = {each.directory for each in self.checkpoints.values()}
+        return found | {each.directory for each in self.samplers.values() if each.directory is not None}
+
+    def missing(self) -> list[str]:
+        """The recorded directories that must exist, but do not."""
+        recorded = {each.directory for each in self.checkpoints.values()}
+        recorded |= {each.directory for each in self.samplers.values() if each.own and each.directory is not None}
+        recorded |= {run.snapshot for run in self.runs.values() if run.state == "live" and run.snapshot is not None}
+        return sorted(each for each in recorded if not self.place(each).is_dir())
 
     def run_directory(self, run: Run) -> Path:
         return self.state / "runs" / str(run.number)

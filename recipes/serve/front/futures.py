@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ class PendingResult:
     finished: float = 0.0
     digest: str = ""  # of the body of a sample
     samples: int = 1
+    fetched: bool = False
     announced: int = 0  # place among the finished results of its sampling session
     reason: Callable[[], str] = lambda: "the request waits for its turn"
 
@@ -34,8 +36,15 @@ class PendingResult:
 class Futures:
     """All results that this process knows, by the id of their request."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        """
+        Args:
+            most_bytes: of the finished results of a key that stay in memory.
+        """
+        self.most_bytes = most_bytes
+        self._bytes: Counter[str] = Counter()  # of finished results, by key
         self.pending: dict[str, PendingResult] = {}
+        self._announced: Counter[str] = Counter()  # finished results so far, by sampling session
         self._finished_in: dict[str, list[PendingResult]] = {}
         self._news: dict[str, asyncio.Event] = {}
 
@@ -50,11 +59,38 @@ class Futures:
             return
         found.outcome, found.finished = outcome, time.time()
         found.known.set()
+        self._bytes[found.owner] += len(outcome.result)
         if found.sampler is not None:
             finished = self._finished_in.setdefault(found.sampler, [])
-            found.announced = finished[-1].announced + 1 if finished else 1
+            self._announced[found.sampler] += 1
+            found.announced = self._announced[found.sampler]
             finished.append(found)
             self._news.pop(found.sampler, asyncio.Event()).set()
+        if self._bytes[found.owner] > self.most_bytes:
+            self._make_room(found)
+
+    def _make_room(self, newest: PendingResult) -> None:
+        """Drops results of a key down to half of what it may have: those on disk first, then the fetched and the oldest.
+
+        A client that asks for a dropped sample is told so, and sends its request again.
+        """
+        others = [
+            each for each in self.pending.values() if each.owner == newest.owner and each.outcome and each is not newest
+        ]
+        others.sort(key=lambda each: (each.sampler is not None, not each.fetched, each.finished))
+        for each in others:
+            if self._bytes[newest.owner] <= self.most_bytes // 2:
+                return
+            self._drop(each)
+
+    def _drop(self, result: PendingResult) -> None:
+        del self.pending[result.id]
+        assert result.outcome is not None
+        self._bytes[result.owner] -= len(result.outcome.result)
+        if result.sampler is not None:
+            self._finished_in[result.sampler].remove(result)
+            if not self._finished_in[result.sampler]:
+                del self._finished_in[result.sampler]
 
     async def wait(self, request_id: str, seconds: float) -> Outcome | None:
         """The outcome of a request, or ``None`` if it is not known in time."""
@@ -83,8 +119,4 @@ class Futures:
         """Drops results that have been known for long. Those of requests that train can still be read from disk."""
         old = [each for each in self.pending.values() if each.outcome is not None and each.finished < finished_before]
         for each in old:
-            del self.pending[each.id]
-            if each.sampler is not None:
-                self._finished_in[each.sampler].remove(each)
-                if not self._finished_in[each.sampler]:
-                    del self._finished_in[each.sampler]
+            self._drop(each)

@@ -27,6 +27,7 @@ class Lane:
     blocked_since: float | None = None  # a request waits, but not the next one
     steps: int = 0  # updates since the last snapshot
     last_snapshot: float = field(default_factory=time.monotonic)
+    not_before: float = 0.0  # it rests until this time behind an error of the server
     ending: Literal["", "dropped", "kept"] = ""  # what becomes of it when nothing waits
 
     def add(self, entry: Entry) -> None:

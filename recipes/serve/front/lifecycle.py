@@ -34,21 +34,26 @@ class Lifecycle:
         now = time.time()
         for session in self.catalogue.sessions.values():
             session.seen = now
+        for sampler in list(self.catalogue.samplers.values()):
+            if self.catalogue.sessions[sampler.session].state != "live":
+                del self.catalogue.samplers[sampler.id]  # its directory is unknown below
+                self.catalogue.database.post(drop(sampler))
         for run in self.catalogue.runs.values():
             if run.state in ("new", "live") and self.catalogue.sessions[run.session].state != "live":
                 self.scheduler.end(run.id, "kept")
         remove_unfinished(self.catalogue.state / "runs")
+        if missing := self.catalogue.missing():
+            log.error("nothing is cleaned up: %s: no such directory in %s", ", ".join(missing), self.catalogue.state)
+            return
         for directory in (self.catalogue.state / "runs").glob("*/*"):
             self._remove_unknown(directory)
 
     def _remove_unknown(self, directory: Path) -> None:
         """Removes the directory of a snapshot, sampler or checkpoint of which no record knows."""
-        known: set[str | None] = {each.directory for each in self.catalogue.checkpoints.values()}
-        known |= {each.directory for each in self.catalogue.samplers.values()}
-        known |= {run.snapshot for run in self.catalogue.runs.values()}
+        known = self.catalogue.directories() | {run.snapshot for run in self.catalogue.runs.values()}
         nested = directory.name in ("weights", "sampler_weights", "external_weights")
         for each in directory.iterdir() if nested else [directory]:
-            if str(each) not in known:
+            if self.catalogue.name_of(each) not in known:
                 remove_directory(each)
 
     async def run(self) -> None:
@@ -80,11 +85,8 @@ class Lifecycle:
         for run in self.catalogue.runs.values():
             if run.session == session.id:
                 self.scheduler.end(run.id, "kept" if state == "expired" else "dropped")
-        for sampler in [each for each in self.catalogue.samplers.values() if each.session == session.id]:
-            del self.catalogue.samplers[sampler.id]
-            await self.catalogue.database.run(drop(sampler))
-            if sampler.own and sampler.directory is not None:
-                self.samples.retire(sampler.directory)
+        for directory in await self.catalogue.drop_samplers(lambda each: each.session == session.id):
+            self.samples.retire(directory)
 
     async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Deletes a checkpoint; requests for samples of it that are in flight still end."""

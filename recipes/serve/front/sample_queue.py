@@ -4,10 +4,10 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from recipes.serve.backend import Failure
+from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.outcomes import PROTOBUF, failed
@@ -32,6 +32,7 @@ class Flight:
     base_model: str
     directory: str | None
     session: str
+    size: int  # bytes of the request
     sent: bool = False
     tries: int = 0
 
@@ -48,8 +49,11 @@ def engine_key(sampler: Sampler) -> str:
 class Samples:
     """Sends requests for samples to the engine, and their results to who waits."""
 
-    def __init__(self, link: EngineLink, futures: Futures, config: ServeConfig, counters: Counters) -> None:
-        self.link, self.futures, self.config, self.counters = link, futures, config, counters
+    def __init__(
+        self, link: EngineLink, catalogue: Catalogue, futures: Futures, config: ServeConfig, counters: Counters
+    ) -> None:
+        self.link, self.catalogue, self.futures = link, catalogue, futures
+        self.config, self.counters = config, counters
         self.flights: dict[str, Flight] = {}
         self._open: dict[str, None] = {}  # samplers of the engine, the latest used last
         self._retired: set[str] = set()
@@ -58,15 +62,24 @@ class Samples:
         self._tasks: set[asyncio.Task[None]] = set()
         link.on_lost = self._lost
 
-    def take_in(self, call: SampleCall, sampler: Sampler) -> None:
-        """Takes in a request. Raises `Refused` with 429 if too many of the key wait."""
-        waiting = sum(each.call.request.num_samples for each in self.flights.values() if each.owner == sampler.owner)
-        most = self.config.limits.max_queued_samples
-        if waiting + call.request.num_samples > most:
-            raise Refused(429, f"{waiting} samples of this key wait: at most {most} (--max-queued-samples)")
+    def take_in(self, call: SampleCall, sampler: Sampler, size: int) -> None:
+        """Takes in a request whose body has a size in bytes. Raises `Refused` with 429 if too many of the key wait."""
+        waiting = [each for each in self.flights.values() if each.owner == sampler.owner]
+        samples, limits = sum(each.call.request.num_samples for each in waiting), self.config.limits
+        if samples + call.request.num_samples > limits.max_queued_samples:
+            raise Refused(
+                429, f"{samples} samples of this key wait: at most {limits.max_queued_samples} (--max-queued-samples)"
+            )
+        targets = call.request.target_prompt_logprobs
+        size += 0 if targets is None else targets.nbytes
+        taken = sum(each.size for each in waiting)
+        if taken + size > limits.max_queued_mb << 20:
+            raise Refused(429, f"the waiting samples of this key take {taken >> 20} MB (--max-queued-mb)")
         request = call.request.request_id
         self.futures.open(request, sampler.owner, sampler.id).reason = self._reason
-        self.flights[request] = Flight(call, sampler.owner, sampler.base_model, sampler.directory, sampler.session)
+        self.flights[request] = Flight(
+            call, sampler.owner, sampler.base_model, sampler.directory, sampler.session, size
+        )
         self._start(self._send(request))
 
     def _reason(self) -> str:
@@ -121,7 +134,7 @@ class Samples:
             self.cancel(request)
 
     def retire(self, directory: str) -> None:
-        """Removes the directory of an adapter when no request in flight needs it."""
+        """Removes the directory of an adapter when no checkpoint, sampling session or request in flight needs it."""
         self._retired.add(directory)
         self._start(self._close_unused())
 
@@ -144,7 +157,7 @@ class Samples:
 
     async def _open_sampler(self, flight: Flight) -> None:
         if flight.key not in self._open:
-            adapter = None if flight.directory is None else Path(flight.directory)
+            adapter = None if flight.directory is None else self.catalogue.place(flight.directory)
             await self.link.call("open_sampler", sampler_id=flight.key, base_model=flight.base_model, adapter=adapter)
         self._open.pop(flight.key, None)
         self._open[flight.key] = None
@@ -154,14 +167,16 @@ class Samples:
         async with self._sending:
             used = {each.key for each in self.flights.values()}
             idle = [key for key in self._open if key not in used]
-            retired = {f"adapter:{directory}" for directory in self._retired}
+            retired = {f"adapter:{directory}" for directory in self._retired - self.catalogue.directories()}
             surplus = idle[: max(0, len(self._open) - MOST_OPEN)]
             for key in [each for each in idle if each in retired or each in surplus]:
                 del self._open[key]
                 await self._post("close_sampler", sampler_id=key)
             for directory in [each for each in self._retired if f"adapter:{each}" not in used]:
                 self._retired.discard(directory)
-                await asyncio.to_thread(remove_directory, Path(directory))
+                if directory in self.catalogue.directories():  # the end of the last sampling session retires it again
+                    continue
+                await asyncio.to_thread(remove_directory, self.catalogue.place(directory))
 
     async def _post(self, method: str, **arguments: Any) -> None:
         try:

@@ -1,13 +1,11 @@
 """Carries out the requests of all runs, in the order of each, and again after a crash."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from recipes.serve.backend import Failure, Pass
@@ -15,6 +13,7 @@ from recipes.serve.front.barriers import Barriers, Done, remove_run_files
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
+from recipes.serve.front.intake import Intake
 from recipes.serve.front.lanes import Lane
 from recipes.serve.front.outcomes import failed, pass_outcome
 from recipes.serve.ledger import journal
@@ -23,7 +22,7 @@ from recipes.serve.ledger.directories import remove_directory
 from recipes.serve.ledger.journal import Entry, Outcome
 from recipes.serve.ledger.records import Job, Run, put, together
 from recipes.serve.link import CallFailed, EngineLink, EngineLost, failure_of
-from recipes.serve.refusals import InvalidRequest, Refused
+from recipes.serve.refusals import InvalidRequest
 from recipes.serve.serve_config import ServeConfig
 from recipes.serve.wire import read_pass
 
@@ -31,6 +30,7 @@ log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
+KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
 
 
 class Scheduler:
@@ -51,7 +51,7 @@ class Scheduler:
         self.lanes: dict[str, Lane] = {}
         self.on_ready: Callable[[], Awaitable[None]]
         self._round_number = database.run_now(journal.last_round)
-        self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self.accept = Intake(database, config.limits, self.lanes, self._enter).accept
         self._tries: Counter[tuple[str, ...]] = Counter()
         self._wake = asyncio.Event()
         for run in catalogue.runs.values():
@@ -63,37 +63,6 @@ class Scheduler:
         for entry in [*unfinished, *database.run_now(journal.waiting)]:
             if entry.run in self.lanes:
                 self._enter(entry)
-
-    async def accept(self, run: Run, seq: int, kind: str, body: bytes) -> str:
-        """Takes in a request, and returns its id as soon as it is on disk. One that came before has the same id.
-
-        Raises:
-            Refused: another request has this number, or too much waits.
-        """
-        request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
-        if request_id not in self._accepting:
-            entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
-            task = asyncio.create_task(self._take_in(run, entry, digest))
-            self._accepting[request_id] = (digest, task)
-            task.add_done_callback(lambda _: self._accepting.pop(request_id))
-        known, task = self._accepting[request_id]
-        if known != digest:
-            raise other_content(run, seq)
-        await asyncio.shield(task)  # which goes on when this client has gone
-        return request_id
-
-    async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
-        found = await self.database.run(journal.find(entry.id))
-        if found is not None:
-            if found[0] != digest:
-                raise other_content(run, entry.seq)
-            return
-        if entry.seq < run.next_seq:
-            raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
-        self._check_room(run.owner, entry.size)
-        await self.database.run(journal.accept(entry, digest))
-        entry.body = None  # it is on disk
-        self._enter(entry)
 
     def _enter(self, entry: Entry) -> None:
         lane = self.lanes.get(entry.run)
@@ -112,11 +81,6 @@ class Scheduler:
             return f"request {entry.seq} waits for request {gap[0]}"
         ahead = sum(len(each.entries) for each in self.lanes.values()) - 1
         return f"request {entry.seq} is being computed or waits for its turn; {ahead} others wait"
-
-    def _check_room(self, owner: str, size: int) -> None:
-        waiting = [e.size for lane in self.lanes.values() if lane.run.owner == owner for e in lane.entries.values()]
-        if sum(waiting) + size > self.config.limits.max_queued_mb << 20:
-            raise Refused(429, f"the waiting requests of this key take {sum(waiting) >> 20} MB (--max-queued-mb)")
 
     def end(self, run_id: str, how: Literal["dropped", "kept"]) -> None:
         """Ends a run when nothing waits in it; one that is kept leaves a checkpoint for a day."""
@@ -161,23 +125,34 @@ class Scheduler:
 
     async def _round(self) -> bool:
         """Carries out what is due, and returns whether there was anything."""
-        lanes = list(self.lanes.values())
+        now = time.monotonic()
+        lanes = [lane for lane in self.lanes.values() if lane.not_before <= now]
         await self._fail_gaps(lanes)
         passes = [entry for lane in lanes for entry in lane.passes(ROUND_BYTES)]
         if passes:
             await self._passes(passes)
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
         for entry in steps:
-            await self._barrier(entry)
+            await self._contained(self.lanes[entry.run], self._barrier(entry))
         others = [
             head for lane in lanes if (head := lane.head()) is not None and head.kind not in ("pass", "optim_step")
         ]
         for entry in others:
-            await self._barrier(entry)
+            await self._contained(self.lanes[entry.run], self._barrier(entry))
         ended = [lane for lane in lanes if lane.ending and not lane.entries]
         for lane in ended:
-            await self._end(lane)
+            await self._contained(lane, self._end(lane))
         return bool(passes or steps or others or ended)
+
+    async def _contained(self, lane: Lane, work: Awaitable[None]) -> None:
+        """Does work for one run. An error, of a full disk say, delays this run alone; one that repeats fails the request."""
+        try:
+            await work
+        except EngineLost:
+            raise
+        except Exception:
+            log.exception("the work for %s failed and is tried again", lane.run.id)
+            lane.not_before = time.monotonic() + LOOK_SECONDS
 
     async def _fail_gaps(self, lanes: Sequence[Lane]) -> None:
         now = time.monotonic()
@@ -189,8 +164,8 @@ class Scheduler:
             message = (
                 f"request {missing} of {lane.run.id} has not come within {self.config.gap_seconds:g} s (--gap-seconds)"
             )
-            for seq in late:
-                await self._finish(lane.entries[seq], failed(f"{message}: request {seq} waited for it", "user"))
+            outcomes = [failed(f"{message}: request {seq} waited for it", "user") for seq in late]
+            await self._finish_all([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
 
     # Passes
 
@@ -216,7 +191,7 @@ class Scheduler:
         self.counters.add("pass_seconds", time.monotonic() - began)
         self.counters.add("passes", len(passes))
         self.counters.add("pass_rows", sum(len(each.data) for each in passes))
-        await asyncio.gather(*(self._finish(entry, pass_outcome(result)) for entry, result in zip(ready, results)))
+        await self._finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
 
     async def _begin(self, entries: Sequence[Entry]) -> bool:
         """Records a round before it is computed; ``False`` if the engine has ended at it too often, and it has failed."""
@@ -273,47 +248,63 @@ class Scheduler:
             return
         try:
             directory = await self.barriers.snapshot(lane.run, seq)
+        except EngineLost:  # which is an OSError too
+            raise
         except (CallFailed, OSError):
             log.exception("no snapshot of %s: the journal keeps its requests", lane.run.id)
             return
         old = lane.run.snapshot
-        lane.run.snapshot, lane.run.snapshot_seq = str(directory), seq
-        await self.database.run(journal.snapshot_taken(lane.run.id, seq, str(directory)))
+        name = self.catalogue.name_of(directory)
+        await self.database.run(journal.snapshot_taken(lane.run.id, seq, name))
+        lane.run.snapshot, lane.run.snapshot_seq = name, seq
         lane.steps, lane.last_snapshot = 0, time.monotonic()
         if old is not None:
-            await asyncio.to_thread(remove_directory, Path(old))
+            await asyncio.to_thread(remove_directory, self.catalogue.place(old))
 
     async def _end(self, lane: Lane) -> None:
         run = lane.run
-        if lane.ending == "kept" and run.state == "live":
-            await self._keep(run)
+        if lane.ending == "kept" and run.state == "live" and not await self._keep(run):
+            lane.not_before = time.monotonic() + KEEP_SECONDS
+            return
+        await self.database.run(together(put(replace(run, state="ended")), journal.forget_covered))
         run.state = "ended"
-        await self.database.run(together(put(run), journal.forget_covered))
         del self.lanes[run.id]
+        for directory in await self.catalogue.drop_samplers(lambda each: each.run == run.id):
+            self.barriers.retire(directory)
         await self.link.call("release", model_id=run.id)
         await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))
 
-    async def _keep(self, run: Run) -> None:
+    async def _keep(self, run: Run) -> bool:
+        """Writes the checkpoint of an expired run; ``False`` if that has to be tried again."""
         try:
             done = await self.barriers.keep(run)
-        except (CallFailed, OSError):
+        except EngineLost:
+            raise
+        except (CallFailed, OSError) as error:
             log.exception("no checkpoint of the expired run %s", run.id)
-        else:
-            await self.database.run(together(*done.jobs))
-            done.after()
+            return isinstance(error, CallFailed) and error.failure.category == "user"  # its weights cannot be saved
+        await self.database.run(together(*done.jobs))
+        done.after()
+        return True
 
     async def _finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
-        """Writes the outcome, and gives it to who waits for it."""
-        lane = self.lanes[entry.run]
-        job = journal.finish(entry.id, entry.run, entry.seq + 1, outcome, time.time())
-        await self.database.run(together(*jobs, job))
-        lane.run.last_request = time.time()
-        lane.done(entry)
-        if lane.run.state not in ("new", "live") and not lane.entries:
-            self.lanes.pop(lane.run.id, None)
-        self._tries.clear()
-        self.counters.add("failed_requests" if outcome.failed else "finished_requests")
-        self.futures.resolve(entry.id, outcome)
+        await self._finish_all([(entry, outcome)], *jobs)
+
+    async def _finish_all(self, finished: Sequence[tuple[Entry, Outcome]], *jobs: Job) -> None:
+        """Writes outcomes in one commit, and gives them to who waits for them."""
+        now = time.time()
+        outcomes = [journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now) for entry, outcome in finished]
+        await self.database.run(together(*jobs, *outcomes))
+        for entry, outcome in finished:
+            lane = self.lanes[entry.run]
+            lane.run.last_request = now
+            lane.done(entry)
+            if lane.run.state not in ("new", "live") and not lane.entries:
+                self.lanes.pop(lane.run.id, None)
+            for ids in [each for each in self._tries if entry.id in each]:
+                del self._tries[ids]
+            self.counters.add("failed_requests" if outcome.failed else "finished_requests")
+            self.futures.resolve(entry.id, outcome)
 
     # After a crash
 
@@ -344,6 +335,7 @@ class Scheduler:
                 for entry in list(lane.entries.values()):
                     await self._finish(entry, failed(f"the run cannot be restored: {failure.message}", "server"))
                 self.lanes.pop(lane.run.id, None)
+                await self.link.call("release", model_id=lane.run.id)
 
     async def _repeat(self, entries: Sequence[Entry]) -> None:
         first = entries[0]
@@ -384,8 +376,3 @@ class Scheduler:
             stand_ins[run.id] = f"{run.id}:stand-in"
             await self.link.call("create", model_id=stand_ins[run.id], base_model=run.base_model, lora=run.spec)
         return replace(each, model_id=stand_ins[run.id])
-
-
-def other_content(run: Run, seq: int) -> Refused:
-    """The refusal of a number that has been used."""
-    return Refused(400, f"request {seq} of {run.id} has come before with another content")

@@ -35,11 +35,11 @@ class Service:
         self.config = config
         self.keys: Keys = read_keys(config.api_keys, state)
         self.counters = Counters()
-        self.futures = Futures()
+        self.futures = Futures(config.limits.max_queued_mb << 20)
         self.database = Database(state / DATABASE_FILE)
         self.catalogue = Catalogue(self.database, state)
         self.link = EngineLink(socket, lambda request, result: self.samples.received(request, result))
-        self.samples = Samples(self.link, self.futures, config, self.counters)
+        self.samples = Samples(self.link, self.catalogue, self.futures, config, self.counters)
         barriers = Barriers(self.link, self.catalogue, config, self.samples.retire)
         self.scheduler = Scheduler(
             self.link, self.database, self.catalogue, self.futures, barriers, config, self.counters

@@ -1,6 +1,8 @@
 """The server's SQLite database: one connection, one thread, and one commit to disk for all writes that wait."""
 
 import asyncio
+import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -11,6 +13,7 @@ from typing import Any, TypeVar
 
 from dataproto.errors import FileFormatError
 
+log = logging.getLogger("dataproto.serve")
 Result = TypeVar("Result")
 Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 VERSION = 1
@@ -77,8 +80,14 @@ class Database:
             ready.set_exception(error)
             return
         ready.set_result(None)
-        while (jobs := self._next()) is not None:
-            _commit(connection, jobs)
+        try:
+            while (jobs := self._next()) is not None:
+                _commit(connection, jobs)
+        except BaseException:
+            log.critical(
+                "the database thread failed: the process ends, and its supervisor starts it again", exc_info=True
+            )
+            os._exit(1)  # without this thread all requests would wait for ever
         connection.close()
 
     def _next(self) -> list[Job] | None:
@@ -111,26 +120,36 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
-    connection.execute("BEGIN")
-    answers: list[tuple[Future[Any], Any, BaseException | None]] = []
-    for function, done in jobs:
+    for _, done in jobs:
         done.set_running_or_notify_cancel()  # from here on nobody can cancel it
-        connection.execute("SAVEPOINT job")
-        try:
-            answers.append((done, function(connection), None))
-        except BaseException as error:
-            connection.execute("ROLLBACK TO job")
-            answers.append((done, None, error))
-        connection.execute("RELEASE job")
     try:
-        connection.execute("COMMIT")
+        answers = _written(connection, jobs)
     except sqlite3.Error as error:  # a full disk, say
-        connection.execute("ROLLBACK")
-        answers = [(done, None, error) for done, _, _ in answers]
-    for done, result, problem in answers:
+        if connection.in_transaction:  # SQLite rolls back by itself at some errors
+            connection.execute("ROLLBACK")
+        answers = [(None, error)] * len(jobs)
+    for (_, done), (result, problem) in zip(jobs, answers):
         if done.cancelled():  # its function has run all the same
             continue
         if problem is not None:
             done.set_exception(problem)
         else:
             done.set_result(result)
+
+
+def _written(connection: sqlite3.Connection, jobs: list[Job]) -> list[tuple[Any, BaseException | None]]:
+    """The result or error of each function, after the commit. Raises `sqlite3.Error` if nothing could be written."""
+    answers: list[tuple[Any, BaseException | None]] = []
+    connection.execute("BEGIN")
+    for function, _ in jobs:
+        connection.execute("SAVEPOINT job")
+        try:
+            answers.append((function(connection), None))
+        except BaseException as error:
+            if not connection.in_transaction:  # the writes of the functions before this one are lost too
+                raise
+            connection.execute("ROLLBACK TO job")
+            answers.append((None, error))
+        connection.execute("RELEASE job")
+    connection.execute("COMMIT")
+    return answers

@@ -122,7 +122,10 @@ def forget_old(before: float, before_fetched: float) -> Job:
     """Removes results that were fetched, or that nobody fetched for long; and requests of ended runs."""
 
     def write(db: sqlite3.Connection) -> None:
-        db.execute("UPDATE requests SET result = NULL WHERE fetched < ? OR finished < ?", (before_fetched, before))
+        db.execute(
+            "UPDATE requests SET result = NULL WHERE (fetched < ? OR finished < ?) AND result IS NOT NULL",
+            (before_fetched, before),
+        )
         db.execute("DELETE FROM requests WHERE result IS NULL AND body IS NULL AND finished < ?", (before,))
         forget_covered(db)
 

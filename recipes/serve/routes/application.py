@@ -64,8 +64,8 @@ def application(service: Service) -> Starlette:
     routes: list[BaseRoute] = [
         gated("GET", f"{API}/healthz", sessions.healthz, public=True),
         gated("GET", "/files/{run}/{kind}/{name}/{file}", checkpoints.download, public=True),
-        gated("GET", "/metrics", run_page.metrics),
-        gated("GET", "/", run_page.page),
+        gated("GET", "/metrics", run_page.metrics, page=True),
+        gated("GET", "/", run_page.page, page=True),
         *(gated("POST", f"{API}{path}", handler) for path, handler in POSTS.items()),
         *(gated("GET", f"{API}{path}", handler) for path, handler in GETS.items()),
         *(gated(method, f"{API}{path}", handler) for method, path, handler in OTHERS),

@@ -6,7 +6,6 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -134,7 +133,7 @@ async def _publish(call: Call, public: int) -> Response:
 
 
 async def set_ttl(call: Call) -> Response:
-    checkpoint, ttl = _checkpoint(call), call.read(SetTtl).ttl_seconds
+    checkpoint, ttl = _checkpoint(call), (await call.read(SetTtl)).ttl_seconds
     check_ttl(ttl)
     checkpoint.expires = None if ttl is None else time.time() + ttl
     await call.service.catalogue.write(checkpoint)
@@ -143,7 +142,7 @@ async def set_ttl(call: Call) -> Response:
 
 async def weights_info(call: Call) -> Response:
     catalogue = call.service.catalogue
-    base, lora = catalogue.spec_of(catalogue.checkpoint(call.read(WeightsInfo).tinker_path, call.owner))
+    base, lora = catalogue.spec_of(catalogue.checkpoint((await call.read(WeightsInfo)).tinker_path, call.owner))
     info: dict[str, Any] = {"base_model": base, "is_lora": lora is not None, "optimizer_config": {"type": "adamw"}}
     if lora is not None:
         info |= {"lora_rank": lora["rank"]} | {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
@@ -152,11 +151,14 @@ async def weights_info(call: Call) -> Response:
 
 async def copy_weights(call: Call) -> Response:
     """Copies a checkpoint to a run of its own, which cannot be trained; files are shared where the file system can."""
-    asked, service = call.read(CopyWeights), call.service
+    asked, service = await call.read(CopyWeights), call.service
     if asked.weights_access_token is not None or call.request.headers.get("x-tinker-weights-access-token"):
         raise InvalidRequest("weights_access_token is not supported: publish the checkpoint to give others access")
     check_ttl(asked.ttl_seconds)
+    if asked.session_id:
+        service.catalogue.session(asked.session_id, call.owner)
     source = service.catalogue.checkpoint(asked.source_path, call.owner)
+    service.scheduler.barriers.check_room(call.owner)
     base, lora = service.catalogue.spec_of(source)
     now = time.time()
     run = Run(
@@ -173,10 +175,16 @@ async def copy_weights(call: Call) -> Response:
     )
     directory = service.catalogue.run_directory(run) / source.kind / source.name
     async with new_directory(directory) as temporary:
-        await asyncio.to_thread(link_files, Path(source.directory), temporary)
+        await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
     expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
     copy = replace(
-        source, run=run.id, owner=call.owner, directory=str(directory), created=now, public=0, expires=expires
+        source,
+        run=run.id,
+        owner=call.owner,
+        directory=service.catalogue.name_of(directory),
+        created=now,
+        public=0,
+        expires=expires,
     )
     await service.catalogue.write(run, copy)
     service.catalogue.runs[run.id] = run
@@ -192,7 +200,7 @@ async def external_weights_urls(call: Call) -> Response:
     expires = int(time.time()) + DOWNLOAD_SECONDS
     base = str(call.request.base_url).rstrip("/")
     urls = {}
-    for path in sorted(Path(checkpoint.directory).iterdir()):
+    for path in sorted(call.service.catalogue.place(checkpoint.directory).iterdir()):
         if path.name != MANIFEST:
             place = f"{checkpoint.run}/{checkpoint.kind}/{checkpoint.name}/{path.name}"
             signature = call.service.keys.signature(place, expires)
@@ -211,7 +219,7 @@ async def download(call: Call) -> Response:
     checkpoint = call.service.catalogue.checkpoints.get((run, kind, name))
     if checkpoint is None:
         raise NotFound("the checkpoint has been deleted")
-    path = Path(checkpoint.directory) / checked_name(file)
+    path = call.service.catalogue.place(checkpoint.directory) / checked_name(file)
     if not path.is_file():
         raise NotFound(f"the checkpoint has no file {file!r}")
     return FileResponse(path, filename=file)

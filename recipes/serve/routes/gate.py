@@ -24,6 +24,7 @@ from recipes.serve.wire import parse_json, read
 log = logging.getLogger("dataproto.serve.requests")
 Body = TypeVar("Body")
 ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
+LARGE_BODY = 1 << 18  # bytes
 UNREAD = (
     8  # limits' worth of a body that is read to its end, so that its sender sees the refusal and no broken connection
 )
@@ -40,9 +41,18 @@ class Call:
     body: bytes
     notes: dict[str, Any] = field(default_factory=dict)  # for the log
 
-    def read(self, kind: type[Body]) -> Body:
+    async def json(self) -> dict[str, Any]:
+        """The body, a large one read beside the event loop. Raises `InvalidRequest`."""
+        return await asyncio.to_thread(parse_json, self.body) if self.large else parse_json(self.body)
+
+    async def read(self, kind: type[Body]) -> Body:
         """The body as a dataclass. Raises `InvalidRequest`."""
-        return read(kind, parse_json(self.body))
+        return read(kind, await self.json())
+
+    @property
+    def large(self) -> bool:
+        """It would hold up the event loop to read the body there."""
+        return len(self.body) > LARGE_BODY
 
     def path(self, name: str) -> str:
         value: str = self.request.path_params[name]
@@ -59,13 +69,13 @@ class Call:
 Handler = Callable[[Call], Awaitable[Response]]
 
 
-def gated(method: str, path: str, handler: Handler, *, public: bool = False) -> Route:
-    """A route to a handler; only a public one needs no key."""
+def gated(method: str, path: str, handler: Handler, *, public: bool = False, page: bool = False) -> Route:
+    """A route to a handler. Only a public one needs no key; one for browsers takes it from their dialogue too."""
 
     async def endpoint(request: Request) -> Response:
         service: Service = request.app.state.service
         began, notes = time.monotonic(), dict[str, Any]()
-        response, owner = await _answered(service, request, handler, public, notes)
+        response, owner = await _answered(service, request, handler, public, page, notes)
         spent = time.monotonic() - began
         details = "".join(f" {name}={value}" for name, value in notes.items())
         line = f"{owner or '-'} {method} {request.url.path} {response.status_code} {1000 * spent:.0f} ms{details}"
@@ -79,17 +89,17 @@ def gated(method: str, path: str, handler: Handler, *, public: bool = False) -> 
 
 
 async def _answered(
-    service: Service, request: Request, handler: Handler, public: bool, notes: dict[str, Any]
+    service: Service, request: Request, handler: Handler, public: bool, page: bool, notes: dict[str, Any]
 ) -> tuple[Response, str | None]:
-    owner = service.keys.owner(given_key(request))
+    owner = service.keys.owner(given_key(request, page))
     try:
         if owner is None and not public:
             raise Refused(401, "the API key is missing or unknown: give it as X-API-Key (TINKER_API_KEY)")
-        body = await read_body(request, service.config.limits.max_body_mb << 20)
+        body = b"" if owner is None else await read_body(request, service.config.limits.max_body_mb << 20)
         notes["bytes"] = len(body)
         return await handler(Call(service, request, owner or "", body, notes)), owner
     except Refused as error:
-        return refusal(error.status, str(error)), owner
+        return refusal(error.status, str(error), page), owner
     except InvalidRequest as error:
         return refusal(404 if isinstance(error, NotFound) else 400, str(error)), owner
     except asyncio.CancelledError:  # the server stops: clients repeat what has this status
@@ -103,17 +113,20 @@ async def _answered(
         return refusal(500, f"the server failed, incident {incident}: its log has more"), owner
 
 
-def refusal(status: int, message: str) -> Response:
-    """An error as the SDK reads it."""
-    headers = {"WWW-Authenticate": 'Basic realm="dataproto serve"'} if status == 401 else None
+def refusal(status: int, message: str, page: bool = False) -> Response:
+    """An error as the SDK reads it; on a page, the browser asks for the key."""
+    headers = {"WWW-Authenticate": 'Basic realm="dataproto serve"'} if page and status == 401 else None
     return JSONResponse({"detail": message}, status, headers)
 
 
-def given_key(request: Request) -> str | None:
-    """The key of ``X-API-Key``, or the password of a browser's dialogue."""
+def given_key(request: Request, page: bool) -> str | None:
+    """The key of ``X-API-Key``, or on a page the password of a browser's dialogue.
+
+    Browsers send that password with the requests of other sites too, so the routes that change something do not take it.
+    """
     key = request.headers.get("x-api-key")
     scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
-    if key is not None or scheme.lower() != "basic":
+    if key is not None or not page or scheme.lower() != "basic":
         return key
     try:
         return base64.b64decode(encoded, validate=True).decode().partition(":")[2]

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import time
-from pathlib import Path
 
 from starlette.responses import Response
 
@@ -15,12 +14,12 @@ from recipes.serve.ledger.records import Sampler
 from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.routes.gate import Call, answer
 from recipes.serve.routes.training_routes import identity_of
-from recipes.serve.wire import parse_json, read, read_sample
+from recipes.serve.wire import read, read_sample
 from recipes.serve.wire.json_requests import CreateSampler, SampleBody, SamplerOnly
 
 
 async def create_sampling_session(call: Call) -> Response:
-    asked = call.read(CreateSampler)
+    asked = await call.read(CreateSampler)
     catalogue = call.service.catalogue
     session = catalogue.live_session(asked.session_id, call.owner)
     sampler_id = f"{session.id}:sample:{asked.sampling_session_seq_id}"
@@ -62,7 +61,7 @@ async def _weights(call: Call, asked: CreateSampler) -> tuple[str, str | None]:
     if asked.base_model not in (None, base):
         raise InvalidRequest(f"{asked.model_path} is an adapter of {base}, not of {asked.base_model}")
     try:
-        await asyncio.to_thread(check_directory, Path(checkpoint.directory))
+        await asyncio.to_thread(check_directory, call.service.catalogue.place(checkpoint.directory))
     except CheckpointError as error:
         raise InvalidRequest(f"{asked.model_path}: {error}") from error
     return base, checkpoint.directory
@@ -76,7 +75,7 @@ async def get_sampler(call: Call) -> Response:
 
 async def join_sampling_session(call: Call) -> Response:
     """A number for a client that shares a sampling session, so that its requests have numbers of their own."""
-    sampler = call.service.catalogue.sampler(call.read(SamplerOnly).sampling_session_id, call.owner)
+    sampler = call.service.catalogue.sampler((await call.read(SamplerOnly)).sampling_session_id, call.owner)
     sampler.joined += 1
     await call.service.catalogue.write(sampler)
     return answer({"type": "join_sampling_session", "client_counter": sampler.joined})
@@ -84,7 +83,7 @@ async def join_sampling_session(call: Call) -> Response:
 
 async def asample(call: Call) -> Response:
     """Takes in a request for samples. A mistake in it fails its future; the same request again has the same future."""
-    given = parse_json(call.body)
+    given = await call.json()
     sampler_id, seq = identity_of(given, "sampling_session_id", "seq_id")
     sampler = call.service.catalogue.sampler(sampler_id, call.owner)
     request_id = f"{sampler.id}:{seq}"
@@ -97,12 +96,11 @@ async def asample(call: Call) -> Response:
     if known is None:
         try:
             body = read(SampleBody, given)
-            large = len(call.body) > 1 << 18
             arguments = (body, request_id, engine_key(sampler), call.service.config.limits)
-            sample = await asyncio.to_thread(read_sample, *arguments) if large else read_sample(*arguments)
+            sample = await asyncio.to_thread(read_sample, *arguments) if call.large else read_sample(*arguments)
             count = body.num_samples
             if request_id not in futures.pending:  # the same request may have come while this one was read
-                call.service.samples.take_in(sample, sampler)
+                call.service.samples.take_in(sample, sampler, len(call.body))
         except InvalidRequest as error:
             futures.open(request_id, call.owner, sampler.id)
             futures.resolve(request_id, failed(str(error), "user"))

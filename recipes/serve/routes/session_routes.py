@@ -59,7 +59,7 @@ async def server_capabilities(call: Call) -> Response:
 
 
 async def create_session(call: Call) -> Response:
-    asked = call.read(CreateSession)
+    asked = await call.read(CreateSession)
     session = Session(
         id=uuid.uuid4().hex,
         owner=call.owner,
@@ -77,13 +77,13 @@ async def create_session(call: Call) -> Response:
 
 
 async def heartbeat(call: Call) -> Response:
-    session = call.service.catalogue.live_session(call.read(SessionOnly).session_id, call.owner)
+    session = call.service.catalogue.live_session((await call.read(SessionOnly)).session_id, call.owner)
     session.seen = time.time()
     return answer({"type": "session_heartbeat"})
 
 
 async def finish_session(call: Call) -> Response:
-    asked = call.read(FinishSession)
+    asked = await call.read(FinishSession)
     session = call.service.catalogue.session(call.path("session"), call.owner)
     call.notes["reason"] = asked.reason.type
     if session.state == "live":

@@ -15,7 +15,7 @@ from recipes.serve.ledger.journal import Outcome
 from recipes.serve.ledger.records import Run, text
 from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.routes.gate import Call, answer, answer_outcome
-from recipes.serve.wire import parse_json, read, read_header
+from recipes.serve.wire import read, read_header
 from recipes.serve.wire.json_requests import (
     CreateModel,
     LoadWeights,
@@ -33,7 +33,7 @@ LARGE_RESULT = 1 << 18  # bytes of a result whose size is told before it is sent
 
 
 async def create_model(call: Call) -> Response:
-    given = parse_json(call.body)
+    given = await call.json()
     session, number = identity_of(given, "session_id", "model_seq_id")
     try:
         asked = read(CreateModel, given)
@@ -44,7 +44,7 @@ async def create_model(call: Call) -> Response:
 
 
 async def load_weights(call: Call) -> Response:
-    given = parse_json(call.body)
+    given = await call.json()
     if given.get("session_id") is None:
         return await ordered(call, "load", LoadWeights)
     session, number = identity_of(given, "session_id", "model_seq_id")
@@ -92,8 +92,7 @@ async def _new_run(
 
 
 async def forward_backward(call: Call) -> Response:
-    large = len(call.body) > 1 << 18
-    header = await asyncio.to_thread(read_header, call.body) if large else read_header(call.body)
+    header = await asyncio.to_thread(read_header, call.body) if call.large else read_header(call.body)
     run = call.service.catalogue.run(header.model_id, call.owner)
     return await _accepted(call, run, _numbered(header.seq_id), "pass", call.body)
 
@@ -116,7 +115,7 @@ async def save_weights_external(call: Call) -> Response:
 
 async def ordered(call: Call, kind: str, form: type) -> Response:
     """Takes in a request with a place in the order of its run. One that is malformed fails in its turn, so that no gap stays."""
-    given = parse_json(call.body)
+    given = await call.json()
     model, seq = identity_of(given, "model_id", "seq_id")
     run = call.service.catalogue.run(model, call.owner)
     try:
@@ -152,7 +151,7 @@ async def _accepted(call: Call, run: Run, seq: int, kind: str, body: bytes) -> R
 
 async def retrieve_future(call: Call) -> Response:
     """Waits for a result: 408 with the state of the queue if it takes long, and 410 if the server does not know the request."""
-    asked = call.read(RetrieveFuture)
+    asked = await call.read(RetrieveFuture)
     call.notes["request"] = asked.request_id[:200]
     outcome = await _outcome(call.service, asked.request_id, call.owner)
     if outcome is None:
@@ -183,13 +182,16 @@ def _not_yet(service: Service, request_id: str) -> Response:
 
 
 def _mark_fetched(service: Service, request_id: str) -> None:
-    if service.futures.pending.get(request_id) is None or service.futures.pending[request_id].sampler is None:
+    known = service.futures.pending.get(request_id)
+    if known is not None:
+        known.fetched = True
+    if known is None or known.sampler is None:
         service.database.post(journal.fetched(request_id, time.time()))
 
 
 async def retrieve_futures(call: Call) -> Response:
     """The finished samples of a sampling session, behind a cursor."""
-    asked = call.read(RetrieveFutures)
+    asked = await call.read(RetrieveFutures)
     sampler = call.service.catalogue.sampler(asked.target.sampling_session_id, call.owner)
     seconds = min(asked.timeout if asked.timeout is not None else 40.0, call.service.config.poll_seconds)
     found = await call.service.futures.finished_since(sampler.id, asked.prev_cursor, max(seconds, 0.0))
@@ -205,7 +207,7 @@ async def retrieve_futures(call: Call) -> Response:
 
 async def cancel_future(call: Call) -> Response:
     """Drops a request for samples; one that trains keeps its place, and nothing happens."""
-    request = call.read(RequestOnly).request_id
+    request = (await call.read(RequestOnly)).request_id
     known = call.service.futures.pending.get(request)
     if known is not None and known.owner == call.owner and known.sampler is not None:
         call.service.samples.cancel(request)
@@ -213,7 +215,7 @@ async def cancel_future(call: Call) -> Response:
 
 
 async def get_info(call: Call) -> Response:
-    run = call.service.catalogue.run(call.read(ModelOnly).model_id, call.owner)
+    run = call.service.catalogue.run((await call.read(ModelOnly)).model_id, call.owner)
     model = await call.service.model(run.base_model)
     data = {"model_name": model.name}
     if model.tokenizer:

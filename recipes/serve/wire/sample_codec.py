@@ -18,6 +18,7 @@ from recipes.serve.wire.image_limits import check_images
 from recipes.serve.wire.json_requests import SampleBody, SamplingBody
 from recipes.serve.wire.protobuf_messages import SampleResponse
 
+MOST_TARGETS = 1 << 22  # of a request, after the rows are filled up to the longest
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -54,6 +55,11 @@ def read_sample(body: SampleBody, request_id: str, sampler_id: str, limits: Limi
     if last is not None and (last < 1 or not body.prompt_logprobs):
         raise InvalidRequest(f"prompt_logprobs_last_n={last}: must be at least 1, and needs prompt_logprobs")
     targets = None if body.target_prompt_logprobs is None else _targets(body.target_prompt_logprobs)
+    texts = [chunk for chunk in chunks if isinstance(chunk, EncodedTextChunk)]
+    if targets is not None and len(texts) == len(chunks):  # the engine alone knows the length of images
+        tokens = sum(len(chunk.ids()) for chunk in texts)
+        if targets.shape[0] != tokens - 1:
+            raise InvalidRequest(f"target_prompt_logprobs has {targets.shape[0]} rows for a prompt of {tokens} tokens")
     request = SampleRequest(
         request_id,
         sampler_id,
@@ -91,6 +97,12 @@ def _targets(value: Mapping[str, Any]) -> Array | SparseRows:
         raise InvalidRequest(
             f"target_prompt_logprobs is an int64 array (prompt - 1, K), not {values.dtype} {targets.shape}"
         )
+    if isinstance(targets, SparseRows):
+        rows, most = targets.shape[0], int(np.diff(targets.crow_indices).max(initial=0))
+        if rows * most > MOST_TARGETS:
+            raise InvalidRequest(
+                f"target_prompt_logprobs has {rows} rows of up to {most} tokens: at most {MOST_TARGETS} in all"
+            )
     return targets
 
 

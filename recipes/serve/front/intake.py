@@ -1,0 +1,71 @@
+"""Takes requests that train into the journal, each once."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+
+from recipes.serve.front.lanes import Lane
+from recipes.serve.ledger import journal
+from recipes.serve.ledger.database import Database
+from recipes.serve.ledger.journal import Entry
+from recipes.serve.ledger.records import Run
+from recipes.serve.refusals import Refused
+from recipes.serve.serve_config import LimitsConfig
+
+
+class Intake:
+    """Writes requests to disk, and enters them into their lanes."""
+
+    def __init__(
+        self, database: Database, limits: LimitsConfig, lanes: Mapping[str, Lane], enter: Callable[[Entry], None]
+    ) -> None:
+        """
+        Args:
+            enter: is called with a new request when it is on disk.
+        """
+        self.database, self.limits, self.lanes, self.enter = database, limits, lanes, enter
+        self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
+
+    async def accept(self, run: Run, seq: int, kind: str, body: bytes) -> str:
+        """Takes in a request, and returns its id as soon as it is on disk. One that came before has the same id.
+
+        Raises:
+            Refused: another request has this number, or too much waits.
+        """
+        request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
+        if request_id not in self._accepting:
+            entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
+            task = asyncio.create_task(self._take_in(run, entry, digest))
+            self._accepting[request_id] = (digest, task)
+            task.add_done_callback(lambda _: self._accepting.pop(request_id))
+        known, task = self._accepting[request_id]
+        if known != digest:
+            raise other_content(run, seq)
+        await asyncio.shield(task)  # which goes on when this client has gone
+        return request_id
+
+    async def _take_in(self, run: Run, entry: Entry, digest: str) -> None:
+        found = await self.database.run(journal.find(entry.id))
+        if found is not None:
+            if found[0] != digest:
+                raise other_content(run, entry.seq)
+            return
+        if entry.seq < run.next_seq:
+            raise Refused(400, f"request {entry.seq} of {run.id} comes too late: the run is at {run.next_seq}")
+        self._check_room(run.owner, entry.size)
+        await self.database.run(journal.accept(entry, digest))
+        entry.body = None  # it is on disk
+        self.enter(entry)
+
+    def _check_room(self, owner: str, size: int) -> None:
+        waiting = [e.size for lane in self.lanes.values() if lane.run.owner == owner for e in lane.entries.values()]
+        if len(waiting) >= self.limits.max_queued_requests:
+            raise Refused(429, f"{len(waiting)} requests of this key wait (--max-queued-requests)")
+        if sum(waiting) + size > self.limits.max_queued_mb << 20:
+            raise Refused(429, f"the waiting requests of this key take {sum(waiting) >> 20} MB (--max-queued-mb)")
+
+
+def other_content(run: Run, seq: int) -> Refused:
+    """The refusal of a number that has been used."""
+    return Refused(400, f"request {seq} of {run.id} has come before with another content")

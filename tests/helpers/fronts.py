@@ -1,0 +1,126 @@
+"""A front process without HTTP, with the engine's process as a thread."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from helpers.vector_backend import VectorBackend
+from recipes.serve.front import Service
+from recipes.serve.ledger import Run, Session
+from recipes.serve.link.engine_process import EngineProcess
+from recipes.serve.serve_config import LimitsConfig, ServeConfig
+from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
+
+LORA = json.dumps({"rank": 4, "seed": 1})
+
+
+class Recording(VectorBackend):
+    """Notes the models of each call of passes; the calls wait while the gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[list[str]] = []
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def passes(self, passes):
+        self.entered.set()
+        self.gate.wait()
+        self.groups.append([each.model_id for each in passes])
+        return super().passes(passes)
+
+
+class Front:
+    """A front without HTTP, and an engine that can be lost."""
+
+    def __init__(self, state: Path, **options) -> None:
+        self.state, self.socket = state, state / "socket"
+        self.backend = self.start_engine()
+        limits = LimitsConfig(**{name: options.pop(name) for name in list(options) if name.startswith("max_")})
+        settings = {"snapshot_steps": 1, "gap_seconds": 60, "limits": limits} | options
+        self.service = Service(ServeConfig(state=state, **settings), self.socket)
+
+    def start_engine(self) -> Recording:
+        backend = Recording()
+        self.engine = EngineProcess(backend, self.socket)
+        threading.Thread(target=self.engine.run, daemon=True).start()
+        return backend
+
+    async def lose_engine(self) -> Recording:
+        """Another engine takes the place of this one."""
+        self.engine.listener.close()
+        self.backend.gate.set()
+        self.backend = self.start_engine()
+        await self.service.link.close()
+        return self.backend
+
+    async def new_run(self, name: str, load: str | None = None) -> Run:
+        """A run with initial weights, or those of a checkpoint."""
+        if "s" not in self.service.catalogue.sessions:
+            session = Session(id="s", owner="ann", created=0.0)
+            self.service.catalogue.sessions["s"] = session
+            await self.service.catalogue.write(session)
+        run = Run(
+            id=name,
+            number=self.service.catalogue.next_number(),
+            session="s",
+            owner="ann",
+            base_model="tiny/vector",
+            lora=LORA,
+            metadata="{}",
+            created=0.0,
+            last_request=0.0,
+        )
+        self.service.catalogue.runs[name] = run
+        await self.service.catalogue.write(run)
+        if load is not None:
+            body = {"session_id": "s", "model_seq_id": 1, "path": load, "optimizer": True}
+            await self.result(await self.service.scheduler.accept(run, 0, "load", json.dumps(body).encode()))
+            return run
+        body = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny/vector", "lora_config": json.loads(LORA)}
+        await self.result(await self.service.scheduler.accept(run, 0, "create", json.dumps(body).encode()))
+        return run
+
+    async def submit(self, run: Run, seq: int, token: int | None) -> str:
+        """A pass over a token, or an update."""
+        if token is None:
+            body = json.dumps({"model_id": run.id, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}).encode()
+            return await self.service.scheduler.accept(run, seq, "optim_step", body)
+        message = ForwardBackwardRequest(model_id=run.id, seq_id=seq, loss_fn="cross_entropy")
+        message.data.add().model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
+        return await self.service.scheduler.accept(run, seq, "pass", message.SerializeToString())
+
+    async def request(self, run: Run, seq: int, kind: str, **fields) -> str:
+        """A request in JSON."""
+        body = json.dumps({"model_id": run.id, "seq_id": seq} | fields).encode()
+        return await self.service.scheduler.accept(run, seq, kind, body)
+
+    async def result(self, request: str) -> dict:
+        outcome = await self.service.futures.wait(request, 60)
+        assert outcome is not None, request
+        if outcome.media == "application/json":
+            return json.loads(outcome.result)
+        return dict(ForwardBackwardOutput.FromString(outcome.result).metrics)
+
+
+def drive(work, state: Path, **options) -> Front:
+    front = Front(state, **options)
+
+    async def run():
+        front.service.start()
+        try:
+            await asyncio.wait_for(work(front), 100)
+        finally:
+            await front.service.stop()
+
+    asyncio.run(run())
+    return front
+
+
+async def until(condition) -> None:
+    """Waits; the test's own deadline ends it."""
+    while not condition():
+        await asyncio.sleep(0.01)

@@ -1,0 +1,201 @@
+"""The ends of runs, samplers and checkpoints, and what a start removes."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.fronts import Front, drive, until
+from recipes.serve.front import scheduler
+from recipes.serve.ledger.directories import check_directory
+from recipes.serve.ledger.records import Run, Sampler, everything
+
+SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
+
+
+async def trained(front: Front, name: str) -> Run:
+    """A run behind an update."""
+    run = await front.new_run(name)
+    await front.submit(run, 1, 3)
+    await front.result(await front.submit(run, 2, None))
+    return run
+
+
+def test_a_state_directory_can_be_moved(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+
+    async def before(front: Front):
+        run = await trained(front, "r")
+        await front.result(await front.request(run, 3, "save", path="a"))
+        await front.result(await front.request(run, 4, "save_for_sampler", sampling_session_seq_id=1))
+
+    front = drive(before, old)
+    front.engine.listener.close()
+    old.rename(new)
+
+    async def after(front: Front):
+        catalogue = front.service.catalogue
+        directories = [*catalogue.directories(), catalogue.runs["r"].snapshot]
+        assert len(directories) == 3
+        for each in directories:
+            assert not Path(each).is_absolute()
+            check_directory(catalogue.place(each))
+        await front.submit(catalogue.runs["r"], 5, 3)
+        stepped = await front.result(await front.submit(catalogue.runs["r"], 6, None))
+        assert stepped["metrics"]["steps"] == 2
+
+    drive(after, new)
+
+
+def test_nothing_is_removed_where_a_recorded_directory_is_missing(tmp_path):
+    async def before(front: Front):
+        run = await trained(front, "r")
+        await front.result(await front.request(run, 3, "save", path="a"))
+
+    front = drive(before, tmp_path)
+    front.engine.listener.close()
+    (checkpoint,) = (tmp_path / "runs/1/weights").iterdir()
+    checkpoint.rename(tmp_path / "elsewhere")
+    unknown = tmp_path / "runs/1/weights/unknown"
+    unknown.mkdir()
+
+    async def after(front: Front):
+        assert unknown.exists()
+
+    front = drive(after, tmp_path)
+    front.engine.listener.close()
+    (tmp_path / "elsewhere").rename(checkpoint)
+
+    async def mended(front: Front):
+        assert checkpoint.exists()
+        assert not unknown.exists()
+
+    drive(mended, tmp_path)
+
+
+def test_an_engine_that_ends_while_an_expired_run_is_written_loses_nothing(tmp_path, monkeypatch):
+    async def work(front: Front):
+        run = await trained(front, "r")
+        weights, first = front.backend.models["r"].weights, front.backend
+        saving, gone = threading.Event(), threading.Event()
+
+        def save(model_id, directory):
+            saving.set()
+            gone.wait()
+
+        monkeypatch.setattr(first, "save", save)
+        front.service.scheduler.end("r", "kept")
+        await until(saving.is_set)
+        fresh = await front.lose_engine()
+        gone.set()
+        await until(lambda: run.state == "ended")
+        checkpoint = front.service.catalogue.checkpoints["r", "weights", "_expired"]
+        fresh.create("again", "tiny/vector", run.spec)
+        fresh.load("again", front.service.catalogue.place(checkpoint.directory), optimizer=True)
+        assert (fresh.models["again"].weights == weights).all()
+
+    drive(work, tmp_path, **SELDOM)
+
+
+def test_an_expired_run_is_kept_when_the_disk_has_room_again_and_beyond_the_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler, "KEEP_SECONDS", 0.01)
+
+    async def work(front: Front):
+        run = await trained(front, "r")
+        save = front.backend.save
+        tries = []
+
+        def full_at_first(model_id, directory):
+            tries.append(model_id)
+            if len(tries) < 3:
+                raise OSError("no space left on device")
+            save(model_id, directory)
+
+        await front.result(await front.request(run, 3, "save", path="a"))
+        refused = await front.result(await front.request(run, 4, "save", path="b"))
+        assert (refused["category"], "--max-checkpoint-gb" in refused["error"]) == ("user", True)
+        refused = await front.result(await front.request(run, 5, "save_for_sampler", sampling_session_seq_id=1))
+        assert (refused["category"], "--max-checkpoint-gb" in refused["error"]) == ("user", True)
+        monkeypatch.setattr(front.backend, "save", full_at_first)
+        front.service.scheduler.end("r", "kept")
+        await until(lambda: run.state == "ended")
+        assert len(tries) == 3
+        check_directory(
+            front.service.catalogue.place(front.service.catalogue.checkpoints["r", "weights", "_expired"].directory)
+        )
+
+    drive(work, tmp_path, max_checkpoint_gb=1e-9, **SELDOM)
+
+
+def test_a_sampler_that_is_saved_behind_the_end_of_its_session_goes_with_its_run(tmp_path):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        front.backend.gate.clear()
+        await front.submit(run, 1, 3)
+        await until(front.backend.entered.is_set)
+        waiting = await front.request(run, 2, "save_for_sampler", sampling_session_seq_id=1)
+        await front.service.lifecycle.end_session(front.service.catalogue.sessions["s"], "finished")
+        front.backend.gate.set()
+        assert (await front.result(waiting))["sampling_session_id"] == "s:sample:1"
+        await until(lambda: run.state == "ended" and not list((tmp_path / "runs/1").glob("sampler-*")))
+        assert front.service.catalogue.samplers == {}
+
+    drive(work, tmp_path, **SELDOM)
+
+
+@pytest.mark.parametrize("how", ["deleted", "expired"])
+def test_a_checkpoint_that_is_deleted_stays_on_disk_for_its_open_samplers(tmp_path, how):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", path="a"))
+        catalogue, lifecycle = front.service.catalogue, front.service.lifecycle
+        checkpoint = catalogue.checkpoints["r", "sampler_weights", "a"]
+        place = catalogue.place(checkpoint.directory)
+        sampler = Sampler(
+            id="k",
+            session="s",
+            owner="ann",
+            run=None,
+            base_model="tiny/vector",
+            model_path=checkpoint.path,
+            directory=checkpoint.directory,
+            own=0,
+            digest="",
+            created=0.0,
+        )
+        await catalogue.write(sampler)
+        catalogue.samplers["k"] = sampler
+        if how == "deleted":
+            await lifecycle.delete_checkpoint(checkpoint)
+        else:
+            checkpoint.expires = 1.0
+            catalogue.sessions["s"].seen = time.time()
+            await lifecycle.sweep(time.time())
+        await front.service.samples._close_unused()
+        check_directory(place)
+        await lifecycle.end_session(catalogue.sessions["s"], "finished")
+        await until(lambda: not place.exists())
+
+    drive(work, tmp_path)
+
+
+def test_a_start_drops_the_samplers_of_sessions_that_have_ended(tmp_path):
+    async def before(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", sampling_session_seq_id=1))
+        session = front.service.catalogue.sessions["s"]
+        session.state = "finished"
+        await front.service.catalogue.write(session)  # and then the process is killed
+
+    front = drive(before, tmp_path)
+    front.engine.listener.close()
+    assert len(list((tmp_path / "runs/1").glob("sampler-*"))) == 1
+
+    async def after(front: Front):
+        assert front.service.catalogue.samplers == {}
+        assert list((tmp_path / "runs/1").glob("sampler-*")) == []
+        assert await front.service.database.run(everything(Sampler)) == []
+
+    drive(after, tmp_path)

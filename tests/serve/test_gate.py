@@ -1,0 +1,115 @@
+"""Who may come in, what is read of their bodies, and what stays in memory for them."""
+
+import asyncio
+import base64
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from dataproto.chunks import EncodedTextChunk
+from helpers.fronts import Front, drive
+from helpers.servers import OTHER_KEY, call
+from recipes.serve.backend import SampleRequest, Sampling
+from recipes.serve.front.futures import Futures
+from recipes.serve.ledger import Outcome, Sampler
+from recipes.serve.refusals import Refused
+from recipes.serve.routes import gate
+from recipes.serve.wire import SampleCall
+
+
+def status_of(server, path: str, headers: dict[str, str], method: str = "GET") -> int:
+    request = urllib.request.Request(server.url + path, headers=headers, method=method)
+    try:
+        return urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.slow
+def test_a_browsers_password_opens_the_pages_alone(server):
+    """Browsers send it with what another site posts to this server."""
+    basic = {"Authorization": "Basic " + base64.b64encode(f"any:{server.key}".encode()).decode()}
+    for path in ("/", "/metrics"):
+        assert status_of(server, path, basic) == 200
+    for path, method in (("/api/v1/sessions", "GET"), ("/api/v1/create_session", "POST"), ("/nowhere", "POST")):
+        assert status_of(server, path, basic, method) == 401
+    assert status_of(server, "/api/v1/sessions", {"X-API-Key": server.key}) == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["POST /nowhere", "GET /api/v1/healthz", "POST /api/v1/create_session"])
+def test_who_has_no_key_is_answered_before_a_body_comes(server, line):
+    with socket.create_connection(("127.0.0.1", server.supervisor.port), timeout=60) as connection:
+        connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n".encode())
+        found = connection.recv(12).decode()
+    assert found == ("HTTP/1.1 200" if "healthz" in line else "HTTP/1.1 401")
+
+
+@pytest.mark.slow
+def test_a_signature_in_other_letters_is_refused(server):
+    assert status_of(server, "/files/r/external_weights/a/b?expires=9999999999&signature=%C3%A9", {}) == 403
+
+
+@pytest.mark.slow
+def test_a_copy_goes_to_a_session_of_its_own_key(server):
+    session = call(server, "create_session", OTHER_KEY, tags=[], sdk_version="0.38.0")[1]["session_id"]
+    status, found = call(server, "copy_weights", session_id=session, source_path="tinker://r/weights/a")
+    assert (status, "there is no session" in found["detail"]) == (404, True)
+
+
+def test_a_large_body_is_read_beside_the_event_loop(monkeypatch):
+    threads = []
+
+    def parse(body):
+        threads.append(threading.get_ident())
+        return {}
+
+    monkeypatch.setattr(gate, "parse_json", parse)
+
+    async def read(size: int):
+        await gate.Call(None, None, "ann", bytes(size)).json()
+
+    asyncio.run(read(100))
+    asyncio.run(read(gate.LARGE_BODY + 1))
+    assert [each == threading.get_ident() for each in threads] == [True, False]
+
+
+def test_results_that_nobody_fetches_stay_within_the_bytes_of_their_key():
+    futures = Futures(most_bytes=100)
+    for name, sampler in (("r:1", None), ("k:1", "k"), ("k:2", "k"), ("k:3", "k")):
+        futures.open(name, "ann", sampler)
+    futures.open("other:1", "bob", "other")
+    futures.resolve("other:1", Outcome(bytes(90)))
+    for name in ("r:1", "k:1", "k:2"):
+        futures.resolve(name, Outcome(bytes(30)))
+    assert len(futures.pending) == 5
+    futures.pending["k:2"].fetched = True
+    futures.resolve("k:3", Outcome(bytes(20)))  # 110: the one on disk goes, then the fetched one
+    assert set(futures.pending) == {"k:1", "k:3", "other:1"}
+    seen = asyncio.run(futures.finished_since("k", 2, 1.0))
+    assert [(each.id, each.announced) for each in seen] == [("k:3", 3)]
+    futures.forget(float("inf"))
+    assert futures.pending == {}
+    futures.open("k:4", "ann", "k")
+    futures.resolve("k:4", Outcome(b"x"))
+    assert futures.pending["k:4"].announced == 4  # behind the cursor of a client that has seen three
+
+
+def test_the_bodies_of_samples_count_too(tmp_path):
+    async def work(front: Front):
+        values = {"base_model": "tiny/vector", "model_path": None, "directory": None, "digest": "", "created": 0.0}
+        sampler = Sampler(id="k", session="s", owner="ann", run=None, own=0, **values)
+
+        def take_in(number: int, size: int) -> None:
+            request = SampleRequest(f"k:{number}", "base:tiny/vector", [EncodedTextChunk([3])], 1, Sampling(4))
+            front.service.samples.take_in(SampleCall(request), sampler, size)
+
+        take_in(1, 600_000)
+        with pytest.raises(Refused, match="--max-queued-mb"):
+            take_in(2, 600_000)
+        take_in(3, 100_000)
+
+    drive(work, tmp_path, max_queued_mb=1)
