@@ -374,5 +374,6 @@ class Scheduler:
     async def _with_stand_in(self, each: Pass, run: Run, stand_ins: dict[str, str]) -> Pass:
         if run.id not in stand_ins:
             stand_ins[run.id] = f"{run.id}:stand-in"
-            await self.link.call("create", model_id=stand_ins[run.id], base_model=run.base_model, lora=run.spec)
+            model = {"model_id": stand_ins[run.id], "base_model": run.base_model, "lora": run.spec}
+            await self.link.call("create", **model, stand_in=True)
         return replace(each, model_id=stand_ins[run.id])
