@@ -19,7 +19,7 @@ SAMPLING = SamplingParams(temperature=0.8, max_tokens=6, stop_token_ids=tuple(ra
 LIMITS = EpisodeLimits(turns=3, tokens=300)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
 def setup(request, tmp_path_factory):
     return start(request.param, tmp_path_factory.mktemp("engines"), max_images=16, max_model_len=640)
 

@@ -43,6 +43,7 @@ def one_process(given, tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_they_make_the_run_of_one_process(given, one_process, tmp_path):
     """Every batch is sampled with the weights of the update before it."""
     assert main([*given, "--output-dir", str(tmp_path), *APART]) == 0

@@ -99,7 +99,9 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(each, marks=[pytest.mark.long] * (each == "pipeline")) for each in LAYOUTS]
+)
 def case(request):
     return request.param
 
