@@ -19,8 +19,10 @@ pytestmark = pytest.mark.vllm
 FAMILIES = (
     "qwen3_vl_moe",
     "qwen2_5_vl",
-    *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen2_vl", "qwen3_vl", "llama", "qwen2", "mistral")),
-    "qwen3",
+    *(
+        pytest.param(each, marks=pytest.mark.long)
+        for each in ("qwen2_vl", "qwen3_vl", "qwen3", "llama", "qwen2", "mistral")
+    ),
     "smolvlm",
     pytest.param("idefics3", marks=pytest.mark.long),
 )  # vLLM keeps the groups of the first in a process

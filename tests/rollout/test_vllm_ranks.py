@@ -23,7 +23,7 @@ from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 CPU = torch.device("cpu")
 SIZE = 2
@@ -99,9 +99,7 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(each, marks=[pytest.mark.long] * (each == "pipeline")) for each in LAYOUTS]
-)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def case(request):
     return request.param
 

@@ -171,6 +171,7 @@ TWO = {
 RANK = 3  # not divisible by the number of ranks
 
 
+@pytest.mark.long
 def test_adapted_experts_learn_the_same_in_every_layout(tmp_path):
     """Also if two ranks hold the same three experts and shard their matrices along another dimension."""
     config = tiny_config(MOE)
