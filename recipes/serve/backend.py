@@ -156,7 +156,7 @@ class Sampling:
     """How samples are drawn.
 
     Args:
-        max_tokens: of an answer; ``None`` is as many as the context holds.
+        max_tokens: of an answer; ``None`` fills the context.
         temperature: 0 takes the most probable token.
         top_k: only the k most probable tokens; -1 is all.
         seed: of the random stream; ``None`` leaves it to the backend.

@@ -38,7 +38,9 @@ class ZoomConfig(EpisodeRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.crop_tool and self.model_path is None:
-            raise InvalidConfig("--crop-tool needs --model-path: the small model says places in words")
+            raise InvalidConfig(
+                "--crop-tool needs --model-path: the small model answers in words and cannot call tools"
+            )
         if self.crop_tool and self.episodes.environment is not None:
             raise InvalidConfig("--crop-tool belongs to the drawn pictures: --environment has tools of its own")
 

@@ -13,7 +13,7 @@ class EngineOptions:
     token_budget: int = 16_384  # tokens of one packed pass; a longer row is computed alone
     activation_checkpointing: bool = False  # backward passes compute layers again: less memory, a third more work
     full_finetuning: bool = False  # one model may train all weights, with rank 0; it has a copy of the model of its own
-    max_context_length: int | None = None  # tokens of a row, media included; None: as many as the model has positions
+    max_context_length: int | None = None  # tokens of a row, media included; None: the number of the model's positions
     max_models: int = 64  # adapters that are trained at the same time
     max_lora_rank: int = 64
     max_samplers: int = 32  # snapshots whose adapters stay in memory; others are read from their files again

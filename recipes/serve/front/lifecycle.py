@@ -16,7 +16,7 @@ from recipes.serve.serve_config import ServeConfig
 
 log = logging.getLogger("dataproto.serve")
 SWEEP_SECONDS = 5.0
-RESULT_SECONDS = 86400.0  # that a result is kept if nobody fetches it
+RESULT_SECONDS = 86400.0  # for which a result is kept that no client has fetched
 FETCHED_SECONDS = 600.0  # that a fetched result is kept, for a client that lost the answer
 
 

@@ -121,7 +121,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 def _commit(connection: sqlite3.Connection, jobs: list[Job]) -> None:
     for _, done in jobs:
-        done.set_running_or_notify_cancel()  # from here on nobody can cancel it
+        done.set_running_or_notify_cancel()  # it can no longer be cancelled
     try:
         answers = _written(connection, jobs)
     except sqlite3.Error as error:  # a full disk, say
