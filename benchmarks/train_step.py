@@ -4,9 +4,10 @@
     python benchmarks/train_step.py --size 3b                                             # one H200
     torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --parts ours           # two, by FSDP2
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours --layout tp=2,pp=2
-    torchrun --nproc-per-node 4 benchmarks/train_step.py --size moe --parts ours --layout dp=4,ep=4
+    torchrun --nproc-per-node 4 benchmarks/train_step.py --size 30b-a3b --layers 16 --parts ours --layout dp=4,ep=4
 
-Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and, ``moe``, of Qwen3-VL-30B-A3B with 16 of its 48 layers. Prompts
+Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and of Qwen3-VL-30B-A3B, of which ``--layers`` chooses as many decoder
+layers as fit: with the optimizer a layer takes 10 GB of all devices together, embedding, head and tower 18 GB. Prompts
 have 50 to 300 text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), both at
 most 4,096 together; at size ``tiny`` a tenth of that. MFU counts the operations that the step requires
 (`workers.training.accounting`) over the time of the whole step and the device's peak in bfloat16.
@@ -65,7 +66,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.config = model_config(arguments.size)
+        self.config = model_config(arguments.size, arguments.layers)
         self.shape = shape_of(arguments.size)
         self.device = torch.device(arguments.device)
         self.world = int(os.environ.get("WORLD_SIZE", 1))
@@ -340,6 +341,7 @@ def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--layers", type=int, help="decoder layers (default: those of the size)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", default="ours,shared,text,tower,padded", help="comma-separated, see above")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, on each device (default: 32)")

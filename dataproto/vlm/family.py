@@ -79,6 +79,9 @@ class VLMFamily(ForwardCosts):
     """Patterns of weights in checkpoints that the model does not load. An export keeps them as they were."""
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
+
+    router: str = "gate"
+    """Name of the module beside the experts that chooses among them."""
     tensor_plan: TensorPlan = DECODER_PLAN
     """Module or parameter patterns with their style: ``colwise``, ``rowwise`` or, for fused weights, ``packed_colwise``."""
 

@@ -107,6 +107,7 @@ def weights_are_split_and_come_back_whole():
     layers = [f"model.language_model.layers.{layer}" for layer in range(2)]
     assert split == {
         *(f"{layer}.self_attn.{name}_proj.weight" for layer in layers for name in "qkvo"),
+        *(f"{layer}.mlp.experts.{name}_proj" for layer in layers for name in ("gate_up", "down")),
         "model.language_model.embed_tokens.weight",
     }
     assert module.family.lm_head(module.model).weight is module.model.get_input_embeddings().weight

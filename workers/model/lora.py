@@ -7,7 +7,6 @@ split over ranks by expert.
 
 import math
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
+from workers.model.mixture import expert_layers
 from workers.model.model_config import ModelConfig
 from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
 
@@ -56,12 +56,6 @@ def _adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterat
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and any(name.startswith(f"{root}.") for root in roots):
             yield name
-
-
-def expert_layers(model: nn.Module, family: VLMFamily) -> list[str]:
-    """Names of the modules that hold the experts of a mixture-of-experts layer."""
-    pattern = family.experts
-    return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
 
 
 class AdaptedExperts(nn.Module):

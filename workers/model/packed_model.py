@@ -13,6 +13,7 @@ from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
 from workers.model.logprobs import token_log_probs
+from workers.model.mixture import use_packed_experts
 from workers.model.patch_embedding import use_linear_patch_embedding
 from workers.model.recurrent import use_packed_recurrence
 
@@ -95,6 +96,7 @@ class PackedVLM(nn.Module):
         super().__init__()
         use_packed_attention(model)
         use_packed_recurrence(model, family)
+        use_packed_experts(model, family)
         use_linear_patch_embedding(model)
         self.model = model
         self.family = family
@@ -127,7 +129,14 @@ class PackedVLM(nn.Module):
             max_length_k=rows.key_max_length,
             key_index=rows.key_index,
             **self.tokens.attention(),
+            **self._routing(rows),
         )
+
+    def _routing(self, rows: PackedRows) -> dict[str, Tensor | None]:
+        """Keywords of `workers.model.mixture.routing.RoutedLayer`, which only layers of a mixture take."""
+        if self.family.experts is None:
+            return {}
+        return {"routed_experts": rows.routed_experts, "routed": rows.routed}
 
     def finish(self, hidden: Tensor, rows: PackedRows, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs ``(N,)`` and, with ``entropy``, entropies ``(N,)``, from states ``(1, S, H)``."""

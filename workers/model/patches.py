@@ -19,6 +19,12 @@ REASONS = {
         "Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses one matrix for "
         "all experts, which cannot be split by expert."
     ),
+    "workers.model.mixture.grouped_experts": (
+        "transformers' functions for experts sort tokens and scatter gradients in ways that wait for the device or add in any order."
+    ),
+    "workers.model.mixture.routing": (
+        "Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens are padding."
+    ),
     "workers.model.patch_embedding": (
         "Vision towers embed patches by a convolution; no option of theirs computes it as a matrix product."
     ),

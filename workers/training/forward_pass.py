@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.columns import RowMedia, media_parts
-from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
+from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
 from workers.model.packed_model import PackedVLM
@@ -35,16 +35,19 @@ def forward_rows(
     device: torch.device,
     entropy: bool = False,
     tower: bool = False,
+    length: int = 0,
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
     """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
 
     Args:
         tower: run the vision tower even if the rows have no media, on a dummy image without effect.
+        length: fill the packed rows up to this number of tokens.
         phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
     """
     with phase("prepare"):
-        moved, media, places = to_forward(*prepare_rows(module, rows, tower), device)
+        packed, inputs, spans = prepare_rows(module, rows, tower)
+        moved, media, places = to_forward(fill_up(packed, length), inputs, spans, device)
     with phase("forward"):
         scores, entropies = module(moved, media, places, entropy)
     shape = tuple(rows["response_mask"].shape)

@@ -207,7 +207,9 @@ class TrainingModel:
         return [replace(part, tower=True) for part in parts] if self.config.freeze_language else parts
 
     def _outputs(self, part: MicroBatch, entropy: bool) -> Any:
-        return forward_rows(self.module, part.rows, self.device, entropy, part.tower, self.accounting.phase)
+        return forward_rows(
+            self.module, part.rows, self.device, entropy, part.tower, part.length, self.accounting.phase
+        )
 
     def _run_pipeline(
         self,

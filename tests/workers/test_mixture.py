@@ -1,0 +1,83 @@
+"""Experts by grouped products against a loop over tokens, and recorded choices against that loop: values within 1e-5, gradients
+within 1e-5 of their norms.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import linear, silu
+
+from helpers.examples import at_most
+from helpers.tiny_models import MOE_TYPES, tiny_model
+from workers.model.mixture import gate_weights, grouped_experts
+from workers.model.mixture.routing import PackedRouter
+
+
+def one_by_one(hidden, chosen, weights, gate_up, down):
+    """Token after token, choice after choice."""
+    out = 0.0 * hidden
+    for token, (experts, shares) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            if expert < len(gate_up):
+                gate, up = linear(hidden[token], gate_up[expert]).chunk(2)
+                made = share * linear(silu(gate) * up, down[expert])
+                out = out.index_add(0, torch.tensor([token]), made[None])
+    return out
+
+
+@settings(max_examples=at_most(25))
+@given(
+    tokens=st.integers(1, 9),
+    experts=st.integers(1, 5),
+    choices=st.integers(1, 3),
+    width=st.sampled_from([4, 6]),  # 6 floats are no multiple of 16 bytes
+    seed=st.integers(0, 2**16),
+)
+def test_grouped_products_are_those_of_each_token(tokens, experts, choices, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, requires_grad=True)
+
+    inputs = draw(tokens, 8), draw(tokens, choices), draw(experts, 2 * width, 8), draw(experts, 8, width)
+    chosen = torch.randint(0, experts + 1, (tokens, choices), generator=generator)  # the last one is not there
+    direction = torch.randn(tokens, 8, generator=generator)
+    results = []
+    for compute in (grouped_experts, one_by_one):
+        hidden, weights, gate_up, down = inputs
+        more = (silu,) if compute is grouped_experts else ()
+        out = compute(hidden, chosen, weights, gate_up, down, *more)
+        gradients = torch.autograd.grad(out, inputs, direction, allow_unused=True)
+        results.append((out, [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]))
+    (found, ours), (expected, theirs) = results
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for gradient, other in zip(ours, theirs, strict=True):
+        assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-6
+
+
+@pytest.mark.parametrize("model_type", MOE_TYPES)
+def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
+    gate = tiny_model(model_type).model.language_model.layers[0].mlp.gate
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    logits, weights, chosen = gate(hidden)
+    assert torch.equal(gate_weights(logits, chosen), weights)  # to the last bit
+    router = PackedRouter(gate)
+    router.recorded = other = (chosen.flip(-1) + 1).remainder(4).to(torch.uint8)
+    _, replayed, used = router(hidden)
+    assert used.tolist() == other.tolist()
+    shares = logits.double().softmax(-1)
+    for token, experts in enumerate(other.tolist()):
+        expected = shares[token, experts] / shares[token, experts].sum()
+        torch.testing.assert_close(replayed[token], expected.float(), atol=1e-6, rtol=0)
+    replayed[:, 0].sum().backward()
+    assert gate.weight.grad.norm() > 1e-3  # through the weights of recorded experts
+
+
+@pytest.mark.parametrize("model_type", MOE_TYPES)
+def test_padding_is_sent_nowhere(model_type):
+    router = PackedRouter(tiny_model(model_type).model.language_model.layers[0].mlp.gate)
+    router.routed = torch.tensor([True, False])
+    _, _, chosen = router(torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    assert chosen[0].max() < 4
+    assert chosen[1].tolist() == [4, 4]

@@ -1,0 +1,97 @@
+"""Which experts a token is sent to: those that the router chooses, or recorded ones, with the router's own weights.
+
+An engine and a model that trains round differently, so that their routers choose other experts for some tokens. Routing replay
+(arXiv:2510.11370) lets the model use the experts that the engine has recorded. The weight of an expert comes from the model's own
+router in either case, so that gradients reach it.
+
+Letters: S tokens, E experts, k choices, M layers with experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataproto.vlm import VLMFamily
+from workers.model.mixture.grouped_experts import compute_grouped, expert_layers
+from workers.model.patches import replace_forward
+
+
+def use_packed_experts(model: nn.Module, family: VLMFamily) -> None:
+    """Makes the experts of ``model`` compute by grouped products, and its decoder layers take the arguments of `RoutedLayer`."""
+    names = expert_layers(model, family)
+    if not names:
+        return
+    numbers = {name.rpartition(".")[0]: number for number, name in enumerate(names)}
+    for name in names:
+        compute_grouped(model.get_submodule(name))
+    for name, layer in model.get_submodule(family.decoder_layers).named_children():
+        path = f"{family.decoder_layers}.{name}"
+        blocks = [block for block in numbers if block.startswith(f"{path}.")]
+        router = None
+        if blocks:
+            gate = model.get_submodule(f"{blocks[0]}.{family.router}")
+            router = PackedRouter(gate)
+            replace_forward(gate, router)
+        replace_forward(layer, RoutedLayer(layer.forward, router, numbers[blocks[0]] if blocks else 0))
+
+
+class PackedRouter:
+    """The forward of a router that may replay recorded choices, and that sends padding nowhere."""
+
+    def __init__(self, router: Any) -> None:
+        self.forward = router.forward
+        self.recorded: Tensor | None = None  # (S, k)
+        self.routed: Tensor | None = None  # (S,) bool
+
+    def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits ``(S, E)``, and the weights and numbers of the chosen experts ``(S, k)``, E for tokens that are not routed."""
+        logits, weights, chosen = self.forward(hidden_states)
+        if self.recorded is not None:
+            chosen = self.recorded.long()
+            weights = gate_weights(logits, chosen)
+        if self.routed is not None:
+            chosen = chosen.masked_fill(~self.routed[:, None], logits.shape[-1])
+        return logits, weights, chosen
+
+
+class RoutedLayer:
+    """The forward of a decoder layer, with what its router needs beside the states.
+
+    The arguments come with each call, since the backward pass may compute a layer again after others have run.
+    """
+
+    def __init__(self, forward: Any, router: PackedRouter | None, number: int) -> None:
+        """``number``: of the layer among those with experts; a dense layer has no ``router``."""
+        self.forward, self.router, self.number = forward, router, number
+
+    def __call__(
+        self, *args: Any, routed_experts: Tensor | None = None, routed: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """The layer's output.
+
+        Args:
+            routed_experts: ``(S, M, k)`` experts to use; without them the router chooses.
+            routed: ``(S,)`` bool, tokens that are no padding; without it all tokens.
+        """
+        router = self.router
+        if router is None:
+            return self.forward(*args, **kwargs)
+        router.recorded = None if routed_experts is None else routed_experts[:, self.number]
+        router.routed = routed
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            router.recorded = router.routed = None
+
+
+def gate_weights(logits: Tensor, chosen: Tensor) -> Tensor:
+    """The weights ``(S, k)`` of chosen experts: their shares of the softmax over all, scaled to a sum of 1.
+
+    The same as the routers of Qwen3-MoE compute for the experts that they choose; ``logits (S, E)``, ``chosen (S, k)`` int64.
+
+    >>> gate_weights(torch.tensor([[1.0, 3.0, 1.0]]).log(), torch.tensor([[1, 2]]))
+    tensor([[0.7500, 0.2500]])
+    """
+    shares = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, chosen)
+    return (shares / shares.sum(-1, keepdim=True)).to(logits.dtype)
