@@ -47,6 +47,7 @@ from benchmarks.workload import SIZES, make_batch, model_config, shape_of
 from dataproto import DataProto
 from dataproto.vlm import family_of
 from recipes.algorithms.losses import clipped_policy_loss
+from workers.model.model_config import UNSHARDED
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import AXES, init_ranks
@@ -91,7 +92,8 @@ class Bench:
             dtype=a.dtype,
             activation_checkpointing=a.checkpointing,
             compile=a.compile,
-            reshard_after_forward=a.reshard,
+            unsharded=a.unsharded,
+            scoring_token_budget=a.scoring_token_budget,
             freeze_vision=a.freeze_vision,
             flash_attention=a.flash_attention,
         )
@@ -354,7 +356,8 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--compile", action=flag, default=None, help="default: on CUDA")
     parser.add_argument("--optimizer", action=flag, default=None, help="AdamW's step (default: where it fits)")
-    parser.add_argument("--reshard", action=flag, default=True, help="FSDP frees weights after the forward pass")
+    parser.add_argument("--unsharded", default="nothing", choices=UNSHARDED, help="between micro-batches")
+    parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
     parser.add_argument("--layout", help="degrees, such as tp=2,pp=2 (default: dp over all processes)")
     parser.add_argument("--freeze-vision", action="store_true")
     parser.add_argument("--padded-rows", type=int, default=2, help="rows of a padded micro-batch (default: 2)")

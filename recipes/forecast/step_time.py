@@ -79,12 +79,17 @@ def update_seconds(
 
 def sent_seconds(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int) -> float:
     """Seconds that FSDP's traffic of an optimizer step adds: weights gathered in bfloat16, gradients scattered in float32."""
+    gathers = 1 if compute.leaves_unsharded("weights") else 2 * micro_batches
+    reductions = 1 if compute.leaves_unsharded("gradients") and layout.pp == 1 else micro_batches
+    return gather_seconds(size, layout, device, gathers + 2 * reductions)
+
+
+def gather_seconds(size: ModelSize, layout: Layout, device: Device, times: int) -> float:
+    """Seconds that it adds to gather all weights ``times`` times; in float32 they count twice."""
     ranks = layout.dp * layout.sp
     if ranks == 1 or not device.link:
         return 0.0
-    whole = size.on_rank(layout) * ranks * (ranks - 1) / ranks
-    gathers = 2 * micro_batches if compute.reshard_after_forward else 1
-    return whole * (2 * gathers + 4 * micro_batches) / device.link
+    return 2 * times * size.on_rank(layout) * (ranks - 1) / device.link
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from recipes.forecast import (
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.forecast_table import figures
 from recipes.run.carried_rollouts import LookAhead
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
 
 MakeSetting = Callable[[DataProto, Device], Setting]
 """The first batch and the device -> what the forecast depends on."""
@@ -57,15 +59,28 @@ class RunForecast:
         if self._begun:
             return
         self._begun = True
+        found = self._find()
+        if found is not None:
+            print("\n".join(forecast_lines(found)))
+            if self.local and found.setting.device.on_cpu:
+                self.process_memory = resident_bytes() + found.memory
+
+    def resolved(self, compute: ModelConfig, layout: Layout) -> ModelConfig:
+        """The options with what stays unsharded as the forecast chooses it; they stay open on a CPU and without a forecast."""
+        if compute.unsharded != "auto" or layout.dp * layout.sp == 1 or self._device().on_cpu:
+            return compute
+        found = self.found or self._find()
+        return compute if found is None else replace(compute, unsharded=found.setting.compute.unsharded)
+
+    def _find(self) -> StepForecast | None:
+        """Makes the forecast; the loader's position stays."""
         position = self.loader.state_dict()
         with _told_only() as failure:
             batch = self.loader.peek()
             self.found = forecast(self.make_setting(batch, self._device()))
-            print("\n".join(forecast_lines(self.found)))
-            if self.local and self.found.setting.device.on_cpu:
-                self.process_memory = resident_bytes() + self.found.memory
         if failure:
             self.loader.load_state_dict(position)
+        return self.found
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Lines to show after a step: the time of the run, where the second step has told the speed of this CPU."""

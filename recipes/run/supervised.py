@@ -77,6 +77,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     with reported(directory, started, expected.compared):
         if not config.run.resume:
             expected.begin()
+        config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, ahead, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
                 train(

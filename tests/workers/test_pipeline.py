@@ -104,7 +104,7 @@ def token_loss(outputs, rows):
 
 def gathers_of_an_update(path, data, schedule):
     """In one update on each rank: gathers of groups of weights, such groups, micro-batches, and groups that stay gathered."""
-    config = ActorConfig(path, token_budget=60, reshard_after_forward=False, pipeline_schedule=schedule)
+    config = ActorConfig(path, token_budget=60, unsharded="weights", pipeline_schedule=schedule)
     ranks = joined(Layout(dp=2, pp=2))
     actor, gathers = ActorWorker(config, CPU, ranks), []
     share, plain = share_out(data, 2)[ranks.rank("dp")], _fsdp_param_group.foreach_all_gather

@@ -7,7 +7,7 @@ from workers.cluster.local_group import LocalGroup
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import ReferenceWorker
+from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
@@ -25,7 +25,7 @@ def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
         actor = ActorWorker(plan.actor)
     if plan.reference:
         with phase("loading the reference"):
-            optional["reference"] = LocalGroup(ReferenceWorker(plan.reference))
+            optional["reference"] = LocalGroup(reference_worker(plan.reference, actor))
     if plan.critic:
         with phase("loading the critic"):
             optional["critic"] = LocalGroup(CriticWorker(plan.critic))

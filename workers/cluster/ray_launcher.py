@@ -20,7 +20,7 @@ from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import ReferenceWorker
+from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
@@ -74,7 +74,7 @@ def _build_optional(plan: LaunchPlan, pool: RayPool, stack: ExitStack, phase: Ph
         reference = plan.reference
         with phase("loading the reference"):
             optional["reference"] = pool.build(
-                "reference", lambda host: ReferenceWorker(reference, host.device, host.ranks)
+                "reference", lambda host: reference_worker(reference, host.roles["actor"])
             )
     if plan.critic is not None:
         critic = plan.critic

@@ -7,6 +7,7 @@ split over ranks by expert.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.mixture import expert_layers
 from workers.model.model_config import ModelConfig
-from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
+from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count, turn_adapters
 
 BASE_LAYER = ".base_layer"  # peft inserts it between the name of an adapted layer and those of its parameters
 ADAPTER_NAME = "default"
+ADAPTERS_OFF = "_disable_adapters"  # the attribute of adapted layers, peft's and ours, that turns their adapters off
 
 
 def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig) -> None:
@@ -71,6 +73,7 @@ class AdaptedExperts(nn.Module):
         """Moves the weights out of ``experts``, which must hold only fused weights; it then computes with merged ones."""
         super().__init__()
         self.scaling = alpha / rank
+        self._disable_adapters = False  # as peft's layers call it
         self.weights = tuple(name for name, _ in experts.named_parameters())
         for name in self.weights:
             weight = experts.get_parameter(name)
@@ -94,7 +97,7 @@ class AdaptedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the experts with their merged weights."""
-        merged = {name: self.merged(name) for name in self.weights}
+        merged = {name: getattr(self, name) if self._disable_adapters else self.merged(name) for name in self.weights}
         out: Tensor = functional_call(self.compute[0], merged, args, kwargs)
         return out
 
@@ -102,6 +105,19 @@ class AdaptedExperts(nn.Module):
         """The merged weight ``name``, ``(experts, out, in)``."""
         down, up = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
         return torch.baddbmm(getattr(self, name), up, down, alpha=self.scaling)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """In here the model computes as it did before it had adapters."""
+    adapted = [layer for layer in model.modules() if hasattr(layer, ADAPTERS_OFF)]
+    for layer in adapted:
+        turn_adapters(layer, ADAPTERS_OFF, off=True)
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            turn_adapters(layer, ADAPTERS_OFF, off=False)
 
 
 def base_name(name: str) -> str | None:

@@ -17,7 +17,7 @@ REASONS = {
     ),
     "workers.model.lora": (
         "Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses one matrix for "
-        "all experts, which cannot be split by expert."
+        "all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are trained."
     ),
     "workers.model.mixture.grouped_experts": (
         "transformers' functions for experts sort tokens and scatter gradients in ways that wait for the device or add in any order."
@@ -92,6 +92,11 @@ def hollow_parameter(module: nn.Module, name: str) -> None:
 def set_expert_count(experts: nn.Module, count: int) -> None:
     """Tells fused experts how many of them compute here."""
     experts.num_experts = count  # type: ignore[assignment]
+
+
+def turn_adapters(layer: nn.Module, attribute: str, off: bool) -> None:
+    """Turns the adapters of a layer, peft's or ours, off or on."""
+    setattr(layer, attribute, off)
 
 
 def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:

@@ -15,6 +15,8 @@ from workers.model.attention import use_packed_attention
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.precision import compute_dtype
+from workers.model.recurrent import recurrent_mixers
 from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
 
@@ -24,7 +26,9 @@ Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
 def load_packed(
     config: Any, device: torch.device, ranks: Ranks, trains: bool, wrap: Wrap
 ) -> tuple[PackedVLM, list[Transform]]:
-    """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
+    """Loads a checkpoint directory (or hub name) and spreads it over ``ranks``, ready for packed forwards.
+
+    The weights are in float32 if they are to be trained, else in the numbers that the model computes with.
 
     Where FSDP spreads it, the first rank (of each pipeline stage) reads the checkpoint into its host memory and the others
     receive their parts; with tensor parallelism or offload each rank reads it, and keeps its own part.
@@ -41,6 +45,8 @@ def load_packed(
     else:
         model = family.model_class().from_pretrained(config.model_path, dtype=torch.float32, attn_implementation="sdpa")
     freeze(model, family, config, trains)
+    if not trains and compute_dtype(config.dtype, device.type) == torch.bfloat16:
+        store_in_half(model, family, ranks)
     if ranks.mesh is None:
         model.to(device)  # type: ignore[arg-type]
     module = wrap(model, family)
@@ -69,7 +75,9 @@ def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ra
     group = ranks.group("dp", "sp")
     send = partial(distributed.broadcast, src=distributed.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
     for name, parameter in module.named_parameters():
-        whole = weights[name].to(device) if weights else torch.empty(parameter.shape, device=device)
+        whole = (
+            weights[name].to(device) if weights else torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        )
         send(whole)
         sharded: Any = parameter.data
         shape, offset = compute_local_shape_and_global_offset(whole.shape, sharded.device_mesh, sharded.placements)
@@ -97,6 +105,23 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, train
     if trains and (config.freeze_vision or config.freeze_language):
         for path in family.vision_parts:
             model.get_submodule(path).requires_grad_(config.freeze_language)
+
+
+def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> None:
+    """Casts the weights of a model that is never trained to bfloat16, in place; its results stay the same to the bit.
+
+    Weights that the layout computes with in float32 keep it: those of the family, those of recurrent mixers under FSDP beside
+    their projections, and all under autocast.
+    """
+    sharded = ranks.size("dp", "sp") > 1
+    if ranks.size("tp") > 1 and not sharded:
+        return
+    kept = {id(weight) for name, weight in model.named_parameters() if family.in_float32(name)}
+    for mixer in recurrent_mixers(model, family).values() if sharded else ():
+        kept |= {id(weight) for name, weight in mixer.named_parameters() if "proj" not in name.partition(".")[0]}
+    for weight in model.parameters():
+        if id(weight) not in kept and weight.dtype == torch.float32:
+            weight.data = weight.data.bfloat16()
 
 
 def checkpoint_family(model_path: str) -> VLMFamily:

@@ -1,4 +1,6 @@
-"""Checks of a batch before the first forward pass, which refuse rows that the model cannot have produced, and of its scores."""
+"""Checks of a batch before the first forward pass, which refuse rows that the model cannot have produced, of its scores, and of
+the arguments of an update.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +10,9 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.columns import require
-from dataproto.errors import InvalidColumn, MediaMismatch, NonFiniteLogits
+from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
 from workers.model.packed_model import PackedVLM
+from workers.training.aggregation import check_mode
 from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
 
 
@@ -169,3 +172,12 @@ pixels, hold NaN or infinity
             f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
             "pixels, hold NaN or infinity"
         )
+
+
+def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM) -> None:
+    """Raises `InvalidConfig` for an update that this model cannot make, whatever the rows."""
+    if epochs < 1:
+        raise InvalidConfig(f"epochs={epochs}: must be at least 1")
+    check_mode(aggregation)
+    if entropy and not module.makes_logits:
+        raise InvalidConfig("entropy=True: a critic has no entropy")
