@@ -42,9 +42,9 @@ class ExpertParallel(Transform):
         model, degree = module.model, self.ranks.size("ep")
         mesh: DeviceMesh = self.ranks.expert_mesh["ep"]  # type: ignore[index]
         names = expert_layers(model, module.family)
-        experts = getattr(model.config.get_text_config(), "num_experts", 0)
         if not names:
             raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to split; use ep=1")
+        experts = int(model.get_submodule(names[0]).num_experts)  # type: ignore[arg-type]
         if experts % degree:
             raise InvalidConfig(f"layout.ep={degree} must divide the {experts} experts of this model")
         for name in names:
