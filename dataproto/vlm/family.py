@@ -36,6 +36,12 @@ DECODER_PLAN: TensorPlan = (
 )
 """Tensor-parallel plan of a dense decoder. The vision tower is replicated."""
 
+EXPERT_PLAN: TensorPlan = (
+    ("model.language_model.layers.*.mlp.experts.gate_up_proj", "packed_colwise"),
+    ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
+)
+"""Tensor-parallel plan of fused experts."""
+
 _MEDIA_TOKENS = (
     "image",
     "video",
@@ -54,7 +60,9 @@ class VLMFamily(ForwardCosts):
     """
 
     model_type: str
-    """``config.model_type`` of the checkpoints."""
+    """``config.model_type`` of the checkpoints. ``model_type+text_model_type``: of those with this kind of language model."""
+    published: tuple[str, ...] = ()
+    """Names of published models of this type."""
     auto_model: str = "AutoModelForImageTextToText"
     """The class of transformers that loads the checkpoints; see `model_class`."""
 

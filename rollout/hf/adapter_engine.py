@@ -64,7 +64,7 @@ class AdapterEngine(HFEngine):
         self.undrawn_ids, self.banned_ids = self.banned_ids, ()
         with torch.no_grad():
             theirs = dict(features.model.named_parameters(remove_duplicate=False))
-            for name, parameter in self.parameters.items():
+            for name, parameter in self.weights.items():
                 if name in theirs and theirs[name].shape == parameter.shape:
                     parameter.data = theirs[name].data
         self.router = AdapterRouter(self.model, self.family)

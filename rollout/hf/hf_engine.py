@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import AutoConfig, AutoTokenizer
 
 from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits
@@ -80,7 +81,7 @@ class HFEngine:
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
         self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self.weights: dict[str, Tensor] = self.model.state_dict(keep_vars=True)  # tied under both names; buffers too
         self.prefilled_tokens = 0
         """Number of prompt tokens that were computed in the engine's life."""
         self._has_weights = True  # false after a `load_weights` that failed
@@ -314,7 +315,8 @@ class HFEngine:
 
     # Weights and memory
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies all parameters in place, one after another. Tied weights are required under one of their names only.
+        """Copies all weights in place, one after another. Tied weights are required under one of their names only, buffers not at
+        all.
 
         Requests that run go on from their tokens so far, which are read again. After an error the engine may hold a mix of old
         and new weights: load all of them again.
@@ -326,12 +328,12 @@ class HFEngine:
         self._has_weights = False
         left = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, tensor in weights:
-            target = self.parameters.get(name)
+            target = self.weights.get(name)
             if target is None or target.shape != tensor.shape:
                 known = "no such parameter" if target is None else f"its shape is {tuple(target.shape)}"
                 raise InvalidConfig(f"weight {name!r} {tuple(tensor.shape)} does not fit the engine's model: {known}")
             first = left.pop(id(target), None) is not None
-            if not first and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True):
+            if not first and isinstance(target, Parameter) and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True):
                 raise InvalidConfig(f"weight {name!r} was given twice with different values, under this or a tied name")
             target.data.copy_(tensor)
         if left:
@@ -344,7 +346,7 @@ class HFEngine:
         """Names of parameters that differ from the given ones, or that are missing among them."""
         left, differing = {id(parameter): name for name, parameter in self.model.named_parameters()}, []
         for name, weight in weights:
-            target = self.parameters[name]
+            target = self.weights[name]
             left.pop(id(target), None)
             if not torch.equal(target, weight.to(target)):
                 differing.append(name)
@@ -360,4 +362,5 @@ class HFEngine:
     def wake(self) -> bool:
         """Moves the model back to its device."""
         self.model.to(self.device)
+        self.weights = self.model.state_dict(keep_vars=True)  # buffers are new objects after a move
         return self._has_weights

@@ -6,6 +6,7 @@ from math import ceil
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -13,13 +14,17 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from dataproto.vlm import family_of
 
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
-MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe")
-MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID_TYPES)
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
+GLM_TYPES = ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")
+MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe")
+MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm")
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
-TILED = ("internvl", "smolvlm", "idefics3")
+FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe")
+"""Families close to others, whose costly checks are left to the long tests."""
+WITH_FURTHER_TYPES = (*MODEL_TYPES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER_TYPES))
+TILED = ("internvl", "internvl+qwen3_moe", "smolvlm", "idefics3")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 
@@ -32,6 +37,11 @@ CLASSES = {
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
+    "glm4v_moe": ("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration"),
+    "glm46v": ("Glm46VConfig", "Glm46VForConditionalGeneration"),
+    "glm46v+glm4v_moe_text": ("Glm46VConfig", "Glm46VForConditionalGeneration"),
+    "internvl+qwen3_moe": ("InternVLConfig", "InternVLForConditionalGeneration"),
+    "minicpmv4_6": ("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -60,7 +70,9 @@ _VISION = {
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() if name != "deepstack_visual_indexes"}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
-_VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
+_VISION |= dict.fromkeys(
+    GLM_TYPES, {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
+)
 TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
@@ -83,7 +95,21 @@ _SPARSE = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+_GROUPED_EXPERTS = {  # two groups of experts, of which a token is sent to one
+    "head_dim": 32,
+    "rope_parameters": _ROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 _TEXT = {
+    "glm4v_moe": _GROUPED_EXPERTS,
+    "glm46v+glm4v_moe_text": _GROUPED_EXPERTS | {"model_type": "glm4v_moe_text"},
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT | _SPARSE,
     "qwen3_vl": _QWEN3_TEXT,
@@ -93,8 +119,8 @@ _TEXT = {
 
 def tiny_config(model_type: str) -> Any:
     """Hidden 64, 2 decoder layers, 2 heads of 32, 1 key-value head; vision depth 2, 4-pixel patches merged 2 x 2."""
-    if model_type == "internvl":
-        return _tiny_internvl()
+    if model_type.startswith("internvl"):
+        return _tiny_internvl(model_type.endswith("moe"))
     if model_type in TEXT_TYPES:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     if model_type in TILED:
@@ -109,7 +135,7 @@ def tiny_config(model_type: str) -> Any:
         vision_start_token_id=START,
         vision_end_token_id=END,
         tie_word_embeddings=False,
-        **({f"{name}_token_id": 246 + i for i, name in enumerate(_GLM_TOKENS)} if model_type == "glm4v" else {}),
+        **({f"{name}_token_id": 246 + i for i, name in enumerate(_GLM_TOKENS)} if model_type in GLM_TYPES else {}),
     )
 
 
@@ -128,7 +154,8 @@ _BASE_TEXT = {
 }
 
 
-def _tiny_internvl() -> Any:
+def _tiny_internvl(sparse: bool) -> Any:
+    text = {"model_type": "qwen3_moe", "head_dim": 32} | _EXPERTS if sparse else {"model_type": "qwen2"}
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -138,7 +165,7 @@ def _tiny_internvl() -> Any:
         "patch_size": [4, 4],
     }
     return transformers.InternVLConfig(
-        text_config=_BASE_TEXT | {"model_type": "qwen2"},
+        text_config=_BASE_TEXT | text,
         vision_config=vision,
         image_token_id=IMAGE,
         image_seq_length=4,
@@ -166,14 +193,14 @@ def _tiny_idefics3(model_type: str) -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
-    """A float32 model with sdpa attention, by default of `tiny_config`. No parameter is zero, since zeros could hide errors."""
+    """A float32 model with sdpa attention, by default of `tiny_config`. No weight is zero, since zeros could hide errors."""
     torch.manual_seed(seed)
     model = getattr(transformers, CLASSES[model_type][1])._from_config(
         tiny_config(model_type) if config is None else config, attn_implementation="sdpa", dtype=torch.float32
     )
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+        for weight in model.state_dict().values():  # buffers of checkpoints as well
+            weight.add_(torch.randn_like(weight) * 0.05)
     return model.eval()
 
 
@@ -191,7 +218,7 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     if config.model_type in TILED:
         tiles = [ceil(rows * columns * 16 / TILE**2) for rows, columns in grids]
         pixels = torch.randn(sum(tiles), 3, TILE, TILE, generator=generator)
-        if config.model_type == "internvl":
+        if config.model_type == "internvl":  # with any language model
             return {"pixel_values": pixels}
         cut = torch.tensor([[1, count - 1] if count > 1 else [0, 0] for count in tiles])
         return {"pixel_values": pixels.unsqueeze(1), "image_tiles": cut}

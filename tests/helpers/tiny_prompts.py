@@ -11,7 +11,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from helpers.tiny_models import TEXT_TYPES, TILE, TILED, tiny_config
+from helpers.tiny_models import GLM_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
@@ -64,6 +64,7 @@ IDEFICS3_TEMPLATE = (
 )
 _PROMPTS = {
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
+    "internvl+qwen3_moe": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
     "idefics3": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
 }
@@ -99,12 +100,12 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
     """An image processor with 4-pixel patches merged 2 x 2: an image of 16 x 16 pixels has 4 tokens. None for text alone."""
     if model_type in TEXT_TYPES:
         return None
-    if model_type == "internvl":
+    if model_type.startswith("internvl"):
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     if model_type in ("smolvlm", "idefics3"):
         processor = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[model_type]
         return processor(size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE})
-    if model_type == "glm4v":
+    if model_type in GLM_TYPES:
         limits = {"shortest_edge": 64, "longest_edge": 4096}
         return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)
     return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
@@ -117,12 +118,12 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     if model_type in TEXT_TYPES:
         return config
     if model_type in TILED:
-        placeholder = "<IMG_CONTEXT>" if model_type == "internvl" else "<image>"
+        placeholder = "<IMG_CONTEXT>" if model_type.startswith("internvl") else "<image>"
         config.image_token_id = tokenizer.convert_tokens_to_ids(placeholder)
         return config
     for token in ("image", "video"):
         setattr(config, f"{token}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}_pad|>"))
-    enclosed = ("image", "video") if model_type == "glm4v" else ("vision",)
+    enclosed = ("image", "video") if model_type in GLM_TYPES else ("vision",)
     for kind in enclosed:
         for end in ("start", "end"):
             setattr(config, f"{kind}_{end}_token_id", tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>"))

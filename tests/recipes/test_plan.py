@@ -12,7 +12,7 @@ from benchmarks.forecasts import GENERATIONS, UPDATES, batch_sizes, generation_r
 from benchmarks.workload import TINY, make_batch, model_config
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
-from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_config, tiny_model
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import draws
 from recipes.forecast import (
@@ -44,7 +44,7 @@ from workers.training.micro_batches import micro_batches
 H200 = DEVICES["h200"]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
 def test_parameters_are_those_of_the_built_model(model_type):
     model, size = tiny_model(model_type), model_size(tiny_config(model_type), ModelConfig())
     assert size.total == size.trained == sum(weight.numel() for weight in model.parameters())

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
-from helpers.tiny_models import MODEL_TYPES, TILED, gradient_tolerance, tiny_model
+from helpers.tiny_models import WITH_FURTHER_TYPES, TILED, gradient_tolerance, tiny_model
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
@@ -19,7 +19,7 @@ from workers.training.forward_pass import forward_rows, infer_token_types, prepa
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
 def model(request):
     return tiny_model(request.param)
 

@@ -41,12 +41,15 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
     settings = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        target_modules=list(_adapted_layers(model, family, config.lora_vision)),
+        target_modules=[f"model.{name}" for name in _adapted_layers(model, family, config.lora_vision)],
     )
+    # Of a mixture of experts peft takes layers named gate_proj or up_proj for experts, dense and shared ones too; in a plain
+    # module it takes them by their names.
+    plain = nn.ModuleDict({"model": model})
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME)
+        peft.inject_adapter_in_model(settings, plain, adapter_name=ADAPTER_NAME)
         for name in expert_layers(model, family):
             adapted = AdaptedExperts(model.get_submodule(name), config.lora_rank, config.lora_alpha)
             replace_submodule(model, name, adapted)
