@@ -35,10 +35,11 @@ from recipes.forecast import (
 from recipes.options import exit_status
 from recipes.plan.fitting import as_options, fit
 from recipes.run.drawn_environment import DrawnEnvironment, episode_rows, open_environment
+from recipes.run.policy_gradient import prompt_builder
 from recipes.tiny import make_tiny_model
 from recipes.walk import WALK
 from recipes.zoom import environment_of
-from rollout.prompts import PromptBuilder, SupervisedBuilder
+from rollout.prompts import SupervisedBuilder
 from workers.training.loading import checkpoint_family
 
 __all__ = ["PlanConfig", "PlanOptions", "as_options", "fit", "main", "plan"]
@@ -101,7 +102,7 @@ def read_batch(asked: PlanConfig, path: str) -> BatchSizes:
         else:
             rows = conversation_rows(data.data_path[0], keys=data.keys) if data.data_path else DrawnTalks(seed)
         limits = (data.max_length, data.min_pixels, data.max_pixels)
-        conversations = SupervisedBuilder.from_pretrained(path, *limits)
+        conversations = SupervisedBuilder.from_pretrained(path, *limits, template_arguments=data.template_arguments)
         if asked.recipe == "sft":
             conversations = conversations.learning(data.turns)
         return measure_conversations(rows, conversations, data.batch_size, seed)
@@ -115,7 +116,7 @@ def read_batch(asked: PlanConfig, path: str) -> BatchSizes:
         rows = load_rows(data.data_path, "train", instruction=data.instruction, keys=data.keys)
     else:
         rows = ProblemRows(data.level, seed, "train", data.instruction)
-    builder = PromptBuilder.from_pretrained(path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    builder = prompt_builder(data, path)
     measured = measure_prompts(rows, builder, seed)
     return policy_gradient_batch(config, AutoConfig.from_pretrained(path), measured, asked.options.mean_response)
 

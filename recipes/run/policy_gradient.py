@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
     config.check_models(model_path)  # before anything is written
     data = config.data
     with start_phase("loading the tokenizer and the image processor"):
-        builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+        builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
         train_rows, test_rows = open_problems(config, builder)
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
@@ -192,6 +192,23 @@ def launch_roles(
         critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,
         phase=start_phase,
         **(vars(config.ray) if config.on == "ray" else {}),
+    )
+
+
+def prompt_builder(
+    data: DataConfig, model_path: str, template_arguments: Mapping[str, Any] | None = None
+) -> PromptBuilder:
+    """The builder of a run's prompts, for training and evaluation.
+
+    Args:
+        template_arguments: of the recipe, before those of the options.
+    """
+    return PromptBuilder.from_pretrained(
+        model_path,
+        data.max_prompt_length,
+        data.min_pixels,
+        data.max_pixels,
+        template_arguments={**(template_arguments or {}), **data.template_arguments},
     )
 
 

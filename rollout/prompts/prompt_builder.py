@@ -34,6 +34,7 @@ from rollout.prompts.prepared_rows import (
     row_digest,
     share_media,
 )
+from rollout.prompts.template_arguments import check_template_arguments
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
 IMAGE_CACHE_BYTES = 2 << 30
@@ -70,11 +71,16 @@ class PromptBuilder:
         images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
 
         ``template_arguments`` are passed to the chat template, such as ``{"tools": [...], "enable_thinking": False}``.
+
+        Raises:
+            InvalidConfig: a limit is out of range, or the chat template does not use one of ``template_arguments``.
         """
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
         if image_cache_bytes < 0:
             raise InvalidConfig(f"image_cache_bytes={image_cache_bytes}: must be at least 0")
+        if template_arguments:
+            check_template_arguments(tokenizer, template_arguments)
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.config = config

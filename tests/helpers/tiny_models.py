@@ -246,13 +246,13 @@ def encode_text(text: str) -> list[int]:
 
 
 def gradient_tolerance(model_type: str) -> float:
-    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers take differences of sums of decays."""
+    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers sum over all tokens before."""
     return 1e-4 if model_type in HYBRID_TYPES else 1e-5
 
 
 @contextmanager
 def token_by_token() -> Iterator[None]:
-    """Recurrent layers of Hugging Face compute token after token in here. Their rule by chunks, as ours, takes differences of
+    """Recurrent layers of Hugging Face compute token after token in here. Their rule by chunks takes differences of
     sums of decays, which costs digits.
     """
     with ExitStack() as stack:

@@ -24,6 +24,7 @@ from helpers.layouts import (
     one_image,
     run_pass,
     text_rows,
+    turn_rows,
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
@@ -204,6 +205,7 @@ CASES = {
     "tied weights": partial(equals_one_process, "qwen2_vl", mixed_rows, tied=True),
     "no image": partial(equals_one_process, "qwen3_vl", text_rows),
     "one image": partial(equals_one_process, "qwen2_5_vl", one_image),
+    "images in later turns": partial(equals_one_process, "qwen3_vl", turn_rows),
     **{
         f"an odd number of tokens, {kind}": partial(equals_one_process, kind, odd_rows)
         for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "internvl")
