@@ -48,20 +48,12 @@ class ExpertParallel(Transform):
         model, degree, tp = module.model, self.ranks.size("ep"), self.ranks.size("tp")
         mesh: DeviceMesh = self.ranks.expert_mesh["ep"]  # type: ignore[index]
         names = expert_layers(model, module.family)
-<<<<<<< HEAD
-        experts = getattr(model.config.get_text_config(), "num_experts", 0)
         if not names and degree > 1:
             raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to split; use ep=1")
+        experts = int(model.get_submodule(names[0]).num_experts) if names else 0  # type: ignore[arg-type]
         if names and experts % (degree * tp):
             degrees = f"layout.ep={degree}" + (f" x layout.tp={tp}" if tp > 1 else "")
             raise InvalidConfig(f"{degrees} must divide the {experts} experts of this model")
-=======
-        if not names:
-            raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to split; use ep=1")
-        experts = int(model.get_submodule(names[0]).num_experts)  # type: ignore[arg-type]
-        if experts % degree:
-            raise InvalidConfig(f"layout.ep={degree} must divide the {experts} experts of this model")
->>>>>>> b85f8a0
         for name in names:
             replace_submodule(model, name, SplitExperts(model.get_submodule(name), mesh))
 
