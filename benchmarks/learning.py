@@ -48,18 +48,19 @@ COMMON = (
     f"--batch-size {PROMPTS} --algorithm.n {SAMPLES} --algorithm.kl-coef 0 "
     f"--eval-rows {EVAL_ROWS} --save-every 50 --keep-rollouts 0"
 )
+WHOLE = "--algorithm.minibatch None"  # one optimizer step for each batch
 ALGORITHMS = {
-    "grpo": "",
+    "grpo": WHOLE,
     "grpo_4_updates": "--algorithm.minibatch 4",  # several optimizer steps for each batch, so that clipping works
-    "dr_grpo": "--algorithm.loss dr_grpo",
-    "rloo": "--algorithm.advantage rloo",
-    "dapo": "--algorithm.loss dapo --algorithm.overlong-buffer 0",
+    "dr_grpo": f"--algorithm.loss dr_grpo {WHOLE}",
+    "rloo": f"--algorithm.advantage rloo {WHOLE}",
+    "dapo": f"--algorithm.loss dapo --algorithm.overlong-buffer 0 {WHOLE}",
     "gspo": "--algorithm.loss gspo --algorithm.minibatch 4",
     "cispo": "--algorithm.loss cispo --algorithm.minibatch 4",
     "ppo": "",
-    "grpo_corrected": "--algorithm.correction token",  # for the engine's log-probs
-    "grpo_ahead": "--rollout.ahead --on ray --ray.rollout-processes 1",
-    "grpo_row_by_row": "--token-budget 1",  # one prompt group a pass, as without packing
+    "grpo_corrected": f"--algorithm.correction token {WHOLE}",  # for the engine's log-probs
+    "grpo_ahead": f"{WHOLE} --rollout.ahead --on ray --ray.rollout-processes 1",
+    "grpo_row_by_row": f"--token-budget 1 {WHOLE}",  # one prompt group a pass, as without packing
     "trl": "",  # TRL's GRPOTrainer, rows padded
 }
 

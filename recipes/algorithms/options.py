@@ -49,7 +49,7 @@ class AlgorithmConfig:
     temperature: float = 1.0  # of the policy, in sampling and in the loss
     top_p: float = 1.0  # sample from the smallest set of likeliest tokens with this total probability
     top_k: int = 0  # sample from this number of likeliest tokens; 0: from all
-    minibatch: int | None = None  # prompts of each optimizer step; by default the whole batch
+    minibatch: int | None = None  # prompts of each optimizer step; None, or more than a batch has: the whole batch
     epochs: int = 1  # passes over each batch
     # baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
     # opo, over turns gigpo and turn_returns, in distil reverse_kl, with a critic gae, turn_gae and bi_level_gae, or

@@ -99,11 +99,9 @@ class PolicyGradientConfig:
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
-        minibatch, batch = self.algorithm.minibatch, self.data.batch_size
-        if minibatch is not None and minibatch > batch:
-            raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
-        if self.rollout.parts > batch:
-            raise InvalidConfig(f"rollout.parts={self.rollout.parts} is more than the {batch} prompts of batch_size")
+        parts, batch = self.rollout.parts, self.data.batch_size
+        if parts > batch:
+            raise InvalidConfig(f"rollout.parts={parts} is more than the {batch} prompts of batch_size")
         longest = self.data.max_response_length
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
@@ -124,7 +122,8 @@ class PolicyGradientConfig:
             reasons.append("a critic learns from whole batches")
         if algorithm.updates(self.data.batch_size) > 1:
             reasons.append(
-                f"algorithm.minibatch={algorithm.minibatch}, epochs={algorithm.epochs} make several updates a step"
+                f"algorithm.minibatch={algorithm.minibatch}, epochs={algorithm.epochs} make several updates a step "
+                "(--algorithm.minibatch None makes one)"
             )
         return reasons + algorithm.needs_whole_batches
 
