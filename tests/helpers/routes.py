@@ -1,9 +1,12 @@
 """Recorded experts for rows of tests."""
 
 import torch
+from transformers import AutoConfig
 
 from dataproto import RaggedTensor
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
+from helpers.checkpoints import write_checkpoint
+from helpers.tiny_models import tiny_model
 
 
 def with_routes(config, data, seed=0, layers=2):
@@ -32,3 +35,28 @@ def with_routes(config, data, seed=0, layers=2):
 def routes_of(data, row):
     """The experts ``(n, M, k)`` of all tokens of a row."""
     return torch.cat([data[PROMPT_ROUTED_EXPERTS][row], data[ROUTED_EXPERTS][row]])
+
+
+def write_like_a3b(path, width=32):
+    """A checkpoint with 128 experts of a ``width``, 8 of a token, tiny layers, and experts that weigh as much as attention."""
+    checkpoint = write_checkpoint("qwen3_vl_moe", path)
+    config = AutoConfig.from_pretrained(checkpoint)
+    text = config.text_config
+    text.num_experts, text.num_experts_per_tok, text.num_hidden_layers, text.moe_intermediate_size = 128, 8, 4, width
+    model = tiny_model("qwen3_vl_moe", config=config)
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            layer.mlp.experts.down_proj.mul_(8.0)
+    model.save_pretrained(checkpoint)
+    return checkpoint
+
+
+def differences_with_and_without(actor, data):
+    """Mean differences of the engine's log-probs to the actor's: with the recorded experts, and with the actor's own."""
+    plain = data[:]
+    plain.pop(non_tensor_batch_keys=[PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS])
+    mask = data["response_mask"].bool()
+    return [
+        float((actor.log_probs(rows)["old_log_probs"] - data["rollout_log_probs"])[mask].abs().mean())
+        for rows in (data, plain)
+    ]

@@ -13,12 +13,13 @@ from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs
-from helpers.checkpoints import write_checkpoint
+from helpers.engines import ROWS
 from helpers.layouts import CPU, mixed_rows
-from helpers.routes import routes_of, with_routes
-from helpers.tiny_models import MOE_TYPES, gradient_tolerance, tiny_config, tiny_model
+from helpers.routes import differences_with_and_without, routes_of, with_routes, write_like_a3b
+from helpers.tiny_models import MOE_TYPES, gradient_tolerance, tiny_model
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -189,40 +190,14 @@ def test_columns_that_do_not_fit_are_named():
         dense.validate()
 
 
-def shaped_like_a3b():
-    """128 experts, 8 of a token, tiny layers, and experts that weigh as much as attention."""
-    config = tiny_config("qwen3_vl_moe")
-    text = config.text_config
-    text.num_experts, text.num_experts_per_tok, text.num_hidden_layers, text.moe_intermediate_size = 128, 8, 4, 32
-    model = tiny_model("qwen3_vl_moe", config=config)
-    with torch.no_grad():
-        for layer in model.model.language_model.layers:
-            layer.mlp.experts.down_proj.mul_(8.0)
-    return model
-
-
 def test_the_difference_of_engine_and_actor_halves(tmp_path):
-    path = write_checkpoint("qwen3_vl_moe", tmp_path)
-    shaped_like_a3b().save_pretrained(path)
+    """In bfloat16, of a model with the mixture of Qwen3-VL-30B-A3B."""
+    path = write_like_a3b(tmp_path)
     engine = HFEngine(path, dtype="bfloat16", device=CPU, routed_experts=True)
-    actor = ActorWorker(ActorConfig(path, dtype="bfloat16"), CPU)
-    prompts = mixed_rows(engine.model.config)
-    width = prompts["prompts"].shape[1]
-    prompts = DataProto.from_dict(
-        {
-            name: prompts[name][..., :width]
-            for name in ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids")
-        },
-        {name: prompts[name] for name in ("multi_modal_inputs", "uid")},
-    )[[0, 2, 3, 5]]
+    prompts = PromptBuilder.from_pretrained(path, max_prompt_length=300)(ROWS)
     sampling = SamplingParams(n=4, max_tokens=24, ignore_eos=True)
     completions = list(engine.generate(build_requests(prompts, sampling), sampling))
     data = attach_responses(prompts, completions, sampling, engine.family, pad_token_id=0)
-    plain = data[:]
-    plain.pop(non_tensor_batch_keys=[PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS])
-    mask = data["response_mask"].bool()
-    with_replay, without = (
-        (actor.log_probs(rows)["old_log_probs"] - data["rollout_log_probs"])[mask].abs().mean()
-        for rows in (data, plain)
-    )
-    assert with_replay <= without / 2, f"mean difference {with_replay:.2e} with replay, {without:.2e} without"
+    actor = ActorWorker(ActorConfig(path, dtype="bfloat16"), CPU)
+    replayed, plain = differences_with_and_without(actor, data)
+    assert replayed <= plain / 2, f"mean difference {replayed:.2e} with replay, {plain:.2e} without"
