@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours --layout tp=2,pp=2
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 30b-a3b --layers 16 --parts ours --layout dp=4,ep=4
 
-Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and of Qwen3-VL-30B-A3B, of which ``--layers`` chooses as many decoder
-layers as fit: with the optimizer a layer takes 10 GB of all devices together, embedding, head and tower 18 GB. Prompts
+Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and of Qwen3-VL-30B-A3B, of which ``--layers`` chooses as many
+decoder layers as fit: with the optimizer a layer takes 10 GB of all devices together, embedding, head and tower 18 GB. Prompts
 have 50 to 300 text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), both at
 most 4,096 together; at size ``tiny`` a tenth of that. MFU counts the operations that the step requires
 (`workers.training.accounting`) over the time of the whole step and the device's peak in bfloat16.

@@ -87,9 +87,8 @@ class VLMFamily(ForwardCosts):
     """Patterns of weights in checkpoints that the model does not load. An export keeps them as they were."""
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
-
     router: str = "gate"
-    """Name of the module beside the experts that chooses among them."""
+    """Name of the module beside the experts that chooses among them; it returns logits, and weights and numbers of the chosen."""
     tensor_plan: TensorPlan = DECODER_PLAN
     """Module or parameter patterns with their style: ``colwise``, ``rowwise`` or, for fused weights, ``packed_colwise``."""
 
@@ -120,6 +119,15 @@ class VLMFamily(ForwardCosts):
     def vision_parts(self) -> tuple[str, ...]:
         """Module paths of all that turns media into features: tower and mergers. Empty without a tower."""
         return () if self.vision_tower is None else (self.vision_tower, *self.mergers)
+
+    def expert_layers(self, model: Any) -> list[str]:
+        """Names of the modules of `experts` in a model, in the order of the layers."""
+        pattern = self.experts
+        return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
+
+    def routers(self, model: Any) -> list[Any]:
+        """The modules that choose among the experts of each of `expert_layers`."""
+        return [model.get_submodule(f"{name.rpartition('.')[0]}.{self.router}") for name in self.expert_layers(model)]
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} cannot be changed: override {name!r} in a subclass")

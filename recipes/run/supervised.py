@@ -124,7 +124,9 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
     return launch(
         actor=actor,
         reward=exact_match,
-        rollout=RolloutConfig(model_path, config.engine, engine_options | dict(config.engine_options)),
+        rollout=RolloutConfig(
+            model_path, config.engine, engine_options | dict(config.engine_options), replay_routing=False
+        ),
         on=config.on,
         layout=config.layout,
         phase=start_phase,

@@ -1,9 +1,10 @@
 """A Hugging Face model with a KV cache: reading prompts, then one token of every row at a time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -15,6 +16,7 @@ from rollout.hf.batch import Batch, stack_prefixes
 from rollout.hf.kept_prefixes import Prefix
 from rollout.hf.layer_caches import select_rows
 from rollout.hf.open_requests import OpenRequest
+from rollout.hf.route_recorder import RouteRecorder
 
 
 class Unread(NamedTuple):
@@ -45,6 +47,7 @@ class Decoder:
     family: VLMFamily
     model: Any
     device: torch.device
+    recorder: RouteRecorder | None = field(default=None, kw_only=True)
 
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
@@ -68,6 +71,10 @@ class Decoder:
         else:
             cache, earlier = DynamicCache(config=config), torch.zeros(len(parts), 0, dtype=torch.int64)
         hidden, mask, following = self.run(parts, cache, earlier.to(self.device))
+        if self.recorder is not None:
+            experts = self.recorder.take(len(parts))
+            for row, prompt in zip(requests, prompts, strict=True):
+                row.add_experts(experts[prompt, -len(parts[prompt].input_ids) :], parts[prompt].prefix)
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
@@ -141,6 +148,10 @@ class Decoder:
         embeddings = self.model.get_input_embeddings()(tokens[:, None])
         batch.hidden = self._decode(embeddings, batch.next_position, {}, batch.attention_mask, batch.cache)[:, -1]
         batch.next_position = batch.next_position + 1
+        if self.recorder is not None:
+            experts = self.recorder.take(len(tokens))
+            for place in np.flatnonzero(batch.running):
+                batch.rows[place].add_experts(experts[place])
 
     def _decode(
         self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Tensor, cache: DynamicCache

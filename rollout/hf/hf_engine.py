@@ -33,6 +33,7 @@ from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read
 from rollout.hf.kept_prefixes import KeptPrefixes, Prefix
 from rollout.hf.open_requests import OpenRequest
+from rollout.hf.route_recorder import RouteRecorder
 from rollout.pretrained import end_ids, generation_config
 from rollout.sampling import check_sampled, likeliest, policy_log_probs, project, sample, score_prompt, uniforms
 from rollout.stop_texts import completes_stop_text
@@ -55,6 +56,7 @@ class HFEngine:
         dtype: str = "auto",
         device: torch.device | None = None,
         kept_bytes: int = KEPT_BYTES,
+        routed_experts: bool = False,
     ) -> None:
         """Loads the checkpoint at ``model_path``.
 
@@ -62,6 +64,7 @@ class HFEngine:
             max_num_seqs: number of sequences that are generated at a time.
             dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
             kept_bytes: memory for the caches of finished requests that may be continued.
+            routed_experts: completions name the experts that tokens were sent to; for models with experts.
 
         Raises:
             InvalidConfig: ``max_num_seqs`` is below 1, or the checkpoint's ``generation_config.json`` cannot be read.
@@ -85,7 +88,8 @@ class HFEngine:
         self.prefilled_tokens = 0
         """Number of prompt tokens that were computed in the engine's life."""
         self._has_weights = True  # false after a `load_weights` that failed
-        self._decoder = Decoder(self.family, self.model, self.device)
+        recorder = RouteRecorder(self.model, self.family) if routed_experts else None
+        self._decoder = Decoder(self.family, self.model, self.device, recorder=recorder)
         self._path = model_path
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}

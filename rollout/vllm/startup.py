@@ -8,6 +8,9 @@ import torch
 from dataproto.errors import InvalidConfig
 from rollout.vllm.versions import error_line, executor, process_settings_kept, set_environment
 
+RECORDING_WORKER = "rollout.vllm.recording_worker.RecordingWorker"
+"""vLLM's name for the worker that records experts."""
+
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Settings of vLLM's image processor: the PIL backend, as everywhere in this project, and the builder's options."""

@@ -31,7 +31,7 @@ from rollout.stop_texts import completes_stop_text
 from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
-from rollout.vllm.startup import processor_options, start_llm
+from rollout.vllm.startup import RECORDING_WORKER, processor_options, start_llm
 from rollout.vllm.versions import clear_kv_cache, error_line, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 
@@ -51,6 +51,7 @@ class VLLMEngine:
         memory_share: float = 0.5,
         kv_cache_bytes: int | None = None,
         sleep_level: int = 2,
+        routed_experts: bool = False,
         **options: Any,
     ) -> None:
         """Starts vLLM on the checkpoint at ``model_path``.
@@ -65,6 +66,7 @@ class VLLMEngine:
             memory_share: share of the device memory for weights and KV cache.
             kv_cache_bytes: size of the KV cache, instead of ``memory_share``; 1 GiB by default on a CPU.
             sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them, and they are streamed again.
+            routed_experts: completions name the experts that tokens were sent to; for models with experts.
             options: any other option of ``vllm.LLM``.
         """
         if sleep_level not in (1, 2):
@@ -78,7 +80,7 @@ class VLLMEngine:
             "tensor_parallel_size": tensor_parallel,
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
-        }
+        } | ({"worker_cls": RECORDING_WORKER} if routed_experts else {})
         self._start(model_path, sleep_level, max_images, chosen | options)
 
     def _start(self, model_path: str, sleep_level: int, max_images: int | None, options: dict[str, Any]) -> None:
@@ -285,6 +287,8 @@ class VLLMEngine:
         row.log_probs = row.log_probs + self.sampler.log_probs(row.slot, len(token_ids))
         if row.sampling.top_log_probs:
             row.top_log_probs = row.top_log_probs + self.sampler.top_log_probs(row.slot, len(token_ids))
+        read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
+        row.add_experts(self.sampler.experts(row.slot, read))
         row.token_ids = row.token_ids + token_ids
         self.sampler.close(row.slot)
 

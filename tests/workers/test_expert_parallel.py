@@ -13,6 +13,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.layouts import CPU, config_with_heads, differences, joined, mixed_rows, run_pass, text_rows
 from helpers.processes import run_ranks
+from helpers.routes import with_routes
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -45,6 +46,14 @@ def send_all_to(favourites, module):
 def choose(favourites, gate, args, output):
     logits, weights, index = output
     return logits, weights, torch.tensor(favourites).expand_as(index)
+
+
+def recorded_rows(config):
+    return with_routes(config, mixed_rows(config))
+
+
+def replay(module):
+    module.replays_routing = True
 
 
 def a_rank_holds_its_experts():
@@ -108,6 +117,11 @@ TWO = {
     ),
     "text": partial(equals_one_process, Layout(dp=2, ep=2), text_rows),
     "tp 2": partial(equals_one_process, Layout(tp=2)),
+    "recorded, dp 2": partial(equals_one_process, Layout(dp=2, ep=2), recorded_rows, replay),
+    "recorded, tp 2": partial(equals_one_process, Layout(tp=2), recorded_rows, replay),
+    "recorded, sp 2, computed again": partial(
+        equals_one_process, Layout(sp=2, ep=2), recorded_rows, replay, activation_checkpointing="full"
+    ),
     "a rank without tokens": partial(equals_one_process, Layout(dp=2, ep=2), prepare=partial(send_all_to, [3, 2])),
 }
 FOUR = {

@@ -63,7 +63,8 @@ def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
     logits, weights, chosen = gate(hidden)
     assert torch.equal(gate_weights(logits, chosen), weights)  # to the last bit
     router = PackedRouter(gate)
-    router.recorded = other = (chosen.flip(-1) + 1).remainder(4).to(torch.uint8)
+    other = (chosen.flip(-1) + 1).remainder(4).to(torch.uint8)
+    router.use(other, None)
     _, replayed, used = router(hidden)
     assert used.tolist() == other.tolist()
     shares = logits.double().softmax(-1)
@@ -77,7 +78,7 @@ def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
 @pytest.mark.parametrize("model_type", MOE_TYPES)
 def test_padding_is_sent_nowhere(model_type):
     router = PackedRouter(tiny_model(model_type).model.language_model.layers[0].mlp.gate)
-    router.routed = torch.tensor([True, False])
+    router.use(None, torch.tensor([True, False]))
     _, _, chosen = router(torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
     assert chosen[0].max() < 4
     assert chosen[1].tolist() == [4, 4]

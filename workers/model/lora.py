@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
-from workers.model.mixture import expert_layers
 from workers.model.model_config import ModelConfig
 from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count, turn_adapters
 
@@ -50,7 +49,7 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         peft.inject_adapter_in_model(settings, plain, adapter_name=ADAPTER_NAME)
-        for name in expert_layers(model, family):
+        for name in family.expert_layers(model):
             adapted = AdaptedExperts(model.get_submodule(name), config.lora_rank, config.lora_alpha)
             replace_submodule(model, name, adapted)
 

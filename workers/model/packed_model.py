@@ -89,6 +89,12 @@ class PackedVLM(nn.Module):
     outputs: Callable[[Tensor, Tensor | None], Any] = Outputs
     """Builds the argument of a loss function from scores and entropies ``(B, R)``."""
 
+    routing_shape: tuple[int, int]
+    """Layers with experts, and experts of a token; 0 without any."""
+
+    replays_routing = False
+    """Whether tokens are sent to the experts that the rows' ``routed_experts`` name, instead of those that routers choose."""
+
     makes_logits = True
     """Whether the head computes logits over the vocabulary; a critic's does not."""
 
@@ -96,7 +102,7 @@ class PackedVLM(nn.Module):
         super().__init__()
         use_packed_attention(model)
         use_packed_recurrence(model, family)
-        use_packed_experts(model, family)
+        self.routing_shape = use_packed_experts(model, family)
         use_linear_patch_embedding(model)
         self.model = model
         self.family = family

@@ -20,7 +20,7 @@ REASONS = {
         "all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are trained."
     ),
     "workers.model.mixture.grouped_experts": (
-        "transformers' functions for experts sort tokens and scatter gradients in ways that wait for the device or add in any order."
+        "transformers' functions for experts scatter gradients in any order, and compute the tokens that only fill up a sequence."
     ),
     "workers.model.mixture.routing": (
         "Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens are padding."

@@ -8,10 +8,10 @@ the gradient of an expert is complete within such a group; FSDP shards the exper
 ones, and sums over those alone.
 
 All sizes are known on the host: no rank waits for its device to learn how many tokens come. What that costs: a rank receives
-``ep x tp - 1`` times its N tokens, where an all-to-all would receive about k times for k choices, so it is cheaper up to groups of
-about k ranks; and a layer allocates rows for ``ep x tp x N x k`` pairs, as many as could be for one rank's experts, although it
-computes only those that are. Full activation checkpointing keeps none of them. All ranks have the same N: micro-batches are filled
-up to the longest one, with tokens that are sent to no expert.
+``ep x tp - 1`` times its N tokens, where an all-to-all would receive about k times for k choices, so it is cheaper up to groups
+of about k ranks; and a layer allocates rows for ``ep x tp x N x k`` pairs, as many as could be for one rank's experts, although
+it computes only those that are. Full activation checkpointing keeps none of them. All ranks have the same N: micro-batches are
+filled up to the longest one, with tokens that are sent to no expert.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from dataproto.errors import InvalidConfig
-from workers.model.mixture import expert_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
@@ -47,7 +46,7 @@ class ExpertParallel(Transform):
         """
         model, degree, tp = module.model, self.ranks.size("ep"), self.ranks.size("tp")
         mesh: DeviceMesh = self.ranks.expert_mesh["ep"]  # type: ignore[index]
-        names = expert_layers(model, module.family)
+        names = module.family.expert_layers(model)
         if not names and degree > 1:
             raise InvalidConfig(f"layout.ep={degree}: {model.config.model_type} has no experts to split; use ep=1")
         experts = int(model.get_submodule(names[0]).num_experts) if names else 0  # type: ignore[arg-type]

@@ -6,9 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from dataproto import DataProto
 from dataproto.columns import require
+from dataproto.vlm import VLMFamily
+from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch, split_rows
 from workers.roles.model_worker import PolicyConfig, PolicyWorker, TrainedWorker
 from workers.roles.step_by_step import (
@@ -42,6 +45,12 @@ class ActorWorker(TrainedWorker, PolicyWorker):
     """
 
     role = "actor"
+
+    def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedVLM:
+        """The packed model around a loaded one. It uses the experts that an engine has recorded, if rows have them."""
+        module = super().wrap(model, family)
+        module.replays_routing = family.experts is not None
+        return module
 
     @dispatch(split=split_rows, join=join_passes)
     def forward(self, data: DataProto, loss_fn: LossFn, per_token: bool = False) -> PassOutput:

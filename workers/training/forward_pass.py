@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.columns import RowMedia, media_parts
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, RowMedia, media_parts
 from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
@@ -72,7 +72,18 @@ def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
     packed = pack_rows(ids, mask, positions, responses, token_types(module, rows), shared)
     if "targets" in rows:
         packed = replace(packed, targets=rows["targets"].flatten()[packed.response_cells])
+    if module.replays_routing and ROUTED_EXPERTS in rows:
+        packed = replace(packed, routed_experts=recorded_experts(rows, shared))
     return packed
+
+
+def recorded_experts(rows: DataProto, shared: Tensor) -> Tensor:
+    """The experts ``(T, M, k)`` of the rows' packed tokens; rows where ``shared (B,)`` is true come without their prompt."""
+    prompts, responses = rows[PROMPT_ROUTED_EXPERTS], rows[ROUTED_EXPERTS]
+    parts = []
+    for row, behind in enumerate(shared.tolist()):
+        parts += [responses[row]] if behind else [prompts[row], responses[row]]
+    return torch.cat(parts)
 
 
 def place_media(

@@ -2,10 +2,9 @@
 
 from workers.model.mixture.grouped_experts import (
     compute_grouped,
-    expert_layers,
     fused_module,
     grouped_experts,
 )
 from workers.model.mixture.routing import gate_weights, use_packed_experts
 
-__all__ = ["compute_grouped", "expert_layers", "fused_module", "gate_weights", "grouped_experts", "use_packed_experts"]
+__all__ = ["compute_grouped", "fused_module", "gate_weights", "grouped_experts", "use_packed_experts"]

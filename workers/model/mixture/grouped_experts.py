@@ -7,7 +7,6 @@ padding or of another rank, is sorted to the end, where nothing is computed for 
 Letters: N tokens, k choices of each, E experts, H hidden size, F width of an expert.
 """
 
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,15 +14,8 @@ import transformers.integrations.moe  # noqa: F401 - registers the operator of t
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from dataproto.vlm import VLMFamily
 from workers.model.patches import replace_forward
 from workers.model.precision import in_autocast_dtype
-
-
-def expert_layers(model: nn.Module, family: VLMFamily) -> list[str]:
-    """Names of the modules that hold the experts of a mixture-of-experts layer, in the order of the layers."""
-    pattern = family.experts
-    return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
 
 
 def compute_grouped(experts: nn.Module) -> None:
@@ -104,7 +96,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``(n, out)`` of rows ``x (n, in)`` that are sorted by expert, with ``weight (E, out, in)``; see `SortedPairs.ends`.
 
     Rows behind the last end are not computed: their values, and those of their gradients, are arbitrary. Widths that are no
-    multiple of 16 bytes, and other dtypes than bfloat16 under torch.compile, take a loop over experts, which waits for the device.
+    multiple of 16 bytes, and dtypes other than bfloat16 under torch.compile, take a loop over experts that waits for the device.
     """
     into = in_autocast_dtype(weight).transpose(-2, -1)
     rows = x.to(into.dtype)
@@ -133,12 +125,12 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, there: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(order, there)
+        ctx.save_for_backward(order)
         return _by_token(x, places, there)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        order, there = ctx.saved_tensors
+        (order,) = ctx.saved_tensors
         return gradient.flatten(0, 1).index_select(0, order), None, None, None, None
 
 

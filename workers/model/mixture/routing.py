@@ -10,30 +10,31 @@ Letters: S tokens, E experts, k choices, M layers with experts.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dataproto.vlm import VLMFamily
-from workers.model.mixture.grouped_experts import compute_grouped, expert_layers
+from workers.model.mixture.grouped_experts import compute_grouped
 from workers.model.patches import replace_forward
 
 
-def use_packed_experts(model: nn.Module, family: VLMFamily) -> None:
-    """Makes the experts of ``model`` compute by grouped products, and its decoder layers take the arguments of `RoutedLayer`."""
-    names = expert_layers(model, family)
+def use_packed_experts(model: Any, family: VLMFamily) -> tuple[int, int]:
+    """Makes the experts of ``model`` compute by grouped products, and its decoder layers take the arguments of `RoutedLayer`.
+
+    Returns M and k, both 0 for a model without experts.
+    """
+    names = family.expert_layers(model)
     if not names:
-        return
-    numbers = {name.rpartition(".")[0]: number for number, name in enumerate(names)}
-    for name in names:
+        return 0, 0
+    routers: dict[str, tuple[PackedRouter, int]] = {}  # by layer
+    for number, (name, gate) in enumerate(zip(names, family.routers(model), strict=True)):
         compute_grouped(model.get_submodule(name))
+        router = PackedRouter(gate)
+        replace_forward(gate, router)
+        layer, _, _ = name.removeprefix(f"{family.decoder_layers}.").partition(".")
+        routers[layer] = router, number
     for name, layer in model.get_submodule(family.decoder_layers).named_children():
-        path = f"{family.decoder_layers}.{name}"
-        blocks = [block for block in numbers if block.startswith(f"{path}.")]
-        router = None
-        if blocks:
-            gate = model.get_submodule(f"{blocks[0]}.{family.router}")
-            router = PackedRouter(gate)
-            replace_forward(gate, router)
-        replace_forward(layer, RoutedLayer(layer.forward, router, numbers[blocks[0]] if blocks else 0))
+        replace_forward(layer, RoutedLayer(layer.forward, *routers.get(name, (None, 0))))
+    return len(names), int(model.config.get_text_config().num_experts_per_tok)
 
 
 class PackedRouter:
@@ -41,8 +42,11 @@ class PackedRouter:
 
     def __init__(self, router: Any) -> None:
         self.forward = router.forward
-        self.recorded: Tensor | None = None  # (S, k)
-        self.routed: Tensor | None = None  # (S,) bool
+        self.use(None, None)
+
+    def use(self, recorded: Tensor | None, routed: Tensor | None) -> None:
+        """Takes recorded choices ``(S, k)``, and which tokens ``(S,)`` bool are no padding, for the next calls."""
+        self.recorded, self.routed = recorded, routed
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits ``(S, E)``, and the weights and numbers of the chosen experts ``(S, k)``, E for tokens that are not routed."""
@@ -77,12 +81,11 @@ class RoutedLayer:
         router = self.router
         if router is None:
             return self.forward(*args, **kwargs)
-        router.recorded = None if routed_experts is None else routed_experts[:, self.number]
-        router.routed = routed
+        router.use(None if routed_experts is None else routed_experts[:, self.number], routed)
         try:
             return self.forward(*args, **kwargs)
         finally:
-            router.recorded = router.routed = None
+            router.use(None, None)
 
 
 def gate_weights(logits: Tensor, chosen: Tensor) -> Tensor:
