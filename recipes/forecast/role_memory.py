@@ -1,7 +1,8 @@
 """Bytes that a role takes on its fullest device, from sizes alone.
 
 A float32 parameter that is trained takes 4 bytes, and as many for its gradient and each of AdamW's two moments; computation in
-bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the numbers of the computation. Activations are the tensors that the backward pass reads, which is what autograd keeps.
+bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the numbers of the computation. Activations are the
+tensors that the backward pass reads, which is what autograd keeps.
 """
 
 from dataclasses import dataclass, fields

@@ -4,9 +4,10 @@ from typing import Any
 
 from dataproto import DataProto
 from workers.model.lora import without_adapters
-from workers.ranks.dispatch_modes import dispatch
+from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.roles.actor import ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+from workers.training.mini_batches import split_scoring
 
 
 class BaseReferenceWorker(ReferenceWorker):
@@ -15,7 +16,7 @@ class BaseReferenceWorker(ReferenceWorker):
     def __init__(self, actor: ActorWorker) -> None:
         self.config, self.model = actor.config, actor.model
 
-    @dispatch("dp")
+    @dispatch(split=split_scoring, join=join_rows)
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
         """As `ReferenceWorker.log_probs`."""
         with without_adapters(self.module.model):
