@@ -15,6 +15,7 @@ from workers.model.attention import use_packed_attention
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.patches import cast_parameter
 from workers.model.precision import compute_dtype
 from workers.model.recurrent import recurrent_mixers
 from workers.parallel import Transform, parallelize
@@ -121,7 +122,7 @@ def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> No
         kept |= {id(weight) for name, weight in mixer.named_parameters() if "proj" not in name.partition(".")[0]}
     for weight in model.parameters():
         if id(weight) not in kept and weight.dtype == torch.float32:
-            weight.data = weight.data.bfloat16()
+            cast_parameter(weight, torch.bfloat16)
 
 
 def checkpoint_family(model_path: str) -> VLMFamily:
