@@ -103,9 +103,12 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
-        with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
-            for rows, sums in update.minibatches():
-                self.model.run(rows, loss_fn, sums, entropy)
+        try:
+            with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
+                for rows, sums in update.minibatches():
+                    self.model.run(rows, loss_fn, sums, entropy)
+        finally:
+            self.module.forget_features()
         return update.result
 
     @dispatch(split=split_update, join=join_updates)
@@ -141,6 +144,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             InvalidConfig: there are no parts with a response token.
         """
+        self.module.forget_features()
         update, self._open_update = self._open_update, None
         if update is None:
             raise InvalidConfig("there is no update to finish: call accumulate first")
@@ -170,6 +174,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
         """
+        self.module.forget_features()
         self.model.load(directory)
 
 

@@ -24,8 +24,14 @@ class BaseReferenceWorker(ReferenceWorker):
 
 
 def reference_worker(config: PolicyConfig, actor: ActorWorker) -> ReferenceWorker:
-    """The reference of ``actor``, on its device and ranks: without a second model if it is the base that the actor adapts."""
+    """The reference of ``actor``, on its device and ranks: without a second model if it is the base that the actor adapts.
+
+    Where the actor does not train its vision tower, both keep the tower's features for each other.
+    """
     adapted: Any = actor.config
     if adapted.lora_rank and config == adapted.frozen():
         return BaseReferenceWorker(actor)
-    return ReferenceWorker(config, actor.model.device, actor.model.ranks)
+    reference = ReferenceWorker(config, actor.model.device, actor.model.ranks)
+    if config.model_path == adapted.model_path and config.dtype == adapted.dtype:
+        reference.module.kept = actor.module.kept  # a tower that is not trained has the same features in both
+    return reference

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
+from workers.model.kept_features import KeptFeatures, keeps_features
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -56,6 +57,8 @@ def load_packed(
     transforms = parallelize(module, ranks, config)
     if one_reads:
         receive(module, weights, device, ranks)
+    if trains and ranks.size("pp") == 1 and keeps_features(model, family):
+        module.kept = KeptFeatures(family, model.config)
     return module, transforms
 
 
