@@ -1,7 +1,8 @@
 """Bytes that a role takes on its fullest device, from sizes alone.
 
 A float32 parameter that is trained takes 4 bytes, and as many for its gradient and each of AdamW's two moments; computation in
-bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the numbers of the computation. Activations are the tensors that the backward pass reads, which is what autograd keeps.
+bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the numbers of the computation. Activations are the
+tensors that the backward pass reads, which is what autograd keeps.
 """
 
 from dataclasses import dataclass, fields
@@ -84,7 +85,7 @@ def updating(
     """
     trained = round(size.on_rank(layout) * size.trained / size.total)
     gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained
-    if unsharded_gradients := compute.leaves_unsharded("gradients") and layout.pp == 1 and len(parts) > 1:
+    if compute.leaves_unsharded("gradients") and layout.pp == 1 and len(parts) > 1:
         gradients = 4 * trained * sharded(layout)
     per_token = decoder_bytes(config.get_text_config(), size, compute, device)
     per_patch = tower_bytes(config, compute, device, size.tower_trained)
@@ -100,8 +101,7 @@ def updating(
         else:
             gradients = 0
     copies = memory.copies + gathered(size, compute, layout, device, "weights")
-    scattered = 0 if unsharded_gradients else whole_gradients(size, layout, device, compute)
-    if scattered > activations + logits:
+    if (scattered := whole_gradients(size, layout, device, compute)) > activations + logits:
         activations, logits, copies = 0.0, 0, copies + scattered
     return RoleMemory(
         memory.role,

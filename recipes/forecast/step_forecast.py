@@ -1,6 +1,6 @@
 """The forecast of a run: memory of each role in each phase, operations and time of a step, disk and time of the whole run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from recipes.forecast.step_time import (
     update_flops,
     update_seconds,
 )
-from workers.model.model_config import UNSHARDED, ModelConfig
+from workers.model.model_config import UNSHARDED, ModelConfig, Unsharded
 from workers.ranks.layout import Layout
 
 FULL = 0.92  # share of the memory that `with_unsharded` uses at most
@@ -152,8 +152,7 @@ class StepForecast:
 
     def reserved(self, phase: Phase) -> int:
         """Bytes of a phase with the slack, which an engine's memory does not need."""
-        slack = 1.0 if self.setting.device.on_cpu else SLACK
-        return round(sum(role.device * (1.0 if role.role == "engine" else slack) for role in phase.roles))
+        return _reserved(phase.roles, self.setting.device)
 
     @property
     def tokens(self) -> int:
@@ -231,10 +230,34 @@ def with_unsharded(setting: Setting) -> Setting:
     """
     if setting.compute.unsharded != "auto":
         return setting
-    *some, least = (replace(setting, compute=replace(setting.compute, unsharded=each)) for each in reversed(UNSHARDED))
     if setting.device.on_cpu or sharded(setting.layout) == 1:
-        return least
-    return next((each for each in some if forecast(each).memory <= FULL * setting.device.memory), least)
+        return _keeping(setting, "nothing")
+    working_memory(setting)  # plans the micro-batches, which all choices share
+    *some, least = (_keeping(setting, each) for each in reversed(UNSHARDED))
+    return next((each for each in some if working_memory(each) <= FULL * setting.device.memory), least)
+
+
+def _keeping(setting: Setting, kept: Unsharded) -> Setting:
+    """The setting with ``kept`` unsharded; it has the same micro-batches and sizes."""
+    found = replace(setting, compute=replace(setting.compute, unsharded=kept))
+    same = ("share", "micro_batches", "scoring_micro_batches", "size", "critic_size", "reference_size")
+    vars(found).update({name: vars(setting)[name] for name in same if name in vars(setting)})
+    return found
+
+
+def working_memory(setting: Setting) -> int:
+    """Bytes of the fullest phase that is not generation, with slack and driver."""
+    resting, works = _resting(setting), [("actor", True), ("actor", False)]
+    works += [("reference", False)] if setting.reference else []
+    works += [("critic", True), ("critic", False)] if setting.critic_epochs else []
+    phases = [_busy(setting, resting, role, learns) for role, learns in works]
+    return max(_reserved(roles, setting.device) for roles in phases) + setting.device.context
+
+
+def _reserved(roles: Sequence[RoleMemory], device: Device) -> int:
+    """Bytes with the slack, which an engine's memory does not need."""
+    slack = 1.0 if device.on_cpu else SLACK
+    return round(sum(role.device * (1.0 if role.role == "engine" else slack) for role in roles))
 
 
 def _resting(setting: Setting) -> dict[str, RoleMemory]:

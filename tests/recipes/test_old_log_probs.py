@@ -1,5 +1,6 @@
 """The old log-probs of the first mini-batch are the update's own: fewer rows to score, and the same step."""
 
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -26,41 +27,60 @@ def checkpoint(tmp_path_factory):
     return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
-def one_step(checkpoint, config, make=grpo_step, every_row=False):
-    """Rollouts, metrics, weights and the numbers of rows that the actor scored; with ``every_row`` all before the update."""
+@pytest.fixture(scope="module")
+def prompts(checkpoint):
     builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=256)
     problems = ProblemRows(level=1, seed=0, split="train", instruction="")
-    prompts = builder([problems[row] | {"uid": f"{row}"} for row in range(3)])
-    actor = ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=1e-3))
-    scored = []
-    with launch(actor, None, reward, critic=CriticConfig(checkpoint) if make is ppo_step else None) as roles:
-        model, score = roles.actor.worker.model, roles.actor.worker.model.score
-
-        def counted(data, *arguments):
-            scored.append(len(data))
-            return score(data, *arguments)
-
-        whole = (
-            patch.object(AlgorithmConfig, "needs_old_log_probs", True)
-            if every_row
-            else patch.object(model, "role", "actor")
-        )
-        with whole, patch.object(model, "score", counted), patch("workers.training.optimizer.EPS", 1e-3):
-            data, metrics = make(roles, prompts, config, config.sampling(max_tokens=6, seed=3))
-        weights = {name: weight.clone() for name, weight in roles.actor.worker.named_weights()}
-    return data, metrics, weights, scored
+    return builder([problems[row] | {"uid": f"{row}"} for row in range(3)])
 
 
-@pytest.mark.parametrize("make", [grpo_step, ppo_step])
-def test_only_later_minibatches_are_scored_before_the_update(checkpoint, make):
+@pytest.fixture(scope="module")
+def roles(checkpoint):
+    with launch(ActorConfig(checkpoint), None, reward) as roles:
+        yield roles
+
+
+@contextmanager
+def counted(roles):
+    """The numbers of rows that the actor scores in calls of their own."""
+    scored, model = [], roles.actor.worker.model
+    score = model.score
+
+    def counting(data, *arguments):
+        scored.append(len(data))
+        return score(data, *arguments)
+
+    with patch.object(model, "score", counting):
+        yield scored
+
+
+def step(roles, prompts, config, make=grpo_step):
+    return make(roles, prompts[:], config, config.sampling(max_tokens=6, seed=3))
+
+
+@pytest.mark.parametrize("make", [grpo_step, pytest.param(ppo_step, marks=pytest.mark.long)])
+def test_only_later_minibatches_are_scored_before_the_update(checkpoint, prompts, make):
+    """The step is that of a run which scores every row before it: the same weights within 1e-5."""
     config = (GRPOConfig if make is grpo_step else PPOConfig)(n=4, minibatch=1)
-    data, metrics, weights, scored = one_step(checkpoint, config, make)
-    whole, expected, theirs, every = one_step(checkpoint, config, make, every_row=True)
-    assert (scored, every) == ([8], [12])
-    assert "timing_s/old_log_prob" in metrics
-    torch.testing.assert_close(data["old_log_probs"], whole["old_log_probs"], atol=1e-5, rtol=0)
+    actor = ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=1e-3))
+    critic = CriticConfig(checkpoint) if make is ppo_step else None
+    found = []
+    for every_row in (False, True):
+        with ExitStack() as stack:
+            roles = stack.enter_context(launch(actor, None, reward, critic=critic))
+            if every_row:
+                stack.enter_context(patch.object(AlgorithmConfig, "needs_old_log_probs", True))
+            stack.enter_context(patch("workers.training.optimizer.EPS", 1e-3))  # else a gradient of zero moves a weight
+            scored = stack.enter_context(counted(roles))
+            data, metrics = step(roles, prompts, config, make)
+            weights = {name: weight.clone() for name, weight in roles.actor.worker.named_weights()}
+        assert scored == [12 if every_row else 8]
+        assert "timing_s/old_log_prob" in metrics
+        found.append((data, metrics, weights))
+    (data, metrics, weights), (whole, expected, theirs) = found
     assert torch.equal(data["old_log_probs"][4:], whole["old_log_probs"][4:])
-    torch.testing.assert_close(data["actor_log_probs"], whole["actor_log_probs"], atol=1e-5, rtol=0)
+    for name in ("old_log_probs", "actor_log_probs"):
+        torch.testing.assert_close(data[name], whole[name], atol=1e-5, rtol=0)
     for name, weight in theirs.items():
         torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=name)
     for name in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm"):
@@ -78,8 +98,11 @@ def test_only_later_minibatches_are_scored_before_the_update(checkpoint, make):
         ({"minibatch": 1, "skip_old_log_probs": True}, []),
     ],
 )
-def test_which_rows_are_scored(checkpoint, options, rows):
-    assert one_step(checkpoint, GRPOConfig(n=4, **options))[3] == rows
+def test_which_rows_are_scored(roles, prompts, options, rows):
+    with counted(roles) as scored:
+        data, _ = step(roles, prompts, GRPOConfig(n=4, **options))
+    assert scored == rows
+    assert "old_log_probs" not in data or data["old_log_probs"].isfinite().all()
 
 
 def test_the_share_of_rows():

@@ -26,16 +26,18 @@ from recipes.forecast import (
     measure_prompts,
     model_size,
     response_lengths,
+    unknown_cpu,
 )
 from recipes.forecast.batch_sizes import MicroBatchSize
-from recipes.forecast.role_memory import held, kv_bytes, updating
+from recipes.forecast.role_memory import held, kv_bytes, scoring, updating, whole_gradients
+from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import update_flops
 from recipes.plan import as_options, fit, main
 from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers.model.lora import add_adapters
-from workers.model.model_config import ModelConfig
+from workers.model.model_config import UNSHARDED, ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
 from workers.training.accounting import required_work
@@ -111,6 +113,66 @@ def test_memory_worked_by_hand():
     assert kv_bytes(config.get_text_config(), 2) == 2 * 2 * 32 * 2
 
 
+def test_what_stays_unsharded_is_counted():
+    """The tiny model over two devices in bfloat16: 2 bytes for each whole weight, 4 for each whole gradient."""
+    config, layout = tiny_config("qwen2_5_vl"), Layout(dp=2)
+    parts, found = [MicroBatchSize(tokens=100, patches=0, logits=10)] * 2, {}
+    for kept in UNSHARDED:
+        compute = ModelConfig(unsharded=kept)
+        size = model_size(config, compute)
+        rest = held("actor", size, compute, layout, H200, trains=True)
+        busy = updating(rest, size, config, compute, layout, H200, parts)
+        found[kept] = (
+            scoring(rest, size, config, compute, layout, H200, parts).copies,
+            busy.gradients,
+            busy.copies - whole_gradients(size, layout, H200, compute) * (busy.activations == 0),
+        )
+    whole = 2 * (size.total)
+    assert [copies for copies, _, _ in found.values()] == [found["nothing"][0], whole, whole, whole]
+    assert found["nothing"][0] < whole
+    assert [gradients for _, gradients, _ in found.values()] == [2 * 140_704] * 3 + [4 * 140_704]
+    assert [copies for _, _, copies in found.values()] == [found["nothing"][2]] * 2 + [whole] * 2
+    reference = held("reference", model_size(config, compute, trains=False), compute, layout, H200, False)
+    assert (reference.weights, reference.copies) == (140_704, 0)  # 2 bytes on two devices
+
+
+def test_passes_without_gradients_have_their_own_micro_batches_and_share():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20, 10, 20), ((),) * 4), (8, 4, 7, 1, 8, 4, 7, 1), samples=2)
+    compute, layout = ModelConfig(token_budget=30), Layout(dp=2)
+    setting = Setting(config, batch, H200, compute, layout, None, reference=True, old_log_probs=0.75, minibatch=2)
+    assert len(setting.scoring_micro_batches) < len(replace(setting, minibatch=None).micro_batches)
+    found = {phase.name: phase for phase in forecast(setting).phases}
+    assert found["old_log_prob"].seconds == pytest.approx(0.75 * found["ref"].seconds)
+    assert found["old_log_prob"].flops == pytest.approx(0.75 * found["ref"].flops)
+    narrow = forecast(replace(setting, compute=replace(setting.compute, scoring_token_budget=30)))
+    activations = [
+        next(role.activations for role in phase.roles if role.role == "reference")
+        for phase in (found["ref"], next(phase for phase in narrow.phases if phase.name == "ref"))
+    ]
+    assert activations[0] > activations[1]
+    adapted = forecast(replace(setting, compute=ModelConfig(lora_rank=8)))
+    assert next(role for role in adapted.phases[0].roles if role.role == "reference").device == 0
+    assert not replace(setting, teacher=True, compute=ModelConfig(lora_rank=8)).base_is_reference
+
+
+def test_the_most_that_fits_stays_unsharded():
+    """By the device's memory; each choice is faster than the one before, and a CPU and a lone device keep nothing."""
+    setting = seven_b(layout=Layout(dp=4), minibatch=8, compute=ModelConfig(token_budget=4096))
+    each = [replace(setting, compute=replace(setting.compute, unsharded=kept)) for kept in UNSHARDED]
+    seconds, memories = [forecast(one).seconds for one in each], [working_memory(one) for one in each]
+    assert seconds == sorted(seconds, reverse=True)
+    chosen = [
+        with_unsharded(replace(setting, device=replace(H200, memory=int(memory / FULL) + 1))).compute.unsharded
+        for memory in (0, *memories)
+    ]
+    assert chosen[0] == "nothing"
+    assert chosen[-1] == "gradients"
+    assert [UNSHARDED.index(one) for one in chosen] == sorted(UNSHARDED.index(one) for one in chosen)
+    assert with_unsharded(replace(setting, layout=Layout())).compute.unsharded == "nothing"
+    assert with_unsharded(replace(setting, device=unknown_cpu())).compute.unsharded == "nothing"
+
+
 def seven_b(**options) -> Setting:
     config = model_config("7b")
     prompts = PromptSizes((361,), (((1, 30, 30),),)).repeated(16)
@@ -136,6 +198,7 @@ def test_fit_chooses_what_fits():
     assert found.setting.layout == Layout(dp=4)
     options = as_options(found.setting)
     assert "--layout.dp 4" in options
+    assert "--unsharded" in options
     assert "memory_share" in options
     assert found.seconds <= (1 + EQUAL) * forecast(seven_b(layout=Layout(dp=4))).seconds
 

@@ -118,6 +118,51 @@ def test_with_adapters_the_reference_is_the_actors_base(checkpoint, model_type):
     assert other.module is not actor.module  # another policy than the base
 
 
+@pytest.mark.parametrize("options", [{"freeze_vision": True}, {"lora_rank": 2}])
+def test_a_tower_that_is_not_trained_runs_once_a_step(checkpoint, options):
+    """Old log-probs, reference and both epochs of the update share its features, whatever the micro-batches are."""
+    config = ActorConfig(checkpoint("qwen2_5_vl"), token_budget=25, scoring_token_budget=40, **options)
+    actor = ActorWorker(config, CPU)
+    reference, plain = reference_worker(config.frozen(), actor), ActorWorker(config, CPU)
+    plain.module.kept = None
+    data, runs = rows(), []
+    for module in {actor.module, reference.module}:
+        tower = module.model.get_submodule(module.family.vision_tower)
+        tower.register_forward_pre_hook(lambda *_, **__: runs.append(1))
+    for _ in range(2):
+        runs.clear()
+        torch.testing.assert_close(
+            actor.log_probs(data)["old_log_probs"], plain.log_probs(data)["old_log_probs"], atol=1e-5, rtol=0
+        )
+        assert len(runs) == len([part for part in actor.model.micro_batches(rows(), backward=False) if part.tower])
+        reference.log_probs(data)
+        ours, theirs = (each.update(data, pg_loss, minibatch=2, epochs=2) for each in (actor, plain))
+        assert len(runs) <= 2  # two images, in one micro-batch or in two
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+    for (name, weight), (_, expected) in zip(actor.named_weights(), plain.named_weights(), strict=True):
+        torch.testing.assert_close(weight, expected, atol=1e-5, rtol=0, msg=name)
+
+
+def test_features_are_kept_of_towers_that_are_not_trained_alone(checkpoint):
+    path = checkpoint("qwen2_5_vl")
+    trained = ActorWorker(ActorConfig(path), CPU)
+    assert trained.module.kept is None
+    assert ActorWorker(ActorConfig(path, lora_rank=2, lora_vision=True), CPU).module.kept is None
+    frozen = ActorWorker(ActorConfig(path, freeze_vision=True), CPU)
+    assert reference_worker(frozen.config.frozen(), frozen).module.kept is frozen.module.kept is not None
+    assert reference_worker(trained.config.frozen(), trained).module.kept is None
+    changed, data = rows(), rows()
+    before = frozen.log_probs(data)["old_log_probs"]
+    media = changed["multi_modal_inputs"]
+    media[0]["pixel_values"].mul_(-1)  # in place: the same memory holds another picture
+    other = frozen.log_probs(changed)["old_log_probs"]
+    assert not torch.equal(other, before)
+    frozen.module.forget_features()
+    assert torch.equal(frozen.log_probs(changed)["old_log_probs"], other)
+    frozen.module.kept.max_bytes = 0  # what is kept is forgotten before a call, never within it
+    torch.testing.assert_close(frozen.log_probs(data)["old_log_probs"], before, atol=1e-5, rtol=0)
+
+
 def test_adapters_are_on_again_after_an_error(checkpoint):
     config = ActorConfig(checkpoint("qwen2_5_vl"), lora_rank=2)
     actor = ActorWorker(config, CPU)

@@ -20,9 +20,11 @@ from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import UNSHARDED
 from workers.model.named_weights import full_tensor
 from workers.parallel.fsdp import sharded_parts
+from workers.ranks.autograd_collectives import local_part
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.reference import reference_worker
 from workers.training.mini_batches import share_out
 
 CPU = torch.device("cpu")
@@ -155,7 +157,23 @@ def one_step_is_the_same(**options):
         torch.testing.assert_close(weights["gradients"][name], weight, atol=1e-6, rtol=0, msg=name)
 
 
+def references_are_the_policy_before_training():
+    """Stored in bfloat16, or the base of an actor that trains adapters: the log-probs of float32 weights, to the bit."""
+    plain, adapted = worker(dtype="bfloat16"), worker(dtype="bfloat16", lora_rank=2)
+    data = share(plain, rows())
+    expected = plain.log_probs(data)["old_log_probs"]
+    for weight in adapted.model.optimizer.parameters:
+        local_part(weight.data).add_(0.1)
+    assert not torch.equal(adapted.log_probs(data)["old_log_probs"], expected)
+    for reference in (reference_worker(each.config.frozen(), each) for each in (plain, adapted)):
+        assert torch.equal(reference.log_probs(data)["ref_log_prob"], expected)
+    assert reference.module is adapted.module
+    separate = reference_worker(plain.config.frozen(), plain).module
+    assert {weight.dtype for weight in separate.parameters()} == {torch.bfloat16}
+
+
 SCENARIOS = {
+    "references": references_are_the_policy_before_training,
     "gradients": gradients_and_collectives,
     "scores": scores_and_gathers,
     "error": an_error_leaves_nothing_behind,

@@ -38,6 +38,7 @@ from workers.ranks.dispatch_modes import (
     split_rows,
 )
 from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
+from workers.training.mini_batches import split_scoring
 
 PACKAGES = ("dataproto", "rollout", "workers", "recipes")
 LOCALHOST = "127.0.0.1"
@@ -318,6 +319,10 @@ class RayFuture:
         return self._error
 
 
+CONTIGUOUS = (split_rows, split_scoring)
+"""Splits whose parts are rows of the caller's batch in order, which messages can name."""
+
+
 class RayGroup:
     """One role on the processes of a pool, with the interface of `LocalGroup`."""
 
@@ -350,7 +355,7 @@ class RayGroup:
             wanted = mode.rank_zero_only or returns_result(pool.layout, rank)
             refs.append(host.call_and_store.remote(self._role, method, stored[part], wanted))
             parts.append(part)
-        counts = row_counts(calls) if mode.split is split_rows else []
+        counts = row_counts(calls) if mode.split in CONTIGUOUS else []
         ranges = row_ranges(counts)
         rows = [ranges[part] for part in parts] if ranges else []
 

@@ -12,6 +12,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
+from workers.model.kept_features import KeptFeatures, Wanted
 from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
 from workers.model.patch_embedding import use_linear_patch_embedding
@@ -111,15 +112,31 @@ class PackedVLM(nn.Module):
         self.tokens = TokenShare()
         self.features: Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] = family.features
         self.score = token_log_probs
+        self.kept: KeptFeatures | None = None  # of a tower that is not trained
 
     def forward(
-        self, rows: PackedRows, media: Mapping[str, Tensor], spans: MediaSpans, entropy: bool = False
+        self,
+        rows: PackedRows,
+        media: Mapping[str, Tensor],
+        spans: MediaSpans,
+        entropy: bool = False,
+        wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``(N,)`` of the rows' response tokens and, with ``entropy``, entropies ``(N,)``."""
+        """Log-probs ``(N,)`` of the rows' response tokens and, with ``entropy``, entropies ``(N,)``.
+
+        With ``wanted``, ``media`` are those whose features are not kept.
+        """
         features = self.features(self.model, media) if media else None
+        if wanted is not None:
+            features = wanted.joined(features)
         mine, spans = self.tokens.rows(rows, spans)
         embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
         return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
+
+    def forget_features(self) -> None:
+        """Forgets kept features; called where a step ends, and where the weights of the tower may change."""
+        if self.kept is not None:
+            self.kept.clear()
 
     def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
         """The decoder's output ``(1, S, H)`` for this process's tokens; ``rows`` are those of `TokenShare.rows`."""

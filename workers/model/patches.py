@@ -46,6 +46,7 @@ REASONS = {
     "workers.parallel.expert": (
         "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."
     ),
+    "workers.parallel.fsdp": "FSDP2 has no function before torch 2.12 that drops gradients which it has not reduced yet.",
     "workers.parallel.pipeline": (
         "Models of transformers have no stages: a rank keeps some layers under their names, and only the last stage runs the "
         "final norm."
@@ -53,6 +54,10 @@ REASONS = {
     "workers.parallel.tensor": (
         "transformers' tensor parallelism replicates the tokens and the vision tower; split layers take the place of whole ones, "
         "and gather the tokens before."
+    ),
+    "workers.training.loading": (
+        "A weight that is never trained is stored in the dtype of the computation, but not all of a model are: `Module.to` casts "
+        "all of them."
     ),
     "workers.roles.critic": "No class of transformers has a vision tower and a value head, so the head for logits is removed.",
 }
@@ -97,6 +102,18 @@ def set_expert_count(experts: nn.Module, count: int) -> None:
 def turn_adapters(layer: nn.Module, attribute: str, off: bool) -> None:
     """Turns the adapters of a layer, peft's or ours, off or on."""
     setattr(layer, attribute, off)
+
+
+def cast_parameter(weight: nn.Parameter, dtype: torch.dtype) -> None:
+    """Keeps a parameter in another dtype, in its place, also where it is tied."""
+    weight.data = weight.data.to(dtype)
+
+
+def drop_unreduced_gradient(weight: Any) -> None:
+    """Drops the gradient that FSDP has added up for one of its parameters without reducing it."""
+    weight.unsharded_accumulated_grad = None
+    if hasattr(weight, "_unsharded_param"):
+        weight._unsharded_param.grad = None
 
 
 def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.patches import drop_unreduced_gradient
 from workers.model.precision import mixed_precision
 from workers.model.recurrent import recurrent_mixers
 from workers.parallel.expert import split_experts
@@ -120,14 +121,12 @@ def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
 
 
 def drop_unreduced_gradients(module: nn.Module) -> None:
-    """Drops the gradients that FSDP has added up without reducing them. It has no public function for that."""
+    """Drops the gradients that FSDP has added up without reducing them."""
     for part in sharded_parts(module):
         state: Any = part._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or (state._fsdp_param_group,)  # one group before torch 2.12
         for weight in (weight for group in groups if group is not None for weight in group.fsdp_params):
-            weight.unsharded_accumulated_grad = None
-            if hasattr(weight, "_unsharded_param"):
-                weight._unsharded_param.grad = None
+            drop_unreduced_gradient(weight)
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

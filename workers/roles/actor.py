@@ -93,6 +93,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         Args:
             params: of this step; without them the configured ones and their schedule.
         """
+        self.module.forget_features()
         return self.model.step(params)
 
     @dispatch("all")
@@ -103,7 +104,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
     @dispatch("all")
     def load_state(self, directory: Path) -> None:
         """Reads what `save_state` wrote, to the last bit, and clears the gradients."""
-        self.model.load(directory)
+        self.load(directory)
 
     def _pass(self, data: DataProto, loss_fn: LossFn, per_token: bool, backward: bool) -> PassOutput:
         model = self.model

@@ -4,9 +4,10 @@ from typing import Any
 
 from dataproto import DataProto
 from workers.model.lora import without_adapters
-from workers.ranks.dispatch_modes import dispatch
+from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.roles.actor import ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+from workers.training.mini_batches import split_scoring
 
 
 class BaseReferenceWorker(ReferenceWorker):
@@ -15,7 +16,7 @@ class BaseReferenceWorker(ReferenceWorker):
     def __init__(self, actor: ActorWorker) -> None:
         self.config, self.model = actor.config, actor.model
 
-    @dispatch("dp")
+    @dispatch(split=split_scoring, join=join_rows)
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
         """As `ReferenceWorker.log_probs`."""
         with without_adapters(self.module.model):
@@ -23,8 +24,14 @@ class BaseReferenceWorker(ReferenceWorker):
 
 
 def reference_worker(config: PolicyConfig, actor: ActorWorker) -> ReferenceWorker:
-    """The reference of ``actor``, on its device and ranks: without a second model if it is the base that the actor adapts."""
+    """The reference of ``actor``, on its device and ranks: without a second model if it is the base that the actor adapts.
+
+    Where the actor does not train its vision tower, both keep the tower's features for each other.
+    """
     adapted: Any = actor.config
     if adapted.lora_rank and config == adapted.frozen():
         return BaseReferenceWorker(actor)
-    return ReferenceWorker(config, actor.model.device, actor.model.ranks)
+    reference = ReferenceWorker(config, actor.model.device, actor.model.ranks)
+    if config.model_path == adapted.model_path and config.dtype == adapted.dtype:
+        reference.module.kept = actor.module.kept  # a tower that is not trained has the same features in both
+    return reference

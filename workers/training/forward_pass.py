@@ -47,9 +47,13 @@ def forward_rows(
     """
     with phase("prepare"):
         packed, inputs, spans = prepare_rows(module, rows, tower)
+        wanted = None
+        if module.kept is not None:
+            wanted = module.kept.wanted(placed_media(module, rows, sharing(module, rows)))
+            inputs = wanted.inputs or dummy_media(module, tower)
         moved, media, places = to_forward(fill_up(packed, length), inputs, spans, device)
     with phase("forward"):
-        scores, entropies = module(moved, media, places, entropy)
+        scores, entropies = module(moved, media, places, entropy, wanted)
     shape = tuple(rows["response_mask"].shape)
     return module.outputs(
         unpack_cells(scores, moved.response_cells, shape),
@@ -93,14 +97,31 @@ def place_media(
 
     With ``tower``, rows without media get a dummy image whose features are not used.
     """
+    media = module.family.distinct_media(placed_media(module, rows, shared), module.model.config)
+    spans = media_spans(packed.token_types, media, packed.cu_seqlens)
+    return media.inputs or dummy_media(module, tower), spans
+
+
+def placed_media(module: PackedVLM, rows: DataProto, shared: Tensor) -> list[RowMedia]:
+    """The media of each packed row: of one that shares its prompt, those behind it."""
     inputs = list(media_of(rows))
     if bool(shared.any()):
         for row, split in enumerate(split_at_prompt(module, rows)):
             if split is not None and shared[row]:
                 inputs[row] = split[1]
-    media = module.family.distinct_media(inputs, module.model.config)
-    spans = media_spans(packed.token_types, media, packed.cu_seqlens)
-    return media.inputs or (module.family.dummy_media(module.model.config) if tower else {}), spans
+    return inputs
+
+
+def dummy_media(module: PackedVLM, tower: bool) -> dict[str, Tensor]:
+    """An image whose features are not used, for a tower that has to run without media."""
+    return module.family.dummy_media(module.model.config) if tower else {}
+
+
+def needs_tower(module: PackedVLM, parts: Sequence[DataProto]) -> list[bool]:
+    """Whether each micro-batch of a call has media whose features are not kept from those before it."""
+    if module.kept is None:
+        return [has_media(part) for part in parts]
+    return module.kept.plan([media_of(part) for part in parts])
 
 
 def to_forward(

@@ -12,9 +12,11 @@ from transformers import AutoConfig, PreTrainedModel
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
+from workers.model.kept_features import KeptFeatures, keeps_features
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.patches import cast_parameter
 from workers.model.precision import compute_dtype
 from workers.model.recurrent import recurrent_mixers
 from workers.parallel import Transform, parallelize
@@ -55,6 +57,8 @@ def load_packed(
     transforms = parallelize(module, ranks, config)
     if one_reads:
         receive(module, weights, device, ranks)
+    if trains and ranks.size("pp") == 1 and keeps_features(model, family):
+        module.kept = KeptFeatures(family, model.config)
     return module, transforms
 
 
@@ -121,7 +125,7 @@ def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> No
         kept |= {id(weight) for name, weight in mixer.named_parameters() if "proj" not in name.partition(".")[0]}
     for weight in model.parameters():
         if id(weight) not in kept and weight.dtype == torch.float32:
-            weight.data = weight.data.bfloat16()
+            cast_parameter(weight, torch.bfloat16)
 
 
 def checkpoint_family(model_path: str) -> VLMFamily:

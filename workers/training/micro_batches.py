@@ -20,7 +20,7 @@ from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
 from dataproto.vlm import MediaSpans
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import has_media, media_of, pack, place_media, sharing, to_forward
+from workers.training.forward_pass import media_of, needs_tower, pack, place_media, sharing, to_forward
 
 NOTHING = slice(0, 0)
 
@@ -58,7 +58,7 @@ def micro_batches(
     parts = [as_index(rows) for rows in plan]
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
-    tower = ranks.any_of([has_media(part) for part in rows], "dp")
+    tower = ranks.any_of(needs_tower(module, rows), "dp")
     lengths = common_lengths(rows, module, ranks)
     return [MicroBatch(*each) for each in zip(indices, rows, tower, lengths, strict=True)]
 
