@@ -1,6 +1,7 @@
 """Whose work is next: deficit round robin, in tokens."""
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -13,7 +14,7 @@ class FairShare(Generic[Item]):
 
     In each round every client that waits gets credit for the same number of tokens, and what it has waiting is chosen as long as
     the credit lasts. The rest of the credit is kept for the next round if more waits. Of clients that always wait, none gets more
-    than another by more than a turn and its largest item.
+    than another by more than a turn and two of its largest items.
 
     >>> share = FairShare[str](10)
     >>> waiting = {"ann": [("a1", 8), ("a2", 8), ("a3", 8)], "ben": [("b1", 25)]}
@@ -42,11 +43,13 @@ class FairShare(Generic[Item]):
         turns = min((-(-tokens // self.turn_tokens) for tokens in missing), default=0)
         chosen: list[Item] = []
         for client, head in heads.items():
-            credit, next_one = credits[client] + turns * self.turn_tokens, head
-            while next_one is not None and next_one[1] <= credit:
-                chosen.append(next_one[0])
-                credit -= next_one[1]
-                next_one = next(queues[client], None)
-            credits[client] = credit if next_one is not None else 0
+            credit = credits[client] + turns * self.turn_tokens
+            credits[client] = 0
+            for item, tokens in chain([head], queues[client]):
+                if tokens > credit:
+                    credits[client] = credit
+                    break
+                chosen.append(item)
+                credit -= tokens
         self._credits = {client: credit for client, credit in credits.items() if credit}
         return chosen
