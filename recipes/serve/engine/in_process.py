@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -268,8 +269,9 @@ class InProcessEngine:
 
 
 def engine_from_json(text: str) -> InProcessEngine:
-    """An engine of options as JSON, as a process gets them: ``models`` (paths by name; null: the name itself) and those of
-    `EngineOptions`.
+    """An engine in this process, of options as JSON.
+
+    They are ``models`` (paths by name; null: the name itself) and those of `EngineOptions`.
 
     Raises:
         InvalidConfig: the text is no such JSON; names what is wrong.
@@ -277,9 +279,16 @@ def engine_from_json(text: str) -> InProcessEngine:
     >>> engine_from_json('{"models": {"tiny": "path/to/tiny"}, "max_models": 8}').options.max_models
     8
     """
+    models, options, _ = read_options(text)
+    return InProcessEngine(models, options)
+
+
+def read_options(text: str, *others: str) -> tuple[dict[str, str], EngineOptions, dict[str, Any]]:
+    """The models, options and ``others`` of JSON. Raises `InvalidConfig`."""
     try:
         given = json.loads(text)
         models = {str(name): str(path or name) for name, path in given.pop("models").items()}
-        return InProcessEngine(models, EngineOptions(**given))
+        rest = {name: given.pop(name) for name in others}
+        return models, EngineOptions(**given), rest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidConfig(f"the options of the engine cannot be read: {error}") from error

@@ -9,7 +9,7 @@ from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.lifecycle import Lifecycle
-from recipes.serve.front.replay import Replay
+from recipes.serve.front.recovery import Recovery
 from recipes.serve.front.sample_queue import Samples
 from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.keys import Keys, read_keys
@@ -45,7 +45,7 @@ class Service:
         self.scheduler = Scheduler(
             self.link, self.database, self.catalogue, self.futures, barriers, config, self.counters
         )
-        self.replay = Replay(self.scheduler, barriers)
+        self.recovery = Recovery(self.scheduler, barriers)
         self.scheduler.on_connected = self._connected
         self.lifecycle = Lifecycle(self.catalogue, self.scheduler, self.samples, self.futures, config)
         self._capabilities: Capabilities | None = None
@@ -53,7 +53,7 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def _connected(self) -> None:
-        await self.replay.run()
+        await self.recovery.run()
         self._capabilities = await self.link.call("describe")
         self._described.set()
         self.samples.ready()

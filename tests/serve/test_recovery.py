@@ -7,7 +7,7 @@ import pytest
 
 from dataproto.errors import CheckpointError
 from helpers.fronts import Front, Recording, drive, until
-from recipes.serve.front import replay
+from recipes.serve.front import recovery
 from recipes.serve.link import EngineLost
 
 POISON = "ppo"  # the loss of a pass at which a call fails as a whole
@@ -15,7 +15,7 @@ POISON = "ppo"  # the loss of a pass at which a call fails as a whole
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(replay, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "FIRST_PAUSE_SECONDS", 0.0)
 
 
 def poisonous(monkeypatch):

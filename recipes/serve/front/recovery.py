@@ -24,7 +24,7 @@ FIRST_PAUSE_SECONDS = 1.0
 """Before the second try; each further pause is twice as long."""
 
 
-class Replay:
+class Recovery:
     """Loads the runs from their snapshots, and carries out the requests behind them again, in the same order and groups.
 
     No limit applies to a request that has been carried out before. An error of the server, such as too little memory, may pass:
