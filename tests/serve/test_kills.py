@@ -15,7 +15,7 @@ import pytest
 import tinker
 from safetensors.numpy import load
 
-from helpers.servers import Server, serving
+from helpers.servers import ENGINE, Server, serving
 from recipes.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -125,7 +125,7 @@ def test_two_running_clients_end_with_the_adapters_of_undisturbed_runs(tmp_path)
 @pytest.mark.timeout(3600)
 def test_thirty_kills_of_a_server_of_the_tiny_model(tmp_path):
     options = json.dumps({"models": {"tiny": str(make_tiny_model(tmp_path / "tiny"))}})
-    settings = {"options_of_engine": options, "factory": "recipes.serve.engine:engine_from_json"}
+    settings = {"options_of_engine": options, "factory": ENGINE}
     compare(tmp_path, "tiny", 100, 30, 12.0, **settings)
 
 

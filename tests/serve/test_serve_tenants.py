@@ -1,6 +1,5 @@
 """Four clients at once on the real engine: each gets what it gets alone."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,8 +7,7 @@ import pytest
 import tinker
 
 from helpers.served_models import png
-from helpers.servers import Server, serving
-from recipes.tiny import make_tiny_model
+from helpers.servers import Server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SECONDS = 600
@@ -18,15 +16,6 @@ TENANTS = ((4, "cross_entropy"), (8, "ppo"), (8, "dro"), (16, "cispo"))
 IMAGE_TOKENS = 4
 ADAM = tinker.AdamParams(learning_rate=2e-3, eps=1e-6, grad_clip_norm=1.0)
 """With the default eps the first steps of a weight are as large for a rounding error as for a gradient."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tenants")
-    options = json.dumps({"models": {"tiny": str(make_tiny_model(directory / "tiny"))}})
-    factory = "recipes.serve.engine:engine_from_json"
-    with serving(directory / "state", options_of_engine=options, factory=factory) as server:
-        yield server
 
 
 def data(number: int, loss: str) -> list[tinker.Datum]:
@@ -67,12 +56,12 @@ def train(server: Server, number: int) -> tuple[list[float], list[np.ndarray], n
         return losses, [each["logprobs"].to_numpy() for each in outputs], np.array(answer.logprobs)
 
 
-def test_four_tenants_at_once_get_what_each_gets_alone(server, monkeypatch):
+def test_four_tenants_at_once_get_what_each_gets_alone(tiny_server, monkeypatch):
     """Within 1e-5; the losses, which are sums over tokens, within 1e-4."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    alone = [train(server, number) for number in range(len(TENANTS))]
+    alone = [train(tiny_server, number) for number in range(len(TENANTS))]
     with ThreadPoolExecutor(len(TENANTS)) as pool:
-        together = list(pool.map(lambda number: train(server, number), range(len(TENANTS))))
+        together = list(pool.map(lambda number: train(tiny_server, number), range(len(TENANTS))))
     for (losses, outputs, answer), (same_losses, same_outputs, same_answer) in zip(together, alone, strict=True):
         assert losses[0] != losses[-1]
         np.testing.assert_allclose(losses, same_losses, atol=1e-4, rtol=0)

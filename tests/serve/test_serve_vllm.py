@@ -7,7 +7,7 @@ import pytest
 import tinker
 
 from helpers.served_models import png
-from helpers.servers import serving
+from helpers.servers import ENGINE, serving
 from recipes.tiny import make_tiny_model
 
 pytestmark = [
@@ -27,10 +27,9 @@ def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("vllm")
     engine = {"sampler": "vllm", "max_context_length": 256, "max_num_seqs": 16, "max_lora_rank": 8, "vllm_adapters": 2}
     options = json.dumps({"models": {"tiny": str(make_tiny_model(directory / "tiny"))}} | engine)
-    factory = "recipes.serve.engine:engine_from_json"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        with serving(directory / "state", options_of_engine=options, factory=factory) as server:
+        with serving(directory / "state", options_of_engine=options, factory=ENGINE) as server:
             yield server
 
 

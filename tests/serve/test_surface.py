@@ -1,7 +1,6 @@
 """Every public method of the SDK's clients works on the server, or fails as a user's error that names the limit; none hangs."""
 
 import inspect
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,6 @@ import tinker
 from tinker.lib.api_future_impl import QueueState
 
 from helpers.served_models import png
-from helpers.servers import serving
-from recipes.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MODEL = "tiny"
@@ -41,19 +38,6 @@ def loss(data: Any, logprobs: Any) -> Any:
 
 def own_loss(logprobs: Any) -> Any:
     return -logprobs.sum(), {}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("surface")
-
-
-@pytest.fixture(scope="module")
-def server(directory):
-    options = json.dumps({"models": {MODEL: str(make_tiny_model(directory / MODEL))}})
-    factory = "recipes.serve.engine:engine_from_json"
-    with serving(directory / "state", options_of_engine=options, factory=factory) as server:
-        yield server
 
 
 def rest_calls(rest: Any, client: Any, session: str, sampler: str) -> dict[str, Callable[[], Any]]:
@@ -148,8 +132,9 @@ def sampling_calls(sampler: Any, key: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def test_every_public_method_answers(server, directory, monkeypatch):
-    monkeypatch.chdir(directory)  # where the client finds the tokenizer by the name of the model
+def test_every_public_method_answers(tiny_server, tiny_path, monkeypatch):
+    server = tiny_server
+    monkeypatch.chdir(tiny_path.parent)  # where the client finds the tokenizer by the name of the model
     for name, value in (("TINKER_TELEMETRY", "0"), ("TINKER_BASE_URL", server.url), ("HF_HUB_OFFLINE", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # where it has been imported already
@@ -182,9 +167,9 @@ def test_every_public_method_answers(server, directory, monkeypatch):
         assert refused[name].startswith(message)
 
 
-def test_what_cannot_be_carried_out_names_the_limit(server, monkeypatch):
+def test_what_cannot_be_carried_out_names_the_limit(tiny_server, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with tinker.ServiceClient(base_url=server.url, api_key=server.key) as service:
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
         client = service.create_lora_training_client(MODEL, rank=2).result()
         sampler = service.create_sampling_client(base_model=MODEL)
         shard = tinker.SamplingParams(max_tokens=1)
