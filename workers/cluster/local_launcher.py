@@ -1,6 +1,10 @@
 """Launches all roles in this process."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
 
 from dataproto.errors import InvalidConfig
 from workers.cluster.local_group import LocalGroup
@@ -35,6 +39,11 @@ def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
     with phase(engine_phase(plan.rollout.engine)):
         rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights))
     return Roles(LocalGroup(actor), rollout, optional)
+
+
+def local_worker(make: Callable[[torch.device | None], Any], stack: ExitStack) -> LocalGroup:
+    """See `workers.cluster.launcher.launch_worker`."""
+    return LocalGroup(make(None))
 
 
 def _reward_worker(reward: RewardFunction | ModelReward, model_path: str) -> RewardWorker:

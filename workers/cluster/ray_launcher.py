@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from math import ceil
 from typing import Any
 
+import torch
+
 from dataproto.errors import InvalidConfig
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
@@ -33,10 +35,7 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
     Raises:
         InvalidConfig: an option is unknown, or the cluster is too small.
     """
-    unknown = sorted(options.keys() - {field.name for field in fields(RayConfig)})
-    if unknown:
-        raise InvalidConfig(f"on='ray' has no options {unknown}: it has {[field.name for field in fields(RayConfig)]}")
-    config = RayConfig(**options)
+    config = _config(options)
     model_processes = plan.layout.world_size + config.rollout_processes
     pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
@@ -57,6 +56,24 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
 
         devices = _num_devices(model_processes, gpus_per_process(config))
         return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, rollout.release, devices)
+
+
+def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
+    """Starts a process with one device. See `workers.cluster.launcher.launch_worker`."""
+    config = _config(options)
+    pickle_unimportable_modules_by_value()
+    stack.enter_context(running_ray(config, 1))
+    pool = RayPool(Layout(), config, new_step_blobs())
+    stack.callback(pool.close)
+    return pool.build("worker", lambda host: make(host.device))
+
+
+def _config(options: dict[str, Any]) -> RayConfig:
+    """Raises `InvalidConfig` for an unknown option."""
+    unknown = sorted(options.keys() - {field.name for field in fields(RayConfig)})
+    if unknown:
+        raise InvalidConfig(f"on='ray' has no options {unknown}: it has {[field.name for field in fields(RayConfig)]}")
+    return RayConfig(**options)
 
 
 def _num_devices(processes: int, gpus: float) -> int:
