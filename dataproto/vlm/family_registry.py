@@ -24,6 +24,7 @@ _SHIPPED = {
     "glm4v_moe": "dataproto.vlm.families.glm4v:GLM4VMoe",
     "glm46v": "dataproto.vlm.families.glm4v:GLM46V",
     "glm46v+glm4v_moe_text": "dataproto.vlm.families.glm4v:GLM46VMoe",
+    "minicpmv4_6": "dataproto.vlm.families.minicpmv4_6:MiniCPMV46",
     "smolvlm": "dataproto.vlm.families.idefics3:SmolVLM",
     "idefics3": "dataproto.vlm.families.idefics3:Idefics3",
     "llama": "dataproto.vlm.families.text_only:Llama",

@@ -25,6 +25,7 @@ from helpers.tiny_models import (
     VIDEO,
     VLM_TYPES,
     expand,
+    forward_media,
     forward_positions,
     gradient_tolerance,
     image_inputs,
@@ -83,7 +84,7 @@ def padded_logits(model, ids, types, mask, media):
         return out
     names = dict.fromkeys(name for row in media for name in row)
     joined = {name: torch.cat([row[name].clone() for row in media if name in row]) for name in names}
-    return model(input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **joined).logits
+    return model(input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **forward_media(joined)).logits
 
 
 def packed_logits(model, rows, media):
