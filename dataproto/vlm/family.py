@@ -66,6 +66,9 @@ class VLMFamily(ForwardCosts):
     auto_model: str = "AutoModelForImageTextToText"
     """The class of transformers that loads the checkpoints; see `model_class`."""
 
+    not_in_vllm: str = ""
+    """Why vLLM cannot sample from these models as the policy does. Empty: it can."""
+
     # Module paths
 
     vision_tower: str | None = "model.visual"

@@ -41,6 +41,7 @@ _REFUSED = {
         "the attention of gpt-oss has a learned sink in every head and a sliding window in every other layer, which packed "
         "attention does not compute"
     ),
+    "kimi_k25": "its attention compresses keys and values, and a head's values are of another size than its keys",
 }
 """Types that transformers builds and no family fits, with the reason."""
 

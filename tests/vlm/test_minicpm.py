@@ -17,6 +17,7 @@ from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.environments import Observation
 from rollout.environments.turn_renderer import TurnRenderer
 from rollout.hf.hf_engine import HFEngine
+from rollout.pretrained import check_in_vllm
 from rollout.prompts import ChunkRenderer, PromptBuilder, SupervisedBuilder, load_image_processor
 
 FAMILY, CONFIG = family_of("minicpmv4_6"), tiny_config("minicpmv4_6")
@@ -115,6 +116,14 @@ def test_what_does_not_fit_is_named():
         FAMILY.distinct_media([inputs | {"image_slices": torch.zeros(1, 2, dtype=torch.int64)}], CONFIG)
     with pytest.raises(MediaMismatch, match="count 96 patches, but there are 64"):
         FAMILY.distinct_media([inputs | {"pixel_values": inputs["pixel_values"][:64]}], CONFIG)
+
+
+@pytest.mark.parametrize("model_type", ["minicpmv4_6", "glm46v"])
+def test_vllm_is_refused_before_it_starts(model_type, tmp_path):
+    tiny_config(model_type).save_pretrained(tmp_path)
+    reason = family_of(model_type).not_in_vllm
+    with pytest.raises(InvalidConfig, match=f"no models of type {model_type}: {reason}; use the hf engine"):
+        check_in_vllm(str(tmp_path))
 
 
 def test_videos_and_images_without_a_known_number_are_refused():

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
-from helpers.tiny_models import WITH_FURTHER_TYPES, TILED, gradient_tolerance, tiny_model
+from helpers.tiny_models import TILED, WITH_FURTHER_TYPES, gradient_tolerance, tiny_model
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker

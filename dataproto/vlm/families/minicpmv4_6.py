@@ -20,8 +20,8 @@ from dataproto.vlm.placeholders import Ids
 
 @dataclass(frozen=True)
 class Slices(MediaLayout):
-    """Patches ``(patches, 3, size, size)`` of all images, one after another, and ``target_sizes (parts, 2)`` int64, rows and columns
-    of patches of each part: of the whole image, then of its slices. Each part is one grid.
+    """Patches ``(patches, 3, size, size)`` of all images, one after another, and ``target_sizes (parts, 2)`` int64, rows and
+    columns of patches of each part: of the whole image, then of its slices. Each part is one grid.
 
     A row also has ``image_slices (images, 2)`` int64, rows and columns of each image's slices, 0 and 0 without slices: the prompt
     depends on it, the tower does not.
@@ -72,7 +72,9 @@ class Slices(MediaLayout):
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         """The upper limit is a number of slices. The processor enlarges every image to about the area of one slice."""
         if not processor.use_image_id:
-            raise InvalidConfig("the image processor has use_image_id=False; prompts of this family number their images")
+            raise InvalidConfig(
+                "the image processor has use_image_id=False; prompts of this family number their images"
+            )
         area = int(processor.scale_resolution) ** 2
         least = area if min_pixels is None else min_pixels
         most = max(least, processor.max_slice_nums * area) if max_pixels is None else max_pixels
@@ -133,6 +135,7 @@ class MiniCPMV46(Qwen35):
 
     model_type = "minicpmv4_6"
     published = ("MiniCPM-V 4.6",)
+    not_in_vllm = "its processor in vLLM takes no choice of the image backend, whose pixels differ from the actor's"
     media_layout = SLICES = Slices()
     image_text = ("<image>", "</image>")
     numbers_images = True
@@ -168,15 +171,15 @@ class MiniCPMV46(Qwen35):
         return (start, end + slices[0], *slices[1:], "</slice>") if slices else (start, end)
 
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
-        """Features ``(F, H)`` after the tower and the merger, of pixels as the tower takes them: ``(1, 3, size, patches * size)``."""
+        """Features ``(F, H)`` after the tower and the merger. The tower takes pixels as ``(1, 3, size, patches * size)``."""
         pixels = media["pixel_values"]
         joined = pixels.permute(1, 2, 0, 3).reshape(1, *pixels.shape[1:3], -1)
         output = model.model.get_image_features(joined, media["target_sizes"], **vision_kwargs)
         return torch.cat(tuple(output.pooler_output))
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
-        """Full attention within a part in every block; after block ``insert_layer_id`` squares of patches are joined, by attention
-        within them and an MLP.
+        """Full attention within a part in every block; after block ``insert_layer_id`` squares of patches are joined, by
+        attention within them and an MLP.
         """
         vision = config.vision_config
         width, inner, depth = int(vision.hidden_size), int(vision.intermediate_size), int(vision.num_hidden_layers)
