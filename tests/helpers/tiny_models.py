@@ -94,9 +94,11 @@ _SPARSE = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
-_GROUPED_EXPERTS = {  # two groups of experts, of which a token is sent to one
+_HALF_ROTATED = {
     "head_dim": 32,
     "rope_parameters": _ROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+}
+_GROUPED_EXPERTS = _HALF_ROTATED | {  # two groups of experts, of which a token is sent to one
     "n_routed_experts": 8,
     "n_group": 2,
     "topk_group": 1,
@@ -108,6 +110,8 @@ _GROUPED_EXPERTS = {  # two groups of experts, of which a token is sent to one
     "use_qk_norm": False,  # as published checkpoints say, for vLLM
 }
 _TEXT = {
+    "glm4v": _HALF_ROTATED,
+    "glm46v": _HALF_ROTATED,
     "glm4v_moe": _GROUPED_EXPERTS,
     "glm46v+glm4v_moe_text": _GROUPED_EXPERTS | {"model_type": "glm4v_moe_text"},
     "qwen3_5": _RECURRENT,
