@@ -46,6 +46,23 @@ def end_ids(generation_config: Any) -> tuple[int, ...]:
     return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
 
 
+def check_in_vllm(model_path: str) -> None:
+    """Raises `InvalidConfig` for a checkpoint of a family from which vLLM does not sample as the policy does, with the reason,
+    and `UnknownModel` for one of no family.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError):
+        return  # vLLM says what is wrong with it
+    family = family_of(config)
+    if family.not_in_vllm:
+        raise InvalidConfig(
+            f"the vLLM engine takes no models of type {family.model_type}: {family.not_in_vllm}; use the hf engine"
+        )
+
+
 def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
     """Tokenizer, image processor and config of a checkpoint directory. The image processor is ``None`` if the model's family
     reads text alone.

@@ -67,8 +67,8 @@ def dense_layer_weights(text: Any) -> int:
 
 
 def sparse_layer_weights(text: Any, layer: int) -> int:
-    """The same in decoder layer number ``layer`` of Qwen3's mixtures of experts: the router, and the experts that the token is sent
-    to. Some layers may be dense.
+    """The same in decoder layer number ``layer`` of Qwen3's mixtures: attention, the router, and the experts that the token is
+    sent to. Some layers may be dense.
     """
     if layer in (text.mlp_only_layers or ()) or (layer + 1) % text.decoder_sparse_step:
         return dense_layer_weights(text)

@@ -66,6 +66,9 @@ class VLMFamily(ForwardCosts):
     auto_model: str = "AutoModelForImageTextToText"
     """The class of transformers that loads the checkpoints; see `model_class`."""
 
+    not_in_vllm: str = ""
+    """Why vLLM cannot sample from these models as the policy does. Empty: it can."""
+
     # Module paths
 
     vision_tower: str | None = "model.visual"
@@ -106,6 +109,8 @@ class VLMFamily(ForwardCosts):
     """Positions are ``(B, 4, L)``: text, time, height, width. If false, they are ``(B, L)``: ranks of tokens."""
     videos_by_frame: bool = False
     """In token ids a video is a sequence of frames, each with start and end tokens, after a text that states its time."""
+    numbers_images: bool = False
+    """The text around an image has its number in the prompt, see `numbered`."""
     frames_as_images: bool = False
     """A video's frames are images among the others, between the texts of `frame_captions`; no input is of videos alone."""
 
@@ -178,13 +183,22 @@ class VLMFamily(ForwardCosts):
 
     def image_texts(self, media: Mapping[str, Any], config: Any) -> list[tuple[str, ...]]:
         """For each image of ``media`` (``multi_modal_inputs``) the texts that the processor puts before, between and after its
-        n runs of placeholders: n + 1 texts. All runs of an image are equally long. Default: `image_text` around one run.
+        n runs of placeholders: n + 1 texts. Default: `image_text` around one run.
         """
         return [self.image_text] * len(self.media_layout.feature_counts("image", media, config))
 
     def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
         """`image_texts` of an image of this size in pixels."""
         return self.image_text
+
+    def run_counts(self, media: Mapping[str, Any], config: Any) -> Ids:
+        """Number of placeholders of each run, of one image after another. Default: all runs of an image are equally long."""
+        runs = np.array([len(texts) - 1 for texts in self.image_texts(media, config)], dtype=np.int64)
+        return np.repeat(self.media_layout.feature_counts("image", media, config) // runs, runs)
+
+    def numbered(self, texts: Sequence[str], number: int) -> tuple[str, ...]:
+        """The `image_texts` of the image that is number ``number`` of its prompt, from 0. Default: the same for all."""
+        return tuple(texts)
 
     def frame_captions(self, seconds: Sequence[float], duration: float) -> list[str]:
         """For a video of n frames at these times, n + 1 texts before, between and after its frames. Only called if
@@ -200,6 +214,7 @@ class VLMFamily(ForwardCosts):
         *,
         encode_text: Callable[[str], Sequence[int]] | None = None,
         seconds: Sequence[Sequence[float]] | None = None,
+        images_before: int = 0,
     ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
         """Replace the one placeholder of each medium by one placeholder per feature.
 
@@ -208,6 +223,7 @@ class VLMFamily(ForwardCosts):
                 because the joined inputs do not tell where an image ends.
             encode_text: text to ids without added special tokens. Required by families with `image_text` or `videos_by_frame`.
             seconds: ``seconds[video][frame]``, see `frame_seconds`. Required for videos by families with `videos_by_frame`.
+            images_before: number of images of the prompt before these ids, for families with `numbers_images`.
 
         Returns:
             Ids ``(P,)`` int64 and token types ``(P,)`` int8.
@@ -226,9 +242,9 @@ class VLMFamily(ForwardCosts):
             if encode_text is None:
                 raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
             texts = [image for part in parts for image in self.image_texts(part, config)]
+            texts = [self.numbered(image, images_before + number) for number, image in enumerate(texts)]
             expanded = enclose(expanded, tokens.image, [[encode_text(text) for text in image] for image in texts])
-            runs = np.array([len(image) - 1 for image in texts])
-            images = np.repeat(images // runs, runs)
+            images = np.concatenate([self.run_counts(part, config) for part in parts])
         return expand_ids(expanded, tokens, images, videos)
 
     def _counts(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:

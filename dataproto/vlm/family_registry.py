@@ -24,6 +24,7 @@ _SHIPPED = {
     "glm4v_moe": "dataproto.vlm.families.glm4v:GLM4VMoe",
     "glm46v": "dataproto.vlm.families.glm4v:GLM46V",
     "glm46v+glm4v_moe_text": "dataproto.vlm.families.glm4v:GLM46VMoe",
+    "minicpmv4_6": "dataproto.vlm.families.minicpmv4_6:MiniCPMV46",
     "smolvlm": "dataproto.vlm.families.idefics3:SmolVLM",
     "idefics3": "dataproto.vlm.families.idefics3:Idefics3",
     "llama": "dataproto.vlm.families.text_only:Llama",
@@ -40,6 +41,7 @@ _REFUSED = {
         "the attention of gpt-oss has a learned sink in every head and a sliding window in every other layer, which packed "
         "attention does not compute"
     ),
+    "kimi_k25": "its attention compresses keys and values, and a head's values are of another size than its keys",
 }
 """Types that transformers builds and no family fits, with the reason."""
 

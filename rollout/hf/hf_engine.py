@@ -337,7 +337,11 @@ class HFEngine:
                 known = "no such parameter" if target is None else f"its shape is {tuple(target.shape)}"
                 raise InvalidConfig(f"weight {name!r} {tuple(tensor.shape)} does not fit the engine's model: {known}")
             first = left.pop(id(target), None) is not None
-            if not first and isinstance(target, Parameter) and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True):
+            if (
+                not first
+                and isinstance(target, Parameter)
+                and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True)
+            ):
                 raise InvalidConfig(f"weight {name!r} was given twice with different values, under this or a tied name")
             target.data.copy_(tensor)
         if left:

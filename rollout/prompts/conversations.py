@@ -117,7 +117,7 @@ class SupervisedBuilder(PromptBuilder):
     ) -> tuple[Ids, npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """Ids, token types and loss mask, all ``(P,)``, with one placeholder per feature."""
         tokens, banned = self.media_tokens, self.family.banned_ids(self.config)
-        parts = []
+        parts, shown = [], 0
         for piece, learned in pieces:
             num_images, num_videos = (
                 sum(token == placeholder for token in piece) for placeholder in (tokens.image, tokens.video)
@@ -131,7 +131,9 @@ class SupervisedBuilder(PromptBuilder):
                 self.config,
                 encode_text=self.encode_text,
                 seconds=[video.seconds for video in own_videos],
+                images_before=shown,
             )
+            shown += num_images
             mask = (~np.isin(expanded, banned) & (types == 0) & learned).astype(np.uint8)
             parts.append((expanded, types, mask))
         ids, types, mask = (np.concatenate(column) for column in zip(*parts))

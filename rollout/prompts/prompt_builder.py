@@ -237,16 +237,16 @@ class PromptBuilder:
     def length(self, conversation: Conversation, raw_ids: Sequence[int], root: Any) -> int:
         """Number of tokens of a conversation, from the headers of its images. A video counts as one token until it is read."""
         length = len(raw_ids)
-        for source in conversation.images:
+        for number, source in enumerate(conversation.images):
             height, width = image_size(source, root)
-            length += self._image_length(height, width) - 1
+            length += self._image_length(height, width, number) - 1
         return length
 
-    def _image_length(self, height: int, width: int) -> int:
-        """Number of tokens of an image of this size: its placeholders and the texts around them."""
+    def _image_length(self, height: int, width: int, number: int) -> int:
+        """Number of tokens of an image of this size, and with this number: its placeholders and the texts around them."""
         processor, options = self.image_processor, self.image_options
         length = self.family.image_tokens(height, width, processor, options, self.config)
-        for text in self.family.size_texts(height, width, processor, options):
+        for text in self.family.numbered(self.family.size_texts(height, width, processor, options), number):
             if text not in self._text_lengths:
                 self._text_lengths[text] = len(self.encode_text(text))
             length += self._text_lengths[text]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
+from rollout.pretrained import check_in_vllm
 from rollout.vllm.versions import error_line, executor, process_settings_kept, set_environment
 
 RECORDING_WORKER = "rollout.vllm.recording_worker.RecordingWorker"
@@ -23,6 +24,7 @@ def start_llm(model_path: str, device: torch.device, options: dict[str, Any]) ->
     Raises:
         InvalidConfig: the options are not supported, or vLLM does not start.
     """
+    check_in_vllm(model_path)
     set_environment()
     from vllm import LLM
 

@@ -154,6 +154,13 @@ def renamed(model: Any, name: str) -> list[str]:
     return names
 
 
+def takes_transposed(model: nn.Module, name: str) -> bool:
+    """Whether checkpoints hold the fused weights of experts as ``(experts, in, out)``; the parameter ``name`` is ``(experts, out,
+    in)``. Before 0.30 vLLM's models did not say so, and those of Qwen3-VL alone were fused.
+    """
+    return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_fused_checkpoint_transposed", True))
+
+
 def clear_kv_cache(worker: Any) -> None:
     """Fills the KV cache with zeros. Attention multiplies masked values by 0, so NaN of an earlier row would spread."""
     layers = list(worker.model_runner.kv_caches)

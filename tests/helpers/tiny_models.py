@@ -21,7 +21,7 @@ MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", 
 VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm")
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
-FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe")
+FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6")
 """Families close to others, whose costly checks are left to the long tests."""
 WITH_FURTHER_TYPES = (*MODEL_TYPES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER_TYPES))
 TILED = ("internvl", "internvl+qwen3_moe", "smolvlm", "idefics3")
@@ -70,9 +70,8 @@ _VISION = {
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() if name != "deepstack_visual_indexes"}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
-_VISION |= dict.fromkeys(
-    GLM_TYPES, {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
-)
+_GLM_VISION = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
+_VISION |= dict.fromkeys(GLM_TYPES, _GLM_VISION)
 TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
@@ -95,9 +94,11 @@ _SPARSE = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
-_GROUPED_EXPERTS = {  # two groups of experts, of which a token is sent to one
+_HALF_ROTATED = {
     "head_dim": 32,
     "rope_parameters": _ROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+}
+_GROUPED_EXPERTS = _HALF_ROTATED | {  # two groups of experts, of which a token is sent to one
     "n_routed_experts": 8,
     "n_group": 2,
     "topk_group": 1,
@@ -106,8 +107,11 @@ _GROUPED_EXPERTS = {  # two groups of experts, of which a token is sent to one
     "moe_intermediate_size": 128,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
+    "use_qk_norm": False,  # as published checkpoints say, for vLLM
 }
 _TEXT = {
+    "glm4v": _HALF_ROTATED,
+    "glm46v": _HALF_ROTATED,
     "glm4v_moe": _GROUPED_EXPERTS,
     "glm46v+glm4v_moe_text": _GROUPED_EXPERTS | {"model_type": "glm4v_moe_text"},
     "qwen3_5": _RECURRENT,
@@ -125,6 +129,8 @@ def tiny_config(model_type: str) -> Any:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     if model_type in TILED:
         return _tiny_idefics3(model_type)
+    if model_type == "minicpmv4_6":
+        return _tiny_minicpm()
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
@@ -173,6 +179,25 @@ def _tiny_internvl(sparse: bool) -> Any:
     )
 
 
+def _tiny_minicpm() -> Any:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+    }
+    return transformers.MiniCPMV4_6Config(
+        text_config=_BASE_TEXT | _RECURRENT | {"model_type": "qwen3_5_text"},
+        vision_config=vision,
+        insert_layer_id=0,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=False,
+    )
+
+
 def _tiny_idefics3(model_type: str) -> Any:
     vision = {
         "hidden_size": 32,
@@ -207,8 +232,8 @@ def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
 def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str = "image") -> dict[str, torch.Tensor]:
     """``multi_modal_inputs`` with random patches. A grid is rows and columns of patches of an image, for videos time first.
 
-    For families with tiles the images become the number of tiles that hold these patches; for a model of text alone there are
-    none.
+    For families with tiles the images become the number of tiles that hold these patches; of MiniCPM's features a side is 4
+    patches, and images of more than 32 patches have two slices besides; for a model of text alone there are none.
     """
     if config.model_type in TEXT_TYPES:
         return {}
@@ -222,10 +247,31 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
             return {"pixel_values": pixels}
         cut = torch.tensor([[1, count - 1] if count > 1 else [0, 0] for count in tiles])
         return {"pixel_values": pixels.unsqueeze(1), "image_tiles": cut}
+    if config.model_type == "minicpmv4_6":
+        return _sliced(vision, grids, generator)
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"
     return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
+
+
+def _sliced(vision: Any, grids: tuple[tuple[int, int], ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    sizes, slices = [], []
+    for rows, columns in grids:
+        fine = rows * columns > 32
+        sizes += [[4 * ceil(rows / 4), 4 * ceil(columns / 4)], *([[4, 4]] * 2 * fine)]
+        slices.append([1, 2] if fine else [0, 0])
+    patches = sum(rows * columns for rows, columns in sizes)
+    pixels = torch.randn(patches, 3, vision.patch_size, vision.patch_size, generator=generator)
+    return {"pixel_values": pixels, "target_sizes": torch.tensor(sizes), "image_slices": torch.tensor(slices)}
+
+
+def forward_media(media: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Media of rows as the forward of Hugging Face takes them: MiniCPM's patches lie beside each other."""
+    if "target_sizes" not in media:
+        return media
+    pixels = media["pixel_values"].permute(1, 2, 0, 3)
+    return {"pixel_values": pixels.reshape(1, *pixels.shape[:2], -1), "target_sizes": media["target_sizes"]}
 
 
 def takes_video(model_type: str) -> bool:

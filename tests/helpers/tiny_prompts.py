@@ -8,6 +8,7 @@ from transformers import Qwen2TokenizerFast
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -23,11 +24,38 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+SPECIAL_ENDS = ("vision_start", "vision_end")
 IDEFICS3_SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 INTERNVL_SPECIAL = (*SPECIAL[:3], "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+MINICPM_SPECIAL = (
+    *SPECIAL[:3],
+    *(f"<{slash}{name}>" for name in ("image", "slice", "image_id") for slash in ("", "/")),
+    *SPECIAL[5:],
+)
+GLM_SPECIAL = (
+    *SPECIAL[:3],
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"),
+)
+NAMED_TOKENS = {  # attributes of published tokenizers, which the processors of vLLM read
+    "<IMG_CONTEXT>": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+    "<slice>": {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        **{
+            f"{name}_{end}_token": f"<{slash}{name}>"
+            for name in ("image", "slice", "image_id")
+            for end, slash in (("start", ""), ("end", "/"))
+        },
+    },
+}
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -48,6 +76,10 @@ TEMPLATE = """\
 INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "{{ '<IMG_CONTEXT>\\n' }}").replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "{{ '<video>\\n' }}"
 )
+GLM_TEMPLATE = TEMPLATE.replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
+).replace("<|vision_start|><|video_pad|><|vision_end|>", "<|begin_of_video|><|video|><|end_of_video|>")
+MINICPM_TEMPLATE = TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
 TEXT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
@@ -65,6 +97,8 @@ IDEFICS3_TEMPLATE = (
 _PROMPTS = {
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     "internvl+qwen3_moe": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
+    **dict.fromkeys(GLM_TYPES, (GLM_SPECIAL, GLM_TEMPLATE)),
+    "minicpmv4_6": (MINICPM_SPECIAL, MINICPM_TEMPLATE),
     "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
     "idefics3": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
 }
@@ -91,6 +125,7 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
         eos_token=special[2],
         pad_token="<|endoftext|>",
         additional_special_tokens=list(special),
+        **next(({"model_specific_special_tokens": NAMED_TOKENS[each]} for each in special if each in NAMED_TOKENS), {}),
     )
     wrapped.chat_template = template
     return wrapped
@@ -105,6 +140,8 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
     if model_type in ("smolvlm", "idefics3"):
         processor = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[model_type]
         return processor(size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE})
+    if model_type == "minicpmv4_6":
+        return MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=TILE, max_slice_nums=4)
     if model_type in GLM_TYPES:
         limits = {"shortest_edge": 64, "longest_edge": 4096}
         return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)
@@ -121,12 +158,15 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
         placeholder = "<IMG_CONTEXT>" if model_type.startswith("internvl") else "<image>"
         config.image_token_id = tokenizer.convert_tokens_to_ids(placeholder)
         return config
-    for token in ("image", "video"):
-        setattr(config, f"{token}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}_pad|>"))
-    enclosed = ("image", "video") if model_type in GLM_TYPES else ("vision",)
-    for kind in enclosed:
-        for end in ("start", "end"):
-            setattr(config, f"{kind}_{end}_token_id", tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>"))
+    if model_type in GLM_TYPES:
+        for kind in ("image", "video"):
+            names = {"token": kind, "start_token": f"begin_of_{kind}", "end_token": f"end_of_{kind}"}
+            for name, token in names.items():
+                setattr(config, f"{kind}_{name}_id", tokenizer.convert_tokens_to_ids(f"<|{token}|>"))
+        return config
+    for name, token in (("image", "image_pad"), ("video", "video_pad"), *(2 * (each,) for each in SPECIAL_ENDS)):
+        if name != token or f"<|{token}|>" in tokenizer.get_vocab():
+            setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}|>"))
     return config
 
 

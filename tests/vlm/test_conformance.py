@@ -25,6 +25,7 @@ from helpers.tiny_models import (
     VIDEO,
     VLM_TYPES,
     expand,
+    forward_media,
     forward_positions,
     gradient_tolerance,
     image_inputs,
@@ -37,7 +38,9 @@ from helpers.tiny_models import (
 from workers.model.recurrent import recurrent_mixers, use_packed_recurrence
 
 model_of = cache(tiny_model)
-every_type = pytest.mark.parametrize("model_type", dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES)))
+every_type = pytest.mark.parametrize(
+    "model_type", dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES))
+)
 with_a_tower = pytest.mark.parametrize("model_type", [*VLM_TYPES, *FURTHER_TYPES, "idefics3"])
 
 GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])
@@ -83,7 +86,9 @@ def padded_logits(model, ids, types, mask, media):
         return out
     names = dict.fromkeys(name for row in media for name in row)
     joined = {name: torch.cat([row[name].clone() for row in media if name in row]) for name in names}
-    return model(input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **joined).logits
+    return model(
+        input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **forward_media(joined)
+    ).logits
 
 
 def packed_logits(model, rows, media):
@@ -313,7 +318,9 @@ def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
     model.save_pretrained(tmp_path)
     converted = dict(family.rollout_weight(name, weight) for name, weight in model.state_dict().items())
     written = load_file(tmp_path / "model.safetensors").keys()
-    if model_type in MOE_TYPES and model_type != "qwen3_vl_moe":  # Hugging Face writes each expert apart, published checkpoints hold them together
+    if (
+        model_type in MOE_TYPES and model_type != "qwen3_vl_moe"
+    ):  # Hugging Face writes each expert apart, published checkpoints hold them together
         written = {name for name in written if ".experts." not in name} | {
             name for name in converted if ".experts." in name
         }
@@ -331,6 +338,6 @@ def test_expert_weights_have_the_layout_of_published_checkpoints(model_type):
     # (experts, hidden, 2 x intermediate) and (experts, intermediate, hidden)
     # which vLLM turns round on loading; those of Qwen3.5 lie as in the model
     published = {"qwen3_vl_moe": {(4, 64, 256), (4, 128, 64)}, "qwen3_5_moe": {(4, 64, 64), (4, 64, 32)}}
-    published |= dict.fromkeys(("glm4v_moe", "glm46v+glm4v_moe_text"), {(8, 256, 64), (8, 64, 128)})
+    published["glm4v_moe"] = published["glm46v+glm4v_moe_text"] = {(8, 256, 64), (8, 64, 128)}
     published["internvl+qwen3_moe"] = {(4, 256, 64), (4, 64, 128)}
     assert shapes == published.get(model_type, set())

@@ -11,7 +11,8 @@ from torch import distributed
 from dataproto.vlm import family_of
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, differences, joined, mixed_rows, run_pass
 from helpers.processes import run_ranks
-from helpers.tiny_models import FURTHER_TYPES, tiny_config, tiny_model
+from helpers.shown_models import LAYOUT_TYPES
+from helpers.tiny_models import tiny_config, tiny_model
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -72,7 +73,7 @@ def learn(path, data, layout=None, updates=2, folder=None, resume=None):
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     found = {}
-    for model_type in FURTHER_TYPES:
+    for model_type in LAYOUT_TYPES:
         config, path = config_of(model_type), tmp_path_factory.mktemp(model_type)
         tiny_model(model_type, config=config).save_pretrained(path)
         data = mixed_rows(config)
@@ -85,7 +86,7 @@ def checkpoints(tmp_path_factory):
 def outcomes(checkpoints, tmp_path_factory):
     cases = {
         (model_type, name): partial(equals_one_process, model_type, LAYOUTS[name])
-        for model_type in FURTHER_TYPES
+        for model_type in LAYOUT_TYPES
         for name in layouts_of(model_type)
     }
     cases |= {
@@ -95,13 +96,13 @@ def outcomes(checkpoints, tmp_path_factory):
     return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize(("model_type", "layout"), [(each, name) for each in FURTHER_TYPES for name in layouts_of(each)])
+@pytest.mark.parametrize(("model_type", "layout"), [(each, name) for each in LAYOUT_TYPES for name in layouts_of(each)])
 def test_two_ranks_compute_what_one_computes(outcomes, model_type, layout):
     for outcome in outcomes[model_type, layout]:
         assert outcome == [], outcome
 
 
-@pytest.mark.parametrize("model_type", FURTHER_TYPES)
+@pytest.mark.parametrize("model_type", LAYOUT_TYPES)
 def test_two_stages_learn_what_one_process_learns_and_their_checkpoint_goes_on(outcomes, checkpoints, model_type):
     path, data, folder = checkpoints[model_type]
     expected = learn(path, data)

@@ -17,10 +17,10 @@ from helpers.layouts import text_rows
 from helpers.tiny_models import (
     END,
     IMAGE,
-    WITH_FURTHER_TYPES,
     START,
     VIDEO,
     VLM_TYPES,
+    WITH_FURTHER_TYPES,
     expand,
     image_inputs,
     takes_video,

@@ -17,6 +17,7 @@ from helpers.batches import padded_log_probs
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows, turn_rows
 from helpers.processes import run_ranks
 from helpers.routes import with_routes
+from helpers.shown_models import PIPELINE_TYPES
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -32,7 +33,7 @@ from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
 FEW = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
-MODELS = (*FEW, "qwen3_vl", "smolvlm", "qwen3")
+MODELS = PIPELINE_TYPES
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 

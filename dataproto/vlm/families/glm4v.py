@@ -1,5 +1,5 @@
-"""GLM-4.1V, 4.5V and 4.6V: patches with grids and multimodal rotary positions as in Qwen2-VL, but images only. Its placeholder of a video frame
-is that of an image, so Hugging Face's forward cannot distinguish the images of a row from its videos.
+"""GLM-4.1V, 4.5V and 4.6V: patches with grids and multimodal rotary positions as in Qwen2-VL, but images only. The placeholder of
+a video frame is that of an image, so Hugging Face's forward cannot distinguish the images of a row from its videos.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,8 @@ from dataproto.errors import InvalidMedia
 from dataproto.vlm.costs import attention_weights, dense_layer_weights, frame_pairs, patch_weights, tower_flops
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media_layout import PatchGrids
+
+NO_CLASS = "vLLM has no class for it; GLM-4.6V is of type glm4v_moe, which it has"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class GLM4V(VLMFamily):
     """GLM-4.1V, and GLM-4.6V-Flash, which is of the same type."""
 
     model_type = "glm4v"
-    published = ("GLM-4.1V-9B", "GLM-4.6V-Flash")
+    published: tuple[str, ...] = ("GLM-4.1V-9B", "GLM-4.6V-Flash")
     media_layout = _ImageGrids()
     mergers = ("model.visual.downsample", "model.visual.merger")
     tensor_plan = (
@@ -75,7 +77,7 @@ class GLM4VMoe(GLM4V):
     """
 
     model_type = "glm4v_moe"
-    published = ("GLM-4.5V", "GLM-4.6V")
+    published: tuple[str, ...] = ("GLM-4.5V", "GLM-4.6V")
     experts = "model.language_model.layers.*.mlp.experts"
     tensor_plan = (
         *DECODER_PLAN,
@@ -97,11 +99,13 @@ class GLM46V(GLM4V):
     """The class of transformers that takes GLM's language models by their type, with the dense one."""
 
     model_type = "glm46v"
-    published = ()
+    published: tuple[str, ...] = ()
+    not_in_vllm = NO_CLASS
 
 
 class GLM46VMoe(GLM4VMoe):
     """The same with the mixture of experts."""
 
     model_type = "glm46v+glm4v_moe_text"
-    published = ()
+    published: tuple[str, ...] = ()
+    not_in_vllm = NO_CLASS

@@ -155,7 +155,7 @@ class Idefics3(VLMFamily):
     """Idefics3."""
 
     model_type = "idefics3"
-    published = ("Idefics3",)
+    published: tuple[str, ...] = ("Idefics3",)
     media_layout = TILES = SquareTiles()
     image_text = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
     typed_content = True
@@ -222,7 +222,7 @@ class SmolVLM(Idefics3):
     """SmolVLM and SmolVLM2: Idefics3 with a smaller tower and more patches joined into a feature, and with videos."""
 
     model_type = "smolvlm"
-    published = ("SmolVLM", "SmolVLM2")
+    published: tuple[str, ...] = ("SmolVLM", "SmolVLM2")
     frames_as_images = True
 
     def frame_captions(self, seconds: Sequence[float], duration: float) -> list[str]:

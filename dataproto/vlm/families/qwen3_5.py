@@ -1,5 +1,6 @@
-"""Qwen3.5, 3.6 and 3.8, which share their classes: three of four decoder layers are recurrent (Gated DeltaNet, arXiv:2412.06464), the others attend, with a gate on their
-output. Tower and prompts are those of Qwen3-VL, without its deep features.
+"""Qwen3.5, and Qwen3.6 and 3.8, which share its classes: three of four decoder layers are recurrent (Gated DeltaNet,
+arXiv:2412.06464), the others attend, with a gate on their output. Tower and prompts are those of Qwen3-VL, without its deep
+features.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class Qwen35(VLMFamily):
     """Qwen3.5, dense, and the dense models of Qwen3.6 and Qwen3.8, whose checkpoints are of the same type."""
 
     model_type = "qwen3_5"
-    published = ("Qwen3.5", "Qwen3.6-27B", "Qwen3.8-27B")
+    published: tuple[str, ...] = ("Qwen3.5", "Qwen3.6-27B", "Qwen3.8-27B")
     videos_by_frame = True
     recurrent_mixers = "model.language_model.layers.*.linear_attn"
     float32_weights = (
@@ -92,7 +93,7 @@ class Qwen35Moe(Qwen35):
     """Qwen3.5 with a mixture of experts in every layer, and one expert that all tokens share."""
 
     model_type = "qwen3_5_moe"
-    published = ("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B")
+    published: tuple[str, ...] = ("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B")
     experts = "model.language_model.layers.*.mlp.experts"
     tensor_plan = (
         *(entry for entry in Qwen35.tensor_plan if ".mlp." not in entry[0]),

@@ -18,7 +18,7 @@ class Qwen3VL(VLMFamily):
     """Qwen3-VL, dense."""
 
     model_type = "qwen3_vl"
-    published = ("Qwen3-VL",)
+    published: tuple[str, ...] = ("Qwen3-VL",)
     mergers = ("model.visual.merger", "model.visual.deepstack_merger_list")
     videos_by_frame = True
 
@@ -71,7 +71,7 @@ class Qwen3VLMoe(Qwen3VL):
     """Qwen3-VL with a mixture of experts."""
 
     model_type = "qwen3_vl_moe"
-    published = ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B")
+    published: tuple[str, ...] = ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B")
     experts = "model.language_model.layers.*.mlp.experts"
     tensor_plan = (*DECODER_PLAN, *EXPERT_PLAN)
 
