@@ -48,6 +48,10 @@ REASONS = {
         "transformers' tensor parallelism replicates the tokens and the vision tower; split layers take the place of whole ones, "
         "and gather the tokens before."
     ),
+    "workers.weights.hollow_model": (
+        "transformers fills models before they are spread over ranks; buffers and adapters need their values, and weights none, "
+        "before that."
+    ),
     "workers.roles.critic": "No class of transformers has a vision tower and a value head, so the head for logits is removed.",
 }
 """Each module that changes others through this file, and why. A test compares the keys with what the modules import."""
@@ -91,6 +95,16 @@ def set_expert_count(experts: nn.Module, count: int) -> None:
 def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
     """Lets ``owner`` find ``weight`` under ``name``, without the checks of a registration."""
     owner._parameters[name] = weight
+
+
+def place_buffer(owner: nn.Module, name: str, value: Tensor) -> None:
+    """Lets ``owner`` find ``value`` under ``name``, which holds a buffer."""
+    owner._buffers[name] = value
+
+
+def keep_value(tensor: Tensor) -> None:
+    """Tells transformers' initialisation to leave a parameter or buffer as it is."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def call_after_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> None:
