@@ -1,7 +1,7 @@
 """Models without memory for their weights, which are spread over ranks first and then filled, each rank with its own parts."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,7 @@ def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, C
         log.warning("%s lacks weights, which are initialised: %s", model_path, ", ".join(absent))
     if sources.unexpected:
         log.warning("%s has weights that are not used: %s", model_path, ", ".join(sources.unexpected))
-    _initialise(model, absent)
+    initialise(model, absent)
     return model.eval(), files, sources
 
 
@@ -88,7 +88,7 @@ def _tied_to_stored(model: PreTrainedModel, sources: WeightSources) -> set[str]:
     return {name for group in names.values() if any(each in sources.stored for each in group) for name in group}
 
 
-def _initialise(model: PreTrainedModel, absent: list[str]) -> None:
+def initialise(model: PreTrainedModel, absent: Sequence[str] = ()) -> None:
     """Gives buffers and the weights ``absent`` their first values on the CPU, as the model's class initialises them."""
     computed = {name for name, _ in model.named_non_persistent_buffers()} | set(absent)
     placed: dict[int, Any] = {}
