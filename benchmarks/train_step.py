@@ -33,7 +33,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # its dataproto.py is not the library
@@ -43,7 +42,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.workload import SIZES, make_batch, model_config, shape_of
+from benchmarks.workload import SIZES, make_batch, model_config, random_weights, shape_of
 from dataproto import DataProto
 from dataproto.vlm import family_of
 from recipes.algorithms.losses import clipped_policy_loss
@@ -98,15 +97,7 @@ class Bench:
             flash_attention=a.flash_attention,
         )
         self.config.save_pretrained(options.model_path)
-        torch.manual_seed(0)
-
-        def random_model(*_: object, **__: object) -> Any:
-            with self.device:
-                return transformers.AutoModelForImageTextToText.from_config(
-                    self.config, attn_implementation="sdpa", dtype=torch.float32
-                )
-
-        with mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model):
+        with random_weights():
             worker = ActorWorker(options, self.device, self.ranks)
         if not a.optimizer:
             worker.model.optimizer.adamw.step = lambda *_: (

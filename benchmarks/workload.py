@@ -1,8 +1,12 @@
 """Models and batches for benchmarks: the sizes of Qwen-VL with random weights, and rows like those of rollouts."""
 
+import contextlib
 import math
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -122,6 +126,33 @@ class Shape:
 
 
 TINY = Shape(text=(5, 30), side=(2, 6), response=(10, 200), typical_response=50, total=410)
+
+
+@contextlib.contextmanager
+def random_weights() -> Iterator[None]:
+    """In here workers load random weights, on their devices, from directories that hold a config alone."""
+    from workers.weights.hollow_model import all_tensors, initialise, local_part
+
+    def hollow_model(path: str, family: Any) -> tuple[Any, None, None]:
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = family.model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        initialise(model)
+        return model.eval(), None, None
+
+    def fill(module: Any, prefix: str, files: None, sources: None, hollow: set[str]) -> None:
+        for name, tensor in all_tensors(module):
+            local, part = local_part(tensor.detach())
+            if name not in hollow or not local.numel():
+                continue
+            torch.manual_seed(zlib.crc32(f"{name} {part}".encode()))  # equal where ranks hold the same part
+            local.normal_(std=0.02) if tensor.ndim > 1 else local.fill_(float(name.endswith("weight")))
+
+    with (
+        mock.patch("workers.training.loading.hollow_model", hollow_model),
+        mock.patch("workers.training.loading.fill", fill),
+    ):
+        yield
 
 
 def shape_of(size: str) -> Shape:

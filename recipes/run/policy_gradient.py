@@ -228,6 +228,8 @@ def prompt_builder(
         data.max_pixels,
         template_arguments={**(template_arguments or {}), **data.template_arguments},
     )
+
+
 def announce_replay(rollout: RolloutConfig, family: VLMFamily, whole: bool) -> None:
     """Says in one line whether the actor of a mixture of experts uses the experts that the engine chose.
 

@@ -59,6 +59,14 @@ REASONS = {
         "A weight that is never trained is stored in the dtype of the computation, but not all of a model are: `Module.to` casts "
         "all of them."
     ),
+    "workers.weights.hollow_model": (
+        "transformers fills models before they are spread over ranks; buffers and adapters need their values, and weights none, "
+        "before that."
+    ),
+    "workers.weights.sharded_export": (
+        "transformers reverts the conversions of a checkpoint's weights by those that the model was loaded with, or looks them "
+        "up in each call; here there is one call for each file."
+    ),
     "workers.roles.critic": "No class of transformers has a vision tower and a value head, so the head for logits is removed.",
 }
 """Each module that changes others through this file, and why. A test compares the keys with what the modules import."""
@@ -119,6 +127,21 @@ def drop_unreduced_gradient(weight: Any) -> None:
 def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
     """Lets ``owner`` find ``weight`` under ``name``, without the checks of a registration."""
     owner._parameters[name] = weight
+
+
+def place_buffer(owner: nn.Module, name: str, value: Tensor) -> None:
+    """Lets ``owner`` find ``value`` under ``name``, which holds a buffer."""
+    owner._buffers[name] = value
+
+
+def keep_value(tensor: Tensor) -> None:
+    """Tells transformers' initialisation to leave a parameter or buffer as it is."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def keep_conversions(model: nn.Module, conversions: list[Any]) -> None:
+    """Tells transformers by which conversions of weights ``model`` was loaded; a checkpoint is written by their reverse."""
+    model._weight_conversions = conversions  # type: ignore[assignment]
 
 
 def call_after_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> None:

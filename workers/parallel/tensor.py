@@ -77,8 +77,6 @@ class TensorParallel(Transform):
         for parent in parents.values():
             call_before_forward(parent, partial(_gather_input, peers=peers))
         module.score = partial(split_token_log_probs, peers=peers)
-        if ranks.size("dp", "sp") == 1:  # otherwise FSDP moves the rest
-            module.to(mesh.device_type)
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up the gradients of parameters that every rank of tp holds whole."""
@@ -268,7 +266,6 @@ class _Split:
                 f"layout.tp={self.peers.size} does not divide dimension {dim} of the parameter {tuple(whole.shape)} of {name}"
             )
         if id(whole) not in self.done:
-            data = whole.detach().to(self.mesh.device_type)
-            part = distribute_tensor(data, self.mesh, [Shard(dim)], src_data_rank=None)
+            part = distribute_tensor(whole.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
             self.done[id(whole)] = whole, nn.Parameter(part, requires_grad=whole.requires_grad)
         return self.done[id(whole)][1]

@@ -308,11 +308,13 @@ class TrainingModel:
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.
 
+        The checkpoint has the dtype that the model computes in, the training state float32.
+
         Raises:
             CheckpointError: a rank could not write.
         """
         if export:
-            self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind)
+            self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind, self.precision.dtype)
         else:
             self.saving.save_training(directory, self.module, self.optimizer, behind)
 
