@@ -403,6 +403,10 @@ class VLMFamily(ForwardCosts):
         """
         return name, weight
 
+    def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+        """The ``multi_modal_inputs`` of a row, under the names and in the shapes of vLLM's model. Default: the same."""
+        return media
+
 
 def pooled(output: Any) -> Tensor:
     """Merged features ``(F, H)`` of a tower's output: a tensor, or an object with ``pooler_output`` (joined or per medium)."""
