@@ -134,6 +134,20 @@ class VLMFamily(ForwardCosts):
         """The modules that choose among the experts of each of `expert_layers`."""
         return [model.get_submodule(f"{name.rpartition('.')[0]}.{self.router}") for name in self.expert_layers(model)]
 
+    def expert_count(self, text: Any) -> int:
+        """The experts that a router chooses among, by the config ``text`` of the language model."""
+        return int(text.num_experts)
+
+    def expert_weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        """The weights ``(S, k)`` that ``router`` gives to the experts ``chosen (S, k)`` int64, by its ``logits (S, E)``.
+
+        By default shares of the softmax over all experts, scaled to a sum of 1 unless the router's config says otherwise.
+        """
+        shares = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, chosen)
+        if getattr(router, "norm_topk_prob", True):
+            shares = shares / shares.sum(-1, keepdim=True)
+        return shares.to(logits.dtype)
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} cannot be changed: override {name!r} in a subclass")
 
@@ -437,6 +451,10 @@ class VLMFamily(ForwardCosts):
         Default: the model's own.
         """
         return name, weight
+
+    def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+        """The ``multi_modal_inputs`` of a row, under the names and in the shapes of vLLM's model. Default: the same."""
+        return media
 
 
 def pooled(output: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """A Hugging Face model with a KV cache: reading prompts, then one token of every row at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dataproto.vlm import media_spans
+from dataproto.vlm import MediaSpans, media_spans
 from dataproto.vlm.family import VLMFamily
 from rollout.continuation import Media, shown_media
 from rollout.hf.batch import Batch, stack_prefixes
@@ -47,6 +48,8 @@ class Decoder:
     family: VLMFamily
     model: Any
     device: torch.device
+    token_budget: int
+    """Tokens of prompts, with padding, that the model reads at a time."""
     recorder: RouteRecorder | None = field(default=None, kw_only=True)
 
     def read(self, requests: Sequence[OpenRequest]) -> Read:
@@ -56,10 +59,10 @@ class Decoder:
         numbers of new tokens: padding behind a prefix would change its state.
         """
         parts: list[Unread] = []
-        prompt_of: dict[tuple[int, ...], int] = {}
+        prompt_of: dict[Hashable, int] = {}
         prompts = []
         for request in requests:
-            key = (id(request.request.input_ids), id(request.prefix), id(request) if request.token_ids else 0)
+            key = _prompt_key(request)
             if key not in prompt_of:
                 prompt_of[key] = len(parts)
                 parts.append(self._unread(request))
@@ -78,16 +81,32 @@ class Decoder:
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
-    def alike(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
-        """The requests in groups that `read` takes."""
+    def groups(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
+        """The requests in groups that `read` takes under the token budget."""
         groups: dict[int, list[OpenRequest]] = {}
         for row in requests:
-            if row.prefix is None:
-                groups.setdefault(-1, []).append(row)
-            else:
-                new = len(row.request.input_ids) + len(row.token_ids) - row.prefix.cached_tokens
-                groups.setdefault(new if self.family.recurrent_mixers is not None else 0, []).append(row)
-        return list(groups.values())
+            recurrent = self.family.recurrent_mixers is not None
+            kind = -1 if row.prefix is None else row.unread_tokens if recurrent else 0
+            groups.setdefault(kind, []).append(row)
+        return [part for rows in groups.values() for part in self._within_budget(rows)]
+
+    def _within_budget(self, rows: list[OpenRequest]) -> list[list[OpenRequest]]:
+        """The rows in groups whose distinct prompts keep the budget with padding, longest first. A longer prompt is alone."""
+        prompts: dict[Hashable, list[OpenRequest]] = {}
+        for row in rows:
+            prompts.setdefault(_prompt_key(row), []).append(row)
+        ordered = sorted(prompts.values(), key=lambda samples: samples[0].unread_tokens, reverse=True)
+        if ordered[0][0].unread_tokens * len(ordered) <= self.token_budget:
+            return [rows]
+        groups: list[list[OpenRequest]] = []
+        count = most = 0
+        for samples in ordered:
+            if count == most:
+                groups.append([])
+                count, most = 0, max(1, self.token_budget // samples[0].unread_tokens)
+            groups[-1] += samples
+            count += 1
+        return groups
 
     def _unread(self, row: OpenRequest) -> Unread:
         request, prefix = row.request, row.prefix
@@ -115,17 +134,30 @@ class Decoder:
         if positions.ndim == 3:
             positions, following = positions.transpose(0, 1), following.transpose(0, 1)
 
-        embeddings, extras = self.embed(ids, types, parts)
+        ids, positions = ids.to(self.device), positions.to(self.device)
         whole = torch.cat([earlier, mask.to(self.device)], dim=1)
-        hidden = self._decode(embeddings, positions.to(self.device), extras, whole, cache)
-        return hidden, whole, following.to(self.device)
+        features, spans = self.media(types, parts)
+        step = length if len(parts) > 1 else min(length, self.token_budget)
+        hidden = []
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            own = spans.window(start, stop) if spans is not None and step < length else spans
+            with self.routed(parts, stop - start):
+                embeddings, extras = self.family.merge(self.model, ids[:, start:stop], features, own)
+                attended = whole[:, : earlier.shape[1] + stop]
+                hidden.append(self._decode(embeddings, positions[..., start:stop], extras, attended, cache))
+        return torch.cat(hidden, dim=1), whole, following.to(self.device)
 
-    def embed(self, ids: Tensor, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embeddings ``(prompts, L, H)`` of tokens ``(prompts, L)`` with the media of the parts, and the decoder's extras."""
+    def media(self, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor | None, MediaSpans | None]:
+        """Features ``(F, levels, H)`` of the media of the parts, and where they are in the tokens ``(prompts, L)``."""
         media = self.family.distinct_media([part.media for part in parts], self.model.config)
         inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
         spans = media_spans(types, media).to(self.device)
-        return self.family.embed(self.model, ids.to(self.device), inputs, spans)
+        return self.family.features(self.model, inputs) if inputs else None, spans
+
+    def routed(self, parts: Sequence[Unread], length: int) -> AbstractContextManager[None]:
+        """A context in which the model reads ``length`` tokens of each part."""
+        return nullcontext()
 
     def _batch(
         self,
@@ -159,6 +191,11 @@ class Decoder:
         return self.family.decode(
             self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
         )
+
+
+def _prompt_key(row: OpenRequest) -> Hashable:
+    """Equal for requests whose prompts are read once for all of them."""
+    return id(row.request.input_ids), id(row.prefix), id(row) if row.token_ids else 0
 
 
 def _pad_left(values: Tensor, length: int) -> Tensor:

@@ -57,6 +57,7 @@ class HFEngine:
         device: torch.device | None = None,
         kept_bytes: int = KEPT_BYTES,
         routed_experts: bool = False,
+        token_budget: int = 16_384,
     ) -> None:
         """Loads the checkpoint at ``model_path``.
 
@@ -65,12 +66,14 @@ class HFEngine:
             dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
             kept_bytes: memory for the caches of finished requests that may be continued.
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
+            token_budget: tokens of prompts, with padding, that the model reads at a time. A longer prompt is read in parts.
 
         Raises:
-            InvalidConfig: ``max_num_seqs`` is below 1, or the checkpoint's ``generation_config.json`` cannot be read.
+            InvalidConfig: ``max_num_seqs`` or ``token_budget`` is below 1, or the checkpoint's ``generation_config.json`` cannot
+                be read.
         """
-        if max_num_seqs < 1:
-            raise InvalidConfig(f"max_num_seqs={max_num_seqs}: must be at least 1")
+        if min(max_num_seqs, token_budget) < 1:
+            raise InvalidConfig(f"max_num_seqs={max_num_seqs} and token_budget={token_budget}: must be at least 1")
         self.device = device or cpu_or_cuda()
         if dtype == "auto":
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
@@ -89,7 +92,7 @@ class HFEngine:
         """Number of prompt tokens that were computed in the engine's life."""
         self._has_weights = True  # false after a `load_weights` that failed
         recorder = RouteRecorder(self.model, self.family) if routed_experts else None
-        self._decoder = Decoder(self.family, self.model, self.device, recorder=recorder)
+        self._decoder = Decoder(self.family, self.model, self.device, token_budget, recorder=recorder)
         self._path = model_path
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}
@@ -190,7 +193,7 @@ class HFEngine:
         for row in chosen:
             if row.prefix is not None and (row.prefix.cache is None or row.scores_prompt):
                 row.prefix = None
-        for rows in self._decoder.alike(chosen):
+        for rows in self._decoder.groups(chosen):
             self._start(rows)
 
     def _start(self, rows: list[OpenRequest]) -> None:

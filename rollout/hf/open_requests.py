@@ -58,6 +58,12 @@ class OpenRequest:
         return self.request.drawn + len(self.token_ids)
 
     @property
+    def unread_tokens(self) -> int:
+        """Number of its tokens so far that are in no cache, if it waits."""
+        cached = 0 if self.prefix is None else self.prefix.cached_tokens
+        return len(self.request.input_ids) + len(self.token_ids) - cached
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log-probs of its prompt are still to be computed."""
         wanted = self.sampling.prompt_log_probs or self.sampling.top_prompt_log_probs > 0

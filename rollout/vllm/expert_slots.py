@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
 from rollout.engine import expert_dtype
 from rollout.vllm.versions import attention_group, model_of, slots_of_request, slots_of_step
 
@@ -22,11 +23,12 @@ class ExpertSlots:
     def __init__(self, worker: Any) -> None:
         """Raises `InvalidConfig` if the kernels of this model do not tell what they choose."""
         runner = worker.model_runner
-        config = runner.model_config.hf_config.get_text_config()
+        whole = runner.model_config.hf_config
+        config = whole.get_text_config()
         layers = routed_layers(model_of(worker))
         self.runner, self.layers = runner, len(layers)
         self.tail = len(layers), int(config.num_experts_per_tok)
-        self.dtype = expert_dtype(int(config.num_experts))
+        self.dtype = expert_dtype(family_of(whole).expert_count(config))
         self.step = torch.zeros(runner.max_num_tokens, *self.tail, dtype=self.dtype, device=runner.device)
         self.slots = self.step[:0]
         self._seen: set[int] = set()

@@ -77,6 +77,16 @@ def process_settings_kept() -> Iterator[None]:
             os.environ["LD_PRELOAD"] = preload
 
 
+def normalized_pixels() -> dict[str, bool]:
+    """The option by which vLLM takes pixels as the image processor makes them. Later versions have some models normalize the
+    pixels, and would normalize those that the training side has processed a second time.
+    """
+    from vllm import EngineArgs
+
+    name = "mm_device_do_normalize"
+    return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
+
+
 def executor(tensor_parallel: int) -> str | None:
     """vLLM's executor: with several processes, the one that reads the launcher's variables (RANK, LOCAL_RANK, ...)."""
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

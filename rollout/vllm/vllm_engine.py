@@ -1,7 +1,7 @@
 """The vLLM engine: in this process, on a CPU or CUDA, with weights that are streamed in place from the actor.
 
 vLLM expands image placeholders and processes images itself, so that its caches identify an image by its content. The tokens that
-it gets are compared with those of the training side before anything is generated.
+it gets are compared with those of the training side before anything is generated. For videos see `rollout.vllm.prepared_media`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class VLLMEngine:
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
-        self.prompts = PromptRenderer(self.llm, int(config.max_model_len), max_images, options["mm_processor_kwargs"])
+        self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()
         self._open: dict[str, EngineRequest] = {}  # that vLLM runs, by the names that it knows them by

@@ -5,16 +5,19 @@ from transformers import AutoConfig
 
 from dataproto import RaggedTensor
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
+from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import tiny_model
 
 
-def with_routes(config, data, seed=0, layers=2):
+def with_routes(config, data, seed=0):
     """The rows with other experts than a router would choose, drawn at random; rows of equal prompts share theirs."""
     text, generator = config.get_text_config(), torch.Generator().manual_seed(seed)
+    layers = text.num_hidden_layers - getattr(text, "first_k_dense_replace", 0)
+    experts = family_of(config).expert_count(text)
 
     def draw(tokens):
-        shares = torch.rand(int(tokens), layers, text.num_experts, generator=generator)
+        shares = torch.rand(int(tokens), layers, experts, generator=generator)
         return shares.topk(text.num_experts_per_tok, dim=-1).indices.to(torch.uint8)
 
     attended, width = data["attention_mask"], data["response_mask"].shape[1]

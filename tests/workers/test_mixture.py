@@ -2,15 +2,18 @@
 within 1e-5 of their norms.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear, silu
 
+from dataproto.vlm import family_of
 from helpers.examples import at_most
 from helpers.tiny_models import MOE_TYPES, tiny_model
-from workers.model.mixture import gate_weights, grouped_experts
+from workers.model.mixture import grouped_experts
 from workers.model.mixture.routing import PackedRouter
 
 
@@ -56,21 +59,31 @@ def test_grouped_products_are_those_of_each_token(tokens, experts, choices, widt
         assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-6
 
 
+def shares_of(model_type, router, logits, experts):
+    """The weights of a token's chosen experts by its logits, in plain arithmetic."""
+    if model_type.startswith("glm"):
+        scores = [1 / (1 + math.exp(-float(logits[expert]))) for expert in experts]
+        scale = router.routed_scaling_factor
+    else:
+        scores, scale = [math.exp(float(logits[expert])) for expert in experts], 1.0
+    return [scale * score / sum(scores) for score in scores]
+
+
 @pytest.mark.parametrize("model_type", MOE_TYPES)
 def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
-    gate = tiny_model(model_type).model.language_model.layers[0].mlp.gate
-    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    model, family = tiny_model(model_type), family_of(model_type)
+    gate = family.routers(model)[0]
+    hidden = torch.randn(5, gate.weight.shape[1], generator=torch.Generator().manual_seed(1))
     logits, weights, chosen = gate(hidden)
-    assert torch.equal(gate_weights(logits, chosen), weights)  # to the last bit
-    router = PackedRouter(gate)
+    assert torch.equal(family.expert_weights(gate, logits, chosen), weights)  # to the last bit
+    router = PackedRouter(gate, family)
     other = (chosen.flip(-1) + 1).remainder(4).to(torch.uint8)
     router.use(other, None)
     _, replayed, used = router(hidden)
     assert used.tolist() == other.tolist()
-    shares = logits.double().softmax(-1)
     for token, experts in enumerate(other.tolist()):
-        expected = shares[token, experts] / shares[token, experts].sum()
-        torch.testing.assert_close(replayed[token], expected.float(), atol=1e-6, rtol=0)
+        expected = torch.tensor(shares_of(model_type, gate, logits[token], experts))
+        torch.testing.assert_close(replayed[token], expected, atol=1e-6, rtol=0)
     replayed[:, 0].sum().backward()
     assert gate.weight.grad.norm() > 1e-3  # through the weights of recorded experts
 

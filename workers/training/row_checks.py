@@ -106,7 +106,7 @@ def check_routed_experts(data: DataProto, module: PackedVLM) -> None:
     require(data, PROMPT_ROUTED_EXPERTS)
     width = data["response_mask"].shape[1]
     attended = data["attention_mask"]
-    experts = int(module.model.config.get_text_config().num_experts)
+    experts = module.family.expert_count(module.model.config.get_text_config())
     for name, mask in (
         (PROMPT_ROUTED_EXPERTS, attended[:, : attended.shape[1] - width]),
         (ROUTED_EXPERTS, attended[:, attended.shape[1] - width :]),

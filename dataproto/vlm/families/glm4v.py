@@ -94,6 +94,17 @@ class GLM4VMoe(GLM4V):
         experts = 3 * int((text.num_experts_per_tok + text.n_shared_experts) * text.moe_intermediate_size)
         return attention_weights(text) + int(text.hidden_size) * (int(text.n_routed_experts) + experts)
 
+    def expert_count(self, text: Any) -> int:
+        """As GLM's configs name it."""
+        return int(text.n_routed_experts)
+
+    def expert_weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Sigmoid scores, without the correction that only chooses, scaled to a sum and by a factor."""
+        scores = logits.sigmoid().gather(-1, chosen)
+        if router.norm_topk_prob:
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return scores * float(router.routed_scaling_factor)
+
 
 class GLM46V(GLM4V):
     """The class of transformers that takes GLM's language models by their type, with the dense one."""

@@ -205,6 +205,15 @@ class Idefics3(VLMFamily):
         features = self.feature_counts(self.dummy_media(config), config)[0]
         return {"processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": features}}
 
+    def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+        """Tiles ``(tiles, 3, size, size)``, all of whose pixels count, and the number of tiles of each image ``(images,)``."""
+        tiles = media["pixel_values"].flatten(0, 1)
+        return {
+            "pixel_values": tiles,
+            "pixel_attention_mask": torch.ones(len(tiles), *tiles.shape[2:], dtype=torch.bool),
+            "num_patches": media["image_tiles"].prod(1) + 1,
+        }
+
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a tile; the connector is one matrix."""
         vision = config.vision_config

@@ -5,6 +5,6 @@ from workers.model.mixture.grouped_experts import (
     fused_module,
     grouped_experts,
 )
-from workers.model.mixture.routing import gate_weights, use_packed_experts
+from workers.model.mixture.routing import use_packed_experts
 
-__all__ = ["compute_grouped", "fused_module", "gate_weights", "grouped_experts", "use_packed_experts"]
+__all__ = ["compute_grouped", "fused_module", "grouped_experts", "use_packed_experts"]

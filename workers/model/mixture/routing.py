@@ -7,6 +7,7 @@ router in either case, so that gradients reach it.
 Letters: S tokens, E experts, k choices, M layers with experts.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def use_packed_experts(model: Any, family: VLMFamily) -> tuple[int, int]:
     routers: dict[str, tuple[PackedRouter, int]] = {}  # by layer
     for number, (name, gate) in enumerate(zip(names, family.routers(model), strict=True)):
         compute_grouped(model.get_submodule(name))
-        router = PackedRouter(gate)
+        router = PackedRouter(gate, family)
         replace_forward(gate, router)
         layer, _, _ = name.removeprefix(f"{family.decoder_layers}.").partition(".")
         routers[layer] = router, number
@@ -40,8 +41,8 @@ def use_packed_experts(model: Any, family: VLMFamily) -> tuple[int, int]:
 class PackedRouter:
     """The forward of a router that may replay recorded choices, and that sends padding nowhere."""
 
-    def __init__(self, router: Any) -> None:
-        self.forward = router.forward
+    def __init__(self, router: Any, family: VLMFamily) -> None:
+        self.forward, self.weights = router.forward, partial(family.expert_weights, router)
         self.use(None, None)
 
     def use(self, recorded: Tensor | None, routed: Tensor | None) -> None:
@@ -53,7 +54,7 @@ class PackedRouter:
         logits, weights, chosen = self.forward(hidden_states)
         if self.recorded is not None:
             chosen = self.recorded.long()
-            weights = gate_weights(logits, chosen)
+            weights = self.weights(logits, chosen)
         if self.routed is not None:
             chosen = chosen.masked_fill(~self.routed[:, None], logits.shape[-1])
         return logits, weights, chosen
@@ -86,15 +87,3 @@ class RoutedLayer:
             return self.forward(*args, **kwargs)
         finally:
             router.use(None, None)
-
-
-def gate_weights(logits: Tensor, chosen: Tensor) -> Tensor:
-    """The weights ``(S, k)`` of chosen experts: their shares of the softmax over all, scaled to a sum of 1.
-
-    The same as the routers of Qwen3-MoE compute for the experts that they choose; ``logits (S, E)``, ``chosen (S, k)`` int64.
-
-    >>> gate_weights(torch.tensor([[1.0, 3.0, 1.0]]).log(), torch.tensor([[1, 2]]))
-    tensor([[0.7500, 0.2500]])
-    """
-    shares = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, chosen)
-    return (shares / shares.sum(-1, keepdim=True)).to(logits.dtype)
