@@ -93,7 +93,7 @@ def read_sizes(engine):
     "any_engine",
     [
         each if each in ("qwen3_vl", "qwen3_5") else pytest.param(each, marks=pytest.mark.long)  # deep features, states
-        for each in MODEL_TYPES
+        for each in WITH_FURTHER_TYPES
     ],
     indirect=True,
 )

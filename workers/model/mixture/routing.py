@@ -10,7 +10,6 @@ Letters: S tokens, E experts, k choices, M layers with experts.
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dataproto.vlm import VLMFamily
