@@ -369,9 +369,9 @@ class VLLMEngine:
         self.memory.has_weights = True
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the engine's weights that differ from the given ones in any element, in the engine's dtype."""
+        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
         (differing,) = self.llm.collective_rpc(differing_parameters, args=(self._checkpoint_weights(weights),))
-        return list(differing)
+        return [*differing, *self.memory.differing_buffers()]
 
     def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return (self.family.rollout_weight(name, weight) for name, weight in weights)
