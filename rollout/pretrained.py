@@ -4,10 +4,17 @@ import os
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from dataproto.vlm import family_of
+from dataproto.vlm import VLMFamily, family_of
 
 IMAGE_BACKEND = "pil"
 """The backend of the image processor, for the actor and every engine: the pixels of PIL and torchvision differ."""
+
+
+def checkpoint_family(model_path: str) -> VLMFamily:
+    """The family of a checkpoint directory. Raises `UnknownModel`."""
+    from transformers import AutoConfig
+
+    return family_of(AutoConfig.from_pretrained(model_path))
 
 
 def generation_config(model_path: str, config: Any) -> Any:

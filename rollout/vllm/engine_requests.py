@@ -94,6 +94,19 @@ class EngineRequest:
         )
 
 
+def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:
+    """The places of requests in an order in which, among ``window`` neighbours, the first request of each prompt comes before the
+    others.
+
+    vLLM keeps a recurrent state at the end of a step. So the first samples of several prompts are read in one step, and the other
+    samples go on from their states; in the order of the prompts, each would wait for the step of its first one.
+    """
+    first = {id(request.input_ids): place for place, request in reversed(list(enumerate(requests)))}
+    return sorted(
+        range(len(requests)), key=lambda place: (place // window, first[id(requests[place].input_ids)] != place)
+    )
+
+
 def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) -> Any:
     """vLLM's settings of a request, whose tokens are sampled by the policy's own sampler."""
     from vllm import SamplingParams as Params

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
-from rollout.pretrained import check_in_vllm
+from rollout.pretrained import check_in_vllm, checkpoint_family
 from rollout.vllm.versions import (
     error_line,
     executor,
     normalized_pixels,
+    prefixes_within_blocks,
     process_settings_kept,
     set_environment,
 )
@@ -52,10 +53,10 @@ def start_llm(model_path: str, device: torch.device, options: dict[str, Any]) ->
     if not on_cuda:
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     try:
-        defaults |= normalized_pixels()
+        defaults |= normalized_pixels() | prefixes_within_blocks(checkpoint_family(model_path))
         with process_settings_kept():
             llm = LLM(model_path, **defaults | options)
-    except (ValueError, TypeError, ImportError, AssertionError) as error:
+    except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
     llm.collective_rpc(use_training_positions)
     (sampler,) = llm.collective_rpc(install)

@@ -11,6 +11,7 @@ import torch
 from torch import distributed, nn
 
 from dataproto.errors import InvalidConfig
+from dataproto.vlm.family import VLMFamily
 
 FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
@@ -33,6 +34,10 @@ EXPERTS_MODULE = ".routed_experts"
 """The module that holds experts from 0.29 on. 0.30 omits it in the names of the weights that it has loaded."""
 EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Weights of experts: names in checkpoints, and in vLLM."""
+
+
+PREFIX_MATCH_UNIT = 16
+"""Tokens; vLLM's block sizes are multiples of it."""
 
 
 def set_environment() -> None:
@@ -85,6 +90,17 @@ def normalized_pixels() -> dict[str, bool]:
 
     name = "mm_device_do_normalize"
     return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
+
+
+def prefixes_within_blocks(family: VLMFamily) -> dict[str, int]:
+    """The option by which vLLM finds a prefix of a model with recurrent layers also inside a block, whose size their states set
+    (528 tokens or more). Earlier versions have none.
+    """
+    from vllm import EngineArgs
+
+    name = "prefix_match_unit"
+    usable = family.recurrent_mixers is not None and name in EngineArgs.__dataclass_fields__
+    return {name: PREFIX_MATCH_UNIT} if usable else {}
 
 
 def executor(tensor_parallel: int) -> str | None:

@@ -28,7 +28,7 @@ from rollout.engine import (
 )
 from rollout.pretrained import end_ids, generation_config
 from rollout.stop_texts import completes_stop_text
-from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, vllm_params
+from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
 from rollout.vllm.startup import RECORDING_WORKER, processor_options, start_llm
@@ -95,6 +95,7 @@ class VLLMEngine:
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
         self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"])
+        self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()
         self._open: dict[str, EngineRequest] = {}  # that vLLM runs, by the names that it knows them by
@@ -252,8 +253,9 @@ class VLLMEngine:
             if not self._open:
                 self._clear_non_finite()
             stop_ids, call = sampling.stop_ids(self.end_ids), next(self._calls)
-            for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
-                stop_id = stop_ids[0] if stop_ids else None
+            stop_id = stop_ids[0] if stop_ids else None
+            for place in first_samples_first(requests, self._window):
+                row, request = rows[place], requests[place]
                 row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
                 name = f"{call}-{place}"
                 try:
@@ -373,9 +375,9 @@ class VLLMEngine:
         self.memory.has_weights = True
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the engine's weights that differ from the given ones in any element, in the engine's dtype."""
+        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
         (differing,) = self.llm.collective_rpc(differing_parameters, args=(self._checkpoint_weights(weights),))
-        return list(differing)
+        return [*differing, *self.memory.differing_buffers()]
 
     def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return (self.family.rollout_weight(name, weight) for name, weight in weights)

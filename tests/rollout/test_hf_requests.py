@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from dataproto.errors import InvalidConfig, InvalidPrompt, MediaMismatch, NonFiniteLogits
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
-from helpers.tiny_models import WITH_FURTHER_TYPES, forward_media, tiny_model
+from helpers.tiny_models import MODEL_TYPES, WITH_FURTHER_TYPES, forward_media, tiny_model
 from helpers.turns import finish, next_turn
 from rollout.engine import Request, SamplingParams
 from rollout.hf import HFEngine
@@ -93,7 +93,7 @@ def read_sizes(engine):
     "any_engine",
     [
         each if each in ("qwen3_vl", "qwen3_5") else pytest.param(each, marks=pytest.mark.long)  # deep features, states
-        for each in WITH_FURTHER_TYPES
+        for each in MODEL_TYPES
     ],
     indirect=True,
 )
