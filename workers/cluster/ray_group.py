@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from workers.ranks.dispatch_modes import (
     row_ranges,
     split_rows,
 )
-from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
+from workers.ranks.failures import FAILURE_GRACE_S, REPORT_GRACE_S, Failure, grace_period
 from workers.training.mini_batches import split_scoring
 
 PACKAGES = ("dataproto", "rollout", "workers", "recipes")
@@ -255,6 +255,21 @@ def last_phases(monitor: Any) -> dict[int, str]:
 def cpus_by_node() -> dict[str, int]:
     """The number of CPUs that Ray counts on each node: the limit of a container, where there is one."""
     return {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}
+
+
+def lost_nodes(ids: Collection[str]) -> list[str]:
+    """Those of the nodes that no longer answer. Ray itself takes seconds to notice that a node is lost."""
+    return sorted(node["NodeID"] for node in ray.nodes() if node["NodeID"] in ids and not _answers(node))
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    if not node["Alive"]:
+        return False
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), FAILURE_GRACE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def get_all(refs: Sequence[ray.ObjectRef]) -> list[Any]:
