@@ -12,8 +12,8 @@ from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, hel
 from recipes.forecast.step_time import (
     engine_of,
     generation_seconds,
-    pass_seconds,
     scoring_flops,
+    scoring_seconds,
     update_flops,
     update_seconds,
 )
@@ -43,6 +43,7 @@ class Setting:
     reference: bool = False
     critic_epochs: int = 0  # 0: no critic
     steps: int = 1
+    data_seconds: float = 0.0  # to read and prepare the prompts of a step, if no other process does
     eval_every: int = 0
     eval_rows: int = 0
     save_every: int = 0
@@ -181,11 +182,12 @@ class StepForecast:
 def forecast(setting: Setting) -> StepForecast:
     """The forecast of a setting; `StepForecast.problems` says what does not fit."""
     resting = _resting(setting)
-    phases = []
+    phases = [Phase("data", setting.data_seconds, 0.0, tuple(resting.values()))] if setting.data_seconds else []
     if setting.engine is not None:
         phases.append(_generation(setting, resting))
     passes = scoring_flops(setting.batch)
-    seconds = pass_seconds(passes, setting.compute, setting.layout, setting.device)
+    place = setting.compute, setting.layout, setting.device
+    seconds = scoring_seconds(setting.batch, *place, len(setting.micro_batches))
     scored = {"old_log_prob": setting.old_log_probs, "ref": setting.reference, "values": bool(setting.critic_epochs)}
     role_of = {"old_log_prob": "actor", "ref": "reference", "values": "critic"}
     for name, wanted in scored.items():

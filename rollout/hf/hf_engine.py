@@ -73,9 +73,23 @@ class HFEngine:
         self.dtype: torch.dtype = getattr(torch, dtype)
         config = AutoConfig.from_pretrained(model_path)
         self.end_ids = end_ids(generation_config(model_path, config))
-        self.family = family_of(config)
-        self.model = self.family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
-        self.model.to(self.device)
+        model = (
+            family_of(config).model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
+        )
+        self._path = model_path
+        self._begin(model.to(self.device), max_num_seqs, kept_bytes)
+
+    @classmethod
+    def of_model(cls, model: Any, max_num_seqs: int = 256) -> "HFEngine":
+        """An engine around a model in memory, which it freezes; it has no end tokens and no tokenizer for stop texts."""
+        engine = cls.__new__(cls)
+        engine.device, engine.dtype, engine.end_ids, engine._path = model.device, model.dtype, (), ""
+        engine._begin(model, max_num_seqs, KEPT_BYTES)
+        return engine
+
+    def _begin(self, model: Any, max_num_seqs: int, kept_bytes: int) -> None:
+        """Sets what depends on the model."""
+        self.family, self.model = family_of(model), model
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
@@ -85,7 +99,6 @@ class HFEngine:
         """Number of prompt tokens that were computed in the engine's life."""
         self._has_weights = True  # false after a `load_weights` that failed
         self._decoder = Decoder(self.family, self.model, self.device)
-        self._path = model_path
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}
         self._batches: list[Batch] = []  # several if rows cannot be added to a batch
