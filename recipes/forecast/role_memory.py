@@ -92,6 +92,8 @@ def updating(
     fullest = max(parts, key=lambda part: part.tokens * per_token.kept + part.patches * per_patch.kept)
     layers = 1 / layout.pp * min(len(parts), layout.pp)  # a stage keeps as many micro-batches as stages follow it
     activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
+    if device.on_cpu and compute.activation_checkpointing == "none":
+        activations += gathered_bytes(config.get_text_config(), device, fullest) * layers / layout.tp
     tower = fullest.patches * (per_patch.kept + per_patch.again) / (layout.tp * layout.sp)
     logits = head_bytes(config.get_text_config(), fullest.logits, size, device, layout) if makes_logits else 0
     if len(parts) == 1 and gradients:  # of the two heights, before and after the decoder's backward pass
@@ -201,6 +203,15 @@ def decoder_bytes(text: Any, size: ModelSize, compute: ModelConfig, device: Devi
         layer = norms + 2 * heads + keys + 4 * wide
     selective = 3 * hidden + 2 * heads + keys + 2 * wide
     return _by_mode(compute, number, int(text.num_hidden_layers), layer, selective, hidden)
+
+
+def gathered_bytes(text: Any, device: Device, part: MicroBatchSize) -> float:
+    """What attention on a CPU keeps beside the activations of each token: keys and values of prompts, gathered for each row that
+    shares them, and the results of segments of equal lengths before they are put together.
+    """
+    number, keys = device.bytes_of_number, 2 * int(text.num_key_value_heads) * head_dim(text)
+    further = max(part.keys - part.tokens, 0)
+    return number * int(text.num_hidden_layers) * (further * keys + part.tokens * attention_width(text))
 
 
 def mlp_width(text: Any) -> int:

@@ -22,8 +22,8 @@ from recipes.forecast.step_time import (
     engine_of,
     gather_seconds,
     generation_seconds,
-    pass_seconds,
     scoring_flops,
+    scoring_seconds,
     update_flops,
     update_seconds,
 )
@@ -55,6 +55,7 @@ class Setting:
     teacher: bool = False  # the reference is another model than the policy
     critic_epochs: int = 0  # 0: no critic
     steps: int = 1
+    data_seconds: float = 0.0  # to read and prepare the prompts of a step, if no other process does
     eval_every: int = 0
     eval_rows: int = 0
     save_every: int = 0
@@ -203,13 +204,14 @@ def forecast(setting: Setting) -> StepForecast:
     """The forecast of a setting, `with_unsharded`; `StepForecast.problems` says what does not fit."""
     setting = with_unsharded(setting)
     resting = _resting(setting)
-    phases = []
+    phases = [Phase("data", setting.data_seconds, 0.0, tuple(resting.values()))] if setting.data_seconds else []
     if setting.engine is not None:
         phases.append(_generation(setting, resting))
     passes = scoring_flops(setting.batch)
     place = setting.compute, setting.layout, setting.device
     gathers = 1 if setting.compute.leaves_unsharded("scoring") else len(setting.scoring_micro_batches)
-    seconds = pass_seconds(passes, *place) + gather_seconds(setting.size, setting.layout, setting.device, gathers)
+    seconds = scoring_seconds(setting.batch, *place, len(setting.scoring_micro_batches))
+    seconds += gather_seconds(setting.size, setting.layout, setting.device, gathers)
     scored = {"old_log_prob": setting.old_log_probs, "ref": setting.reference, "values": bool(setting.critic_epochs)}
     role_of = {"old_log_prob": "actor", "ref": "reference", "values": "critic"}
     for name, share in scored.items():

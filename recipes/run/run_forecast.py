@@ -5,11 +5,8 @@ and, on a CPU whose speed no earlier run has kept, the seconds of the second ste
 """
 
 import contextlib
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -30,6 +27,7 @@ from recipes.forecast import (
 )
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.forecast_table import figures
+from recipes.forecast.process_memory import LIBRARY_PAGES, resident_bytes
 from recipes.run.carried_rollouts import LookAhead
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
@@ -63,7 +61,7 @@ class RunForecast:
         if found is not None:
             print("\n".join(forecast_lines(found)))
             if self.local and found.setting.device.on_cpu:
-                self.process_memory = resident_bytes() + found.memory
+                self.process_memory = resident_bytes() + LIBRARY_PAGES + found.memory
 
     def resolved(self, compute: ModelConfig, layout: Layout) -> ModelConfig:
         """The options with what stays unsharded as the forecast chooses it; they stay open on a CPU and without a forecast."""
@@ -132,15 +130,6 @@ def _median(steps: Sequence[Mapping[str, float]], phase: str) -> float:
 def _name(metric: str) -> str:
     names = {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "device memory, GiB"}
     return names.get(metric) or f"seconds of {metric.removeprefix('timing_s/')}"
-
-
-def resident_bytes(peak: bool = False) -> int:
-    """Bytes of this process in memory, or their peak so far."""
-    if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return resident_bytes(peak=True)
 
 
 @contextlib.contextmanager

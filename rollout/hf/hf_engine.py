@@ -42,6 +42,7 @@ MIN_RUNNING_SHARE = 0.75
 """Once less than this share of a batch runs, finished rows are removed. If more requests wait than there is room for, they start
 once less than this share of ``max_num_seqs`` runs. Both copy the cache.
 """
+TOKEN_BUDGET = 16_384  # tokens of prompts that are read at a time
 KEPT_BYTES = 4 << 30
 """The default memory for caches of finished requests."""
 
@@ -57,7 +58,7 @@ class HFEngine:
         device: torch.device | None = None,
         kept_bytes: int = KEPT_BYTES,
         routed_experts: bool = False,
-        token_budget: int = 16_384,
+        token_budget: int = TOKEN_BUDGET,
     ) -> None:
         """Loads the checkpoint at ``model_path``.
 
@@ -80,9 +81,25 @@ class HFEngine:
         self.dtype: torch.dtype = getattr(torch, dtype)
         config = AutoConfig.from_pretrained(model_path)
         self.end_ids = end_ids(generation_config(model_path, config))
-        self.family = family_of(config)
-        self.model = self.family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
-        self.model.to(self.device)
+        model = (
+            family_of(config).model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
+        )
+        self._path = model_path
+        self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts)
+
+    @classmethod
+    def of_model(cls, model: Any, max_num_seqs: int = 256) -> "HFEngine":
+        """An engine around a model in memory, which it freezes; it has no end tokens and no tokenizer for stop texts."""
+        engine = cls.__new__(cls)
+        engine.device, engine.dtype, engine.end_ids, engine._path = model.device, model.dtype, (), ""
+        engine._begin(model, max_num_seqs, KEPT_BYTES, TOKEN_BUDGET)
+        return engine
+
+    def _begin(
+        self, model: Any, max_num_seqs: int, kept_bytes: int, token_budget: int, routed_experts: bool = False
+    ) -> None:
+        """Sets what depends on the model."""
+        self.family, self.model = family_of(model), model
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
@@ -93,7 +110,6 @@ class HFEngine:
         self._has_weights = True  # false after a `load_weights` that failed
         recorder = RouteRecorder(self.model, self.family) if routed_experts else None
         self._decoder = Decoder(self.family, self.model, self.device, token_budget, recorder=recorder)
-        self._path = model_path
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}
         self._batches: list[Batch] = []  # several if rows cannot be added to a batch

@@ -1,6 +1,7 @@
 """The forecast of a run: counts beside the real model and batch, hand-worked memory, the command, and what it chooses."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -21,6 +22,7 @@ from recipes.forecast import (
     PromptSizes,
     Setting,
     beside_fact,
+    calibrate_cpu,
     forecast,
     forecast_lines,
     measure_prompts,
@@ -29,6 +31,8 @@ from recipes.forecast import (
     unknown_cpu,
 )
 from recipes.forecast.batch_sizes import MicroBatchSize
+from recipes.forecast.calibration import text_rows, timed_rows
+from recipes.forecast.devices import Device, Overheads
 from recipes.forecast.role_memory import held, kv_bytes, scoring, updating, whole_gradients
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import update_flops
@@ -41,6 +45,7 @@ from workers.model.model_config import UNSHARDED, ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
 from workers.training.accounting import required_work
+from workers.training.forward_pass import sharing
 from workers.training.micro_batches import micro_batches
 
 H200 = DEVICES["h200"]
@@ -171,6 +176,46 @@ def test_the_most_that_fits_stays_unsharded():
     assert [UNSHARDED.index(one) for one in chosen] == sorted(UNSHARDED.index(one) for one in chosen)
     assert with_unsharded(replace(setting, layout=Layout())).compute.unsharded == "nothing"
     assert with_unsharded(replace(setting, device=unknown_cpu())).compute.unsharded == "nothing"
+
+
+def test_seconds_of_starting_operations_worked_by_hand():
+    """Two prompts with two samples each, in two micro-batches; an operation takes no time, only starting them does."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1, 2, 2), samples=2)
+    overheads = Overheads(decoded_row=1e-3, learning=0.2, scoring=0.05, optimizer=0.01)
+    device = Device("cpu", 10**9, math.inf, math.inf, math.inf, decode_overhead=0.5, on_cpu=True, overheads=overheads)
+    compute = ModelConfig(token_budget=30)
+    setting = Setting(config, batch, device, compute, reference=True, data_seconds=0.25)
+    assert len(setting.micro_batches) == 2
+    found = {phase.name: phase.seconds for phase in forecast(setting).phases}
+    assert found == pytest.approx(
+        {
+            "data": 0.25,
+            "gen": 0.05 + (0.5 + 0.004) + (0.5 + 0.004) + (0.5 + 0.001),  # 4, 3 and 1 rows run: one of 4 is not removed
+            "ref": 2 * 0.05,
+            "update_actor": 2 * 0.2 + 0.01,
+        }
+    )
+
+
+def test_a_cpu_is_timed_on_rows_like_those_of_the_batch():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1, 2, 2), samples=2)
+    assert timed_rows(batch).lengths.tolist() == [13, 11, 22, 22]
+    module = PackedVLM(tiny_model("qwen2_5_vl"), family_of(config), 1.0)
+    rows = text_rows(module, batch)
+    assert rows["attention_mask"].sum(1).tolist() == [13, 11, 22, 22]
+    assert rows["response_mask"].sum(1).tolist() == [3, 1, 2, 2]
+    assert sharing(module, rows).tolist() == [False, True, False, True]
+    (part,) = batch.micro_batches(1000)
+    assert (part.tokens, part.keys) == (38, 68 + 30)  # the prompts are keys of their samples and of themselves
+    clock = iter(range(10**6))
+    device = calibrate_cpu(batch, lambda: float(next(clock)))  # each call takes a second
+    assert device.on_cpu
+    assert device.overheads.learning == device.overheads.scoring == 1.0
+    assert device.context > 50 * 2**20  # of this process
+    large = replace(batch, prompts=PromptSizes((10**5, 10**5), ((), ())))
+    assert len(timed_rows(large).lengths) == 1
 
 
 def seven_b(**options) -> Setting:
