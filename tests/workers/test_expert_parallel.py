@@ -214,3 +214,9 @@ def test_one_process_goes_on_from_four(outcomes_of_four, checkpoint, saved):
     assert curve[0][0] < before[-1][0]  # it goes down where it stood
     whole = dict(ActorWorker(ActorConfig(str(saved / "huggingface")), CPU).named_weights())
     assert all(torch.equal(weight, whole[name]) for name, weight in outcomes_of_four["learning"][0][2].items())
+
+
+@pytest.mark.long
+def test_compiled_layers_with_split_experts_equal_one_process(tmp_path):
+    compiled = partial(equals_one_process, Layout(dp=2, ep=2), recorded_rows, replay, compile=True)
+    assert run_ranks(2, {"compiled": compiled}, tmp_path) == {"compiled": [[]] * 2}
