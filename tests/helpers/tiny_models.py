@@ -96,6 +96,7 @@ _SPARSE = {
 }
 _HALF_ROTATED = {
     "head_dim": 32,
+    "attention_bias": True,  # as published checkpoints say, for vLLM
     "rope_parameters": _ROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
 }
 _GROUPED_EXPERTS = _HALF_ROTATED | {  # two groups of experts, of which a token is sent to one
