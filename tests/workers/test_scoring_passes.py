@@ -94,7 +94,7 @@ def test_the_reference_stores_bfloat16_alone(checkpoint, model_type):
     assert {weight.dtype for weight in actor.module.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.long)])
 def test_with_adapters_the_reference_is_the_actors_base(checkpoint, model_type):
     """No second model; the same log-probs as with one, to the bit, while the actor's change with its adapters."""
     data = rows(model_type)
@@ -118,7 +118,7 @@ def test_with_adapters_the_reference_is_the_actors_base(checkpoint, model_type):
     assert other.module is not actor.module  # another policy than the base
 
 
-@pytest.mark.parametrize("options", [{"freeze_vision": True}, {"lora_rank": 2}])
+@pytest.mark.parametrize("options", [{"freeze_vision": True}, pytest.param({"lora_rank": 2}, marks=pytest.mark.long)])
 def test_a_tower_that_is_not_trained_runs_once_a_step(checkpoint, options):
     """Old log-probs, reference and both epochs of the update share its features, whatever the micro-batches are."""
     config = ActorConfig(checkpoint("qwen2_5_vl"), token_budget=25, scoring_token_budget=40, **options)
