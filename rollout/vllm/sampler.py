@@ -23,7 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 from dataproto.vlm import family_of
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
-from rollout.vllm.expert_slots import ExpertSlots
+from rollout.vllm.routing import ExpertSlots
 from rollout.vllm.versions import batch_of, model_of
 
 EXTRA_ARGUMENT = "dataproto_request"

@@ -16,7 +16,7 @@ from rollout.vllm.versions import (
     set_environment,
 )
 
-RECORDING_WORKER = "rollout.vllm.recording_worker.RecordingWorker"
+RECORDING_WORKER = "rollout.vllm.routing.recording_worker.RecordingWorker"
 """vLLM's name for the worker that records experts."""
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from rollout.vllm.expert_slots import ExpertSlots
+from rollout.vllm.routing.expert_slots import ExpertSlots
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
