@@ -73,6 +73,10 @@ class VLMFamily(ForwardCosts):
     head: str = "lm_head"
     recurrent_mixers: str | None = None
     """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
+    mutual_images: bool = False
+    """Each token of an image sees all tokens of the image, in decoder layers that are causal otherwise."""
+    numbered_layers: bool = False
+    """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
     float32_weights: tuple[str, ...] = ()
     """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
     unused_weights: tuple[str, ...] = ()
@@ -172,6 +176,10 @@ class VLMFamily(ForwardCosts):
         `frames_as_images`.
         """
         raise NotImplementedError
+
+    def image_placeholder(self, config: Any) -> int | None:
+        """The token that the chat template writes for an image. Default: the one of `media_tokens`, which `expand` repeats."""
+        return self.media_tokens(config).image
 
     def expand(
         self,
@@ -287,6 +295,19 @@ class VLMFamily(ForwardCosts):
         return self.media_layout.smallest(config)
 
     # Forward
+
+    def decoder_masks(
+        self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
+    ) -> Any:
+        """What `decode` takes as ``attention_mask`` for padded rows of which ``embeddings (B, L, H)`` are the last L tokens.
+
+        Args:
+            attention_mask: ``(B, T)`` of all tokens, those in the cache included; token_types ``(B, T)`` too.
+            cache: the ``past_key_values``, before these L tokens are added.
+
+        Default: ``attention_mask``, by which every token sees those before it.
+        """
+        return attention_mask
 
     def features(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, levels, H)`` of images, then videos, with every level that `merge` needs."""

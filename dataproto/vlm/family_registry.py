@@ -18,6 +18,7 @@ _SHIPPED = {
     "qwen3_vl_moe": "dataproto.vlm.families.qwen3_vl:Qwen3VLMoe",
     "qwen3_5": "dataproto.vlm.families.qwen3_5:Qwen35",
     "qwen3_5_moe": "dataproto.vlm.families.qwen3_5:Qwen35Moe",
+    "gemma3": "dataproto.vlm.families.gemma3:Gemma3",
     "internvl": "dataproto.vlm.families.internvl:InternVL",
     "glm4v": "dataproto.vlm.families.glm4v:GLM4V",
     "smolvlm": "dataproto.vlm.families.idefics3:SmolVLM",

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dataproto.vlm import media_spans
+from dataproto.vlm.costs import attention_window
 from dataproto.vlm.family import VLMFamily
 from rollout.continuation import Media, shown_media
 from rollout.hf.batch import Batch, stack_prefixes
@@ -49,8 +50,8 @@ class Decoder:
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
 
-        Either all requests continue a prefix that is cached, or none. Those of a model with recurrent layers then have equal
-        numbers of new tokens: padding behind a prefix would change its state.
+        Either all requests continue a prefix that is cached, or none. Those of a model with recurrent layers or sliding windows
+        then have equal numbers of new tokens: padding behind a prefix would change its state, or take places in the window.
         """
         parts: list[Unread] = []
         prompt_of: dict[tuple[int, ...], int] = {}
@@ -62,24 +63,33 @@ class Decoder:
                 parts.append(self._unread(request))
             prompts.append(prompt_of[key])
         prefixes = [part.prefix for part in parts if part.prefix is not None]
-        config = self.model.config.get_text_config()
         if prefixes:
-            cache, earlier = stack_prefixes(prefixes, config, self.device)
+            cache, earlier = stack_prefixes(prefixes, self._cached_config, self.device)
         else:
-            cache, earlier = DynamicCache(config=config), torch.zeros(len(parts), 0, dtype=torch.int64)
+            cache, earlier = DynamicCache(config=self._cached_config), torch.zeros(len(parts), 0, dtype=torch.int64)
         hidden, mask, following = self.run(parts, cache, earlier.to(self.device))
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
+    @property
+    def _cached_config(self) -> Any:
+        """What tells the cache which layers keep a state. Layers with a sliding window keep every token, as other layers do, so
+        that rows join and leave, and the mask hides what is outside of the window.
+        """
+        text = self.model.config.get_text_config()
+        return text if self.family.recurrent_mixers is not None else None
+
     def alike(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
         """The requests in groups that `read` takes."""
         groups: dict[int, list[OpenRequest]] = {}
+        windowed = attention_window(self.model.config.get_text_config()) is not None
+        unpadded = windowed or self.family.recurrent_mixers is not None
         for row in requests:
             if row.prefix is None:
                 groups.setdefault(-1, []).append(row)
             else:
                 new = len(row.request.input_ids) + len(row.token_ids) - row.prefix.cached_tokens
-                groups.setdefault(new if self.family.recurrent_mixers is not None else 0, []).append(row)
+                groups.setdefault(new if unpadded else 0, []).append(row)
         return list(groups.values())
 
     def _unread(self, row: OpenRequest) -> Unread:
@@ -110,7 +120,9 @@ class Decoder:
 
         embeddings, extras = self.embed(ids, types, parts)
         whole = torch.cat([earlier, mask.to(self.device)], dim=1)
-        hidden = self._decode(embeddings, positions.to(self.device), extras, whole, cache)
+        known = torch.cat([torch.zeros_like(earlier), types.to(earlier)], dim=1)  # images of a prefix end in it
+        shown = self.family.decoder_masks(self.model, embeddings, whole, known, cache)
+        hidden = self._decode(embeddings, positions.to(self.device), extras, shown, cache)
         return hidden, whole, following.to(self.device)
 
     def embed(self, ids: Tensor, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -143,7 +155,7 @@ class Decoder:
         batch.next_position = batch.next_position + 1
 
     def _decode(
-        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Tensor, cache: DynamicCache
+        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Any, cache: DynamicCache
     ) -> Tensor:
         return self.family.decode(
             self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True

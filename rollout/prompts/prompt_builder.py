@@ -215,7 +215,7 @@ class PromptBuilder:
         """Raises `InvalidPrompt` unless the ids have one placeholder for each image and video."""
         tokens = self.media_tokens
         for kind, placeholder, media in (
-            ("image", tokens.image, conversation.images),
+            ("image", self.family.image_placeholder(self.config), conversation.images),
             ("video", tokens.video, conversation.videos),
         ):
             if placeholder is not None and ids.count(placeholder) != len(media):

@@ -16,7 +16,8 @@ from dataproto.vlm import family_of
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
 MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe")
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID_TYPES)
-VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm")
+WINDOWED_TYPES = ("gemma3",)
+VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm", *WINDOWED_TYPES)
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
 TILED = ("internvl", "smolvlm", "idefics3")
@@ -30,6 +31,7 @@ CLASSES = {
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -61,6 +63,7 @@ _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() if name != "deepstack_visual_indexes"}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
 _VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
+WINDOW = 7  # tokens that a query sees in layers with a sliding window: fewer than rows have, and than a prompt with images
 TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
@@ -95,6 +98,8 @@ def tiny_config(model_type: str) -> Any:
     """Hidden 64, 2 decoder layers, 2 heads of 32, 1 key-value head; vision depth 2, 4-pixel patches merged 2 x 2."""
     if model_type == "internvl":
         return _tiny_internvl()
+    if model_type == "gemma3":
+        return _tiny_gemma3()
     if model_type in TEXT_TYPES:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     if model_type in TILED:
@@ -146,6 +151,35 @@ def _tiny_internvl() -> Any:
     )
 
 
+def _tiny_gemma3() -> Any:
+    """A layer with a sliding window, and one without. Images are 16 x 16 pixels, 4 tokens."""
+    windowed = {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    return transformers.Gemma3Config(
+        text_config=_BASE_TEXT | windowed,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=START,
+        eoi_token_index=END,
+        tie_word_embeddings=False,
+    )
+
+
 def _tiny_idefics3(model_type: str) -> Any:
     vision = {
         "hidden_size": 32,
@@ -188,6 +222,8 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     vision = config.vision_config
     grid_thw = torch.tensor([(1, *grid)[-3:] for grid in grids])
     generator = torch.Generator().manual_seed(seed)
+    if config.model_type == "gemma3":  # images of any size become squares of one size
+        return {"pixel_values": torch.randn(len(grids), 3, TILE, TILE, generator=generator)} if grids else {}
     if config.model_type in TILED:
         tiles = [ceil(rows * columns * 16 / TILE**2) for rows, columns in grids]
         pixels = torch.randn(sum(tiles), 3, TILE, TILE, generator=generator)
@@ -215,7 +251,16 @@ def expand(config: Any, ids: list[int], *grids: tuple[int, int], clip: Any = Non
 
 def encode_text(text: str) -> list[int]:
     """Token ids of the text that families insert around media."""
-    return {"<img>": [START], "</img>": [END]}.get(text, [60 + len(text)])
+    if text.strip("\n") in ("<img>", "<start_of_image>"):
+        return [START]
+    if text.strip("\n") in ("</img>", "<end_of_image>"):
+        return [END]
+    return [60 + len(text)] if text.strip("\n") else [59] * len(text)
+
+
+def type_keyword(model_type: str) -> str:
+    """The argument of the forward of Hugging Face that takes token types."""
+    return "token_type_ids" if model_type == "gemma3" else "mm_token_type_ids"
 
 
 def gradient_tolerance(model_type: str) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -28,6 +29,10 @@ IDEFICS3_SPECIAL = (
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 INTERNVL_SPECIAL = (*SPECIAL[:3], "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+GEMMA_SPECIAL = (
+    *("<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("\n" * count for count in range(1, 5)),  # one token for each run of line breaks, as in the published vocabulary
+)
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -62,7 +67,17 @@ IDEFICS3_TEMPLATE = (
     "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+# That of Gemma 3's published checkpoints, without its first token and without a system message.
+GEMMA_TEMPLATE = (
+    "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}{%- set role = 'model' -%}"
+    "{%- else -%}{%- set role = message['role'] -%}{%- endif -%}{{ '<start_of_turn>' + role + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}{%- else -%}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<end_of_turn>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
 _PROMPTS = {
+    "gemma3": (GEMMA_SPECIAL, GEMMA_TEMPLATE),
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
     "idefics3": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
@@ -88,7 +103,7 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
     wrapped = Qwen2TokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=special[2],
-        pad_token="<|endoftext|>",
+        pad_token=special[0],
         additional_special_tokens=list(special),
     )
     wrapped.chat_template = template
@@ -99,6 +114,8 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
     """An image processor with 4-pixel patches merged 2 x 2: an image of 16 x 16 pixels has 4 tokens. None for text alone."""
     if model_type in TEXT_TYPES:
         return None
+    if model_type == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE})
     if model_type == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     if model_type in ("smolvlm", "idefics3"):
@@ -115,6 +132,10 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     tokenizer, config = tiny_tokenizer(model_type), tiny_config(model_type)
     config.get_text_config().vocab_size = len(tokenizer)
     if model_type in TEXT_TYPES:
+        return config
+    if model_type == "gemma3":
+        for name, token in (("image", "image_soft_token"), ("boi", "start_of_image"), ("eoi", "end_of_image")):
+            setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<{token}>"))
         return config
     if model_type in TILED:
         placeholder = "<IMG_CONTEXT>" if model_type == "internvl" else "<image>"

@@ -12,6 +12,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
+from workers.model.image_blocks import image_blocks
 from workers.model.logprobs import token_log_probs
 from workers.model.patch_embedding import use_linear_patch_embedding
 from workers.model.recurrent import use_packed_recurrence
@@ -115,6 +116,7 @@ class PackedVLM(nn.Module):
 
     def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
         """The decoder's output ``(1, S, H)`` for this process's tokens; ``rows`` are those of `TokenShare.rows`."""
+        blocks = {"image_blocks": image_blocks(rows)} if self.family.mutual_images else {}
         return self.family.decode(
             self.model,
             embeddings,
@@ -126,6 +128,7 @@ class PackedVLM(nn.Module):
             max_length_q=rows.max_length,
             max_length_k=rows.key_max_length,
             key_index=rows.key_index,
+            **blocks,
             **self.tokens.attention(),
         )
 

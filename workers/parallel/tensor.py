@@ -171,12 +171,12 @@ class HeadsLinear(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """A part of the vocabulary: ``weight (V, H)`` split along ``V``; ranks add zero for tokens of other parts.
 
-    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``.
+    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``, times ``scale``.
     """
 
-    def __init__(self, weight: nn.Parameter, padding_idx: int | None, peers: Peers) -> None:
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None, scale: float, peers: Peers) -> None:
         super().__init__()
-        self.weight, self.padding_idx, self.peers = weight, padding_idx, peers
+        self.weight, self.padding_idx, self.scale, self.peers = weight, padding_idx, scale, peers
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = local_part(self.weight)
@@ -187,7 +187,8 @@ class VocabularyEmbedding(nn.Module):
         found = embedding(torch.where(inside, ids - first, 0), weight)
         if self.padding_idx is not None:
             found = torch.where(frozen[..., None], found.detach(), found)
-        return _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
+        embeddings = _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
+        return embeddings if self.scale == 1.0 else embeddings * torch.tensor(self.scale).to(embeddings)
 
 
 def _gather_input(
@@ -230,7 +231,8 @@ class _Split:
     def layer(self, name: str, layer: Any, style: str, parent: Any) -> nn.Module:
         """The split layer that replaces ``layer``, a child of ``parent``."""
         if style == "vocabulary":
-            return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, self.peers)
+            scale = getattr(layer, "scalar_embed_scale", 1.0)
+            return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, scale, self.peers)
         if style == "recurrent":
             return self._recurrent(layer)
         if style == "rowwise":

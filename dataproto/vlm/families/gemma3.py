@@ -1,0 +1,186 @@
+"""Gemma 3 with images: every image has the same size and number of tokens, which see each other; most layers have a sliding
+window and rotary angles of their own. Positions are one-dimensional.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.media_layout import MediaLayout
+from dataproto.vlm.placeholders import Ids
+
+MAX_NEWLINES = 31
+"""The longest run of line breaks that is one token of Gemma's vocabulary."""
+
+
+@dataclass(frozen=True)
+class Squares(MediaLayout):
+    """Images ``(images, 3, size, size)``, each of which is one grid of patches."""
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Pixels of images. There are no videos: prompts show their frames as images."""
+        return ("pixel_values",) if kind == "image" else ()
+
+    def merge_size(self, config: Any) -> int:
+        """Patches along each side of a square whose mean becomes a feature."""
+        return patches_per_side(config) // math.isqrt(int(config.mm_tokens_per_image))
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """One grid per image."""
+        pixels = inputs.get("pixel_values") if kind == "image" else None
+        size, side = int(config.vision_config.image_size), patches_per_side(config)
+        if pixels is not None and tuple(pixels.shape[1:]) != (3, size, size):
+            raise MediaMismatch(f"images {tuple(pixels.shape)} are not (images, 3, {size}, {size})")
+        return torch.tensor([[1, side, side]]).expand(0 if pixels is None else len(pixels), 3)
+
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """The same number for each image."""
+        return np.full(len(self.grids(kind, inputs, config)), int(config.mm_tokens_per_image), dtype=np.int64)
+
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """Images have one size, so there are no limits to keep; crops beside the image ("pan and scan") are off."""
+        if min_pixels is not None or max_pixels is not None:
+            size = processor.size
+            raise InvalidConfig(
+                f"min_pixels={min_pixels} and max_pixels={max_pixels}: models of this family see every image in "
+                f"{size['height']} x {size['width']} pixels; leave the limits out"
+            )
+        return {"do_pan_and_scan": False}
+
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """The same number for each size."""
+        if min(height, width) <= 0:
+            raise InvalidMedia(f"image of height {height} and width {width} is empty")
+        return int(config.mm_tokens_per_image)
+
+    def smallest(self, config: Any) -> dict[str, Tensor]:
+        """One image."""
+        size = int(config.vision_config.image_size)
+        return {"pixel_values": torch.zeros(1, 3, size, size)}
+
+
+def patches_per_side(config: Any) -> int:
+    """Patches along each side of an image."""
+    return int(config.vision_config.image_size) // int(config.vision_config.patch_size)
+
+
+class Gemma3(VLMFamily):
+    """Gemma 3 with a vision tower."""
+
+    model_type = "gemma3"
+    media_layout = Squares()
+    image_text = ("\n\n<start_of_image>", "<end_of_image>\n\n")
+    mrope = False
+    mutual_images = True
+    numbered_layers = True
+    vision_tower = "model.vision_tower"
+    vision_blocks = "model.vision_tower.encoder.layers"
+    mergers = ("model.multi_modal_projector",)
+
+    def image_placeholder(self, config: Any) -> int:
+        """The start token, to which `expand` adds the image's tokens and the end token."""
+        return int(config.boi_token_id)
+
+    def banned_ids(self, config: Any) -> tuple[int, ...]:
+        """The token of features, and those before and after them."""
+        return tuple(sorted({config.image_token_id, config.boi_token_id, config.eoi_token_id}))
+
+    def expand(
+        self,
+        ids: Sequence[int] | Ids,
+        media: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        config: Any,
+        *,
+        encode_text: Callable[[str], Sequence[int]] | None = None,
+        seconds: Sequence[Sequence[float]] | None = None,
+    ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
+        """As `VLMFamily.expand`. The line breaks around an image join those of the prompt in one token, as if the whole text were
+        tokenized.
+        """
+        found = np.asarray(ids, dtype=np.int64)
+        found = np.where(found == config.boi_token_id, config.image_token_id, found)
+        whole, types = super().expand(found, media, config, encode_text=encode_text, seconds=seconds)
+        return (whole, types) if encode_text is None or not types.any() else join_newlines(whole, types, encode_text)
+
+    def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
+        """Features ``(F, H)`` after the tower, the means over squares of patches, and the projection."""
+        output = model.model.get_image_features(media["pixel_values"], return_dict=True, **vision_kwargs)
+        features: Tensor = output.pooler_output.flatten(0, 1)
+        return features
+
+    def decoder_masks(
+        self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
+    ) -> Any:
+        """Masks by kind of layer, in which tokens of an image see each other."""
+        return model.create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=embeddings,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=None,
+            token_type_ids=token_types,
+        )
+
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The number of tokens of an image."""
+        settings = {"processor_class": "Gemma3Processor", "image_seq_length": int(config.mm_tokens_per_image)}
+        return {"processor_config.json": settings}
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Full attention within an image, an MLP of two layers, and one matrix for each feature."""
+        vision = config.vision_config
+        width, depth = int(vision.hidden_size), int(vision.num_hidden_layers)
+        patches = grids.prod(-1)
+        embedding = width * int(vision.num_channels) * int(vision.patch_size) ** 2
+        block = 4 * width**2 + 2 * width * int(vision.intermediate_size)
+        features = patches // self.merge_size(config) ** 2
+        linear = patches * (embedding + depth * block) + features * width * int(config.text_config.hidden_size)
+        return torch.stack([2 * linear, 4 * width * depth * patches**2], dim=1)
+
+    def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
+        """Published checkpoints keep the names from when the output projection belonged to the language model."""
+        for old, new in (
+            ("lm_head.", "language_model.lm_head."),
+            ("model.language_model.", "language_model.model."),
+            ("model.", ""),
+        ):
+            if name.startswith(old):
+                return new + name.removeprefix(old), weight
+        return name, weight
+
+
+def join_newlines(
+    ids: Ids, types: np.ndarray[Any, np.dtype[np.int8]], encode_text: Callable[[str], Sequence[int]]
+) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
+    """Neighbouring tokens of line breaks as the tokens of all these line breaks together.
+
+    >>> tokens = {"\\n": [1], "\\n\\n": [2], "\\n\\n\\n": [3]}
+    >>> ids, types = np.array([9, 1, 2, 7, 7]), np.array([0, 0, 0, 1, 1], dtype=np.int8)
+    >>> join_newlines(ids, types, lambda text: tokens.get(text, [0, 0]))
+    (array([9, 3, 7, 7]), array([0, 0, 1, 1], dtype=int8))
+    """
+    codes = ((list(encode_text("\n" * count)), count) for count in range(1, MAX_NEWLINES + 1))
+    counts = {code[0]: count for code, count in codes if len(code) == 1}
+    kept: list[int] = []
+    kinds: list[int] = []
+    run = 0
+    for token, kind in [*zip(ids.tolist(), types.tolist(), strict=True), (None, 0)]:
+        if token in counts:
+            run += counts[token]
+            continue
+        if run:
+            joined = list(encode_text("\n" * run))
+            kept, kinds, run = kept + joined, kinds + [0] * len(joined), 0
+        if token is not None:
+            kept.append(token)
+            kinds.append(kind)
+    return np.array(kept, dtype=np.int64), np.array(kinds, dtype=np.int8)
