@@ -215,10 +215,24 @@ class VLMFamily(ForwardCosts):
             if encode_text is None:
                 raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
             texts = [image for part in parts for image in self.image_texts(part, config)]
-            expanded = enclose(expanded, tokens.image, [[encode_text(text) for text in image] for image in texts])
+            expanded = self.place_texts(expanded, texts, config, encode_text)
             runs = np.array([len(image) - 1 for image in texts])
             images = np.repeat(images // runs, runs)
         return expand_ids(expanded, tokens, images, videos)
+
+    def place_texts(
+        self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
+    ) -> Ids:
+        """Prompt ids with the `image_texts` of each image in the place of its placeholder, and a placeholder between each two of
+        them. Default: the texts are tokenized alone. Raises `MediaMismatch`.
+        """
+        placeholder = self.media_tokens(config).image
+        assert placeholder is not None
+        return enclose(ids, placeholder, [[encode_text(text) for text in image] for image in texts])
+
+    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
+        """How many tokens fewer `place_texts` makes of prompt ids than the prompt and the texts have alone. Default: 0."""
+        return 0
 
     def _counts(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:
         counts = [self.media_layout.feature_counts(kind, part, config) for part in media]

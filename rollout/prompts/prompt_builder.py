@@ -234,7 +234,7 @@ class PromptBuilder:
         for source in conversation.images:
             height, width = image_size(source, root)
             length += self._image_length(height, width) - 1
-        return length
+        return length - self.family.joined_tokens(raw_ids, self.config, self.encode_text)
 
     def _image_length(self, height: int, width: int) -> int:
         """Number of tokens of an image of this size: its placeholders and the texts around them."""

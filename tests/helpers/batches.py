@@ -7,7 +7,7 @@ import torch
 
 from dataproto import DataProto, object_array
 from dataproto.vlm import family_of, media_grids
-from helpers.tiny_models import expand, image_inputs, placeholder, token_by_token, type_keyword
+from helpers.tiny_models import expand, forward_types, image_inputs, placeholder, token_by_token
 
 
 def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:
@@ -116,7 +116,7 @@ def padded_log_probs(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 use_cache=False,
-                **{type_keyword(model.config.model_type): one["mm_token_type_ids"][:, kept].int()},
+                **forward_types(model, one["mm_token_type_ids"][:, kept]),
                 **one["multi_modal_inputs"][0],
             ).logits[0]
         logits = (logits.float() / temperature).index_fill(

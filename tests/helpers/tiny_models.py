@@ -258,9 +258,14 @@ def encode_text(text: str) -> list[int]:
     return [60 + len(text)] if text.strip("\n") else [59] * len(text)
 
 
-def type_keyword(model_type: str) -> str:
-    """The argument of the forward of Hugging Face that takes token types."""
-    return "token_type_ids" if model_type == "gemma3" else "mm_token_type_ids"
+def forward_types(model: Any, types: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Token types ``(B, L)`` as the forward of Hugging Face takes them."""
+    return {"token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids": types.int()}
+
+
+def rounding(name: str) -> float:
+    """The norm of a gradient of this parameter that is rounding alone: a bias of keys has no effect on the softmax."""
+    return 1e-6 if name.endswith("k_proj.bias") else 1e-8
 
 
 def gradient_tolerance(model_type: str) -> float:

@@ -103,10 +103,13 @@ def test_counts_equal_those_of_the_counter(model_type):
     assert ours.vision_linear == linear(vision)
     assert ours.language_linear + ours.lm_head == linear(everything) - linear(vision) - recurrent * convolved
     assert ours.vision_attention == attention(vision)
-    # the counter counts the full square, we what is below the diagonal
+    # the counter counts the full square, we what is below the diagonal and, in some layers, within a window
     square = attention(everything) - attention(vision) - recurrent * rule
     attended = ours.language_attention - recurrent * length * (recurrence_flops(text) if recurrent else 0)
-    assert attended * 2 * length == square * (length + 1)
+    windows = [text.sliding_window] * list(getattr(text, "layer_types", None) or ()).count("sliding_attention")
+    windows += [length] * (text.num_hidden_layers - recurrent - len(windows))
+    pairs = sum(min(place + 1, window) for window in windows for place in range(length))
+    assert attended * len(windows) * length**2 == square * pairs
 
 
 def theirs_alone(text, length):

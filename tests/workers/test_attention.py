@@ -117,7 +117,7 @@ def test_unsupported_arguments_are_refused():
     bounds = torch.tensor([0, 2])
     with pytest.raises(UnsupportedAttention, match="no mask"):
         packed_attention(nn.Module(), q, q, q, torch.ones(1, 1, 2, 2), cu_seq_lens_q=bounds)
-    with pytest.raises(UnsupportedAttention, match="sliding window"):
-        packed_attention(nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, sliding_window=4)
+    with pytest.raises(UnsupportedAttention, match="sliding windows or image blocks in causal layers alone"):
+        packed_attention(nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, sliding_window=4, is_causal=False)
     with pytest.raises(UnsupportedAttention, match="cu_seq_lens_q"):
         packed_attention(nn.Module(), q, q, q, None)

@@ -89,8 +89,8 @@ def joined_forward(
     later, later_lse = kernel(q[queries], k[keys], v[keys], bounds, bounds, longest, longest, scale, (0, -1))
     both = torch.logaddexp(lse[:, queries], later_lse)
     parts = (out[queries], lse[:, queries]), (later, later_lse)
-    joined = sum(part.float() * (own - both).exp().t()[..., None] for part, own in parts)
-    return out.index_copy(0, queries, joined.to(out.dtype)), lse.index_copy(1, queries, both)  # type: ignore[union-attr]
+    one, two = (part.to(both.dtype) * (own - both).exp().t()[..., None] for part, own in parts)
+    return out.index_copy(0, queries, (one + two).to(out.dtype)), lse.index_copy(1, queries, both)
 
 
 def joined_backward(

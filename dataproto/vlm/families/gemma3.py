@@ -5,6 +5,7 @@ window and rotary angles of their own. Positions are one-dimensional.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -94,22 +95,21 @@ class Gemma3(VLMFamily):
         """The token of features, and those before and after them."""
         return tuple(sorted({config.image_token_id, config.boi_token_id, config.eoi_token_id}))
 
-    def expand(
-        self,
-        ids: Sequence[int] | Ids,
-        media: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        config: Any,
-        *,
-        encode_text: Callable[[str], Sequence[int]] | None = None,
-        seconds: Sequence[Sequence[float]] | None = None,
-    ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
-        """As `VLMFamily.expand`. The line breaks around an image join those of the prompt in one token, as if the whole text were
-        tokenized.
-        """
-        found = np.asarray(ids, dtype=np.int64)
-        found = np.where(found == config.boi_token_id, config.image_token_id, found)
-        whole, types = super().expand(found, media, config, encode_text=encode_text, seconds=seconds)
-        return (whole, types) if encode_text is None or not types.any() else join_newlines(whole, types, encode_text)
+    def place_texts(
+        self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
+    ) -> Ids:
+        """The line breaks around an image join those of the prompt in one token, as if the whole text were tokenized."""
+        found = np.where(ids == config.boi_token_id, config.image_token_id, ids)
+        return join_newlines(super().place_texts(found, texts, config, encode_text), encode_text)
+
+    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
+        """Tokens of line breaks."""
+        raw = np.asarray(ids, dtype=np.int64)
+        count = int((raw == config.boi_token_id).sum())
+        if not count:
+            return 0
+        alone = len(raw) + count * sum(len(encode_text(text)) for text in self.image_text)
+        return alone - len(self.place_texts(raw, [self.image_text] * count, config, encode_text))
 
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, H)`` after the tower, the means over squares of patches, and the projection."""
@@ -158,29 +158,16 @@ class Gemma3(VLMFamily):
         return name, weight
 
 
-def join_newlines(
-    ids: Ids, types: np.ndarray[Any, np.dtype[np.int8]], encode_text: Callable[[str], Sequence[int]]
-) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
+def join_newlines(ids: Ids, encode_text: Callable[[str], Sequence[int]]) -> Ids:
     """Neighbouring tokens of line breaks as the tokens of all these line breaks together.
 
     >>> tokens = {"\\n": [1], "\\n\\n": [2], "\\n\\n\\n": [3]}
-    >>> ids, types = np.array([9, 1, 2, 7, 7]), np.array([0, 0, 0, 1, 1], dtype=np.int8)
-    >>> join_newlines(ids, types, lambda text: tokens.get(text, [0, 0]))
-    (array([9, 3, 7, 7]), array([0, 0, 1, 1], dtype=int8))
+    >>> join_newlines(np.array([9, 1, 2, 7, 7]), lambda text: tokens.get(text, [0, 0])).tolist()
+    [9, 3, 7, 7]
     """
     codes = ((list(encode_text("\n" * count)), count) for count in range(1, MAX_NEWLINES + 1))
     counts = {code[0]: count for code, count in codes if len(code) == 1}
-    kept: list[int] = []
-    kinds: list[int] = []
-    run = 0
-    for token, kind in [*zip(ids.tolist(), types.tolist(), strict=True), (None, 0)]:
-        if token in counts:
-            run += counts[token]
-            continue
-        if run:
-            joined = list(encode_text("\n" * run))
-            kept, kinds, run = kept + joined, kinds + [0] * len(joined), 0
-        if token is not None:
-            kept.append(token)
-            kinds.append(kind)
-    return np.array(kept, dtype=np.int64), np.array(kinds, dtype=np.int8)
+    joined: list[int] = []
+    for newlines, run in groupby(ids.tolist(), key=counts.__contains__):
+        joined += encode_text("\n" * sum(counts[token] for token in run)) if newlines else run
+    return np.array(joined, dtype=np.int64)
