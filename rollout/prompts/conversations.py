@@ -120,9 +120,7 @@ class SupervisedBuilder(PromptBuilder):
         image = self.family.image_placeholder(self.config)
         parts = []
         for piece, learned in pieces:
-            num_images, num_videos = (
-                sum(token == placeholder for token in piece) for placeholder in (image, video)
-            )
+            num_images, num_videos = (sum(token == placeholder for token in piece) for placeholder in (image, video))
             own_images, images = images[:num_images], images[num_images:]
             own_videos, videos = videos[:num_videos], videos[num_videos:]
             media: list[ProcessedImage | ProcessedVideo] = [*own_images, *own_videos]

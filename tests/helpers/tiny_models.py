@@ -63,7 +63,9 @@ _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() if name != "deepstack_visual_indexes"}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
 _VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
-WINDOW = 7  # tokens that a query sees in layers with a sliding window: fewer than rows have, and than a prompt with images
+WINDOW = (
+    7  # tokens that a query sees in layers with a sliding window: fewer than rows have, and than a prompt with images
+)
 TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.

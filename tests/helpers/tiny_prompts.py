@@ -106,6 +106,9 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
         pad_token=special[0],
         additional_special_tokens=list(special),
     )
+    if special is GEMMA_SPECIAL:  # names by which its processor finds them
+        named = {"boi_token": special[3], "eoi_token": special[4], "image_token": special[5]}
+        wrapped._set_model_specific_special_tokens(special_tokens=named)
     wrapped.chat_template = template
     return wrapped
 

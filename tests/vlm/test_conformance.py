@@ -332,6 +332,8 @@ def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
         written = {name for name in written if ".experts." not in name} | {
             name for name in converted if ".experts." in name
         }
+    if model_type == "gemma3":  # published checkpoints have a name more for the tower's parts than Hugging Face writes
+        written = {name.replace("vision_tower.", "vision_tower.vision_model.") for name in written}
     assert converted.keys() == written
     save_file({name: w.contiguous() for name, w in converted.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     assert_equal_parameters(load(tmp_path), model)

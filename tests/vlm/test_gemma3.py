@@ -4,9 +4,9 @@ Hugging Face.
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
@@ -61,7 +61,7 @@ def test_prompts_are_hugging_faces(checkpoint):
 
 def test_line_breaks_between_two_images_are_one_token():
     tokenizer, builder = tiny_tokenizer("gemma3"), tiny_builder("gemma3")
-    picture = np.zeros((9, 9, 3), dtype=np.uint8)
+    picture = Image.new("RGB", (9, 9))
     ids = builder.prepare({"prompt": "<image><image>", "images": [picture, picture]}).input_ids.tolist()
     end, start, four = (tokenizer.convert_tokens_to_ids(t) for t in ("<end_of_image>", "<start_of_image>", "\n\n\n\n"))
     assert ids[ids.index(end) : ids.index(end) + 3] == [end, four, start]

@@ -1,5 +1,5 @@
-"""Sliding windows, images whose tokens see each other, and prompts shared by samples, compared with plain attention under a mask of
-each row alone.
+"""Sliding windows, images whose tokens see each other, and prompts shared by samples, compared with plain attention under the mask
+of each row alone.
 """
 
 from functools import partial
@@ -16,7 +16,9 @@ from workers.model.image_blocks import image_blocks, joined_backward, joined_for
 from workers.model.segment_attention import segment_attention, segment_sdpa
 
 PROMPT, HEADS, KEY_HEADS, SIZE = 12, 4, 2, 8
-pieces = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=2)  # words, and an image's tokens
+pieces = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=2
+)  # words, and an image's tokens
 windows = st.sampled_from([None, 1, 2, 3, 5, 40])
 
 
@@ -71,7 +73,8 @@ def drawn(rows, seed, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     sizes = ((HEADS, SIZE), (KEY_HEADS, SIZE), (KEY_HEADS, SIZE))
     return [
-        torch.randn(rows.input_ids.shape[1], *size, generator=generator, dtype=dtype, requires_grad=True) for size in sizes
+        torch.randn(rows.input_ids.shape[1], *size, generator=generator, dtype=dtype, requires_grad=True)
+        for size in sizes
     ]
 
 

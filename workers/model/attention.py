@@ -100,12 +100,11 @@ class Segments(NamedTuple):
     blocks: ImageBlocks | None
 
 
-def _check_supported(
-    query: Tensor, cu_seqlens: Tensor | None, causal: bool, masked: bool, within_causal: bool
-) -> None:
+def _check_supported(query: Tensor, cu_seqlens: Tensor | None, causal: bool, masked: bool, within_causal: bool) -> None:
     if masked or (within_causal and not causal):
         raise UnsupportedAttention(
-            "packed attention supports only segments: no mask, no dropout, and sliding windows or image blocks in causal layers alone"
+            "packed attention supports only segments: no mask, no dropout, and sliding windows or image blocks in causal layers "
+            "alone"
         )
     rows_are_segments = cu_seqlens is None and not causal
     if not rows_are_segments and (cu_seqlens is None or query.shape[0] != 1):

@@ -115,9 +115,7 @@ def joined_backward(
     parts = grad[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries].contiguous()
     later = kernel(*parts, bounds, bounds, longest, longest, scale, (0, -1))
     places = queries, keys, keys  # each occurs once, so the order of sums is fixed
-    one, two, three = (
-        whole.index_add(0, at, part) for whole, at, part in zip(grads, places, later, strict=True)
-    )
+    one, two, three = (whole.index_add(0, at, part) for whole, at, part in zip(grads, places, later, strict=True))
     return one, two, three
 
 

@@ -89,15 +89,15 @@ def _attend_equal(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _visible(
-    length_q: int, length_k: int, window: int | None, ahead: Tensor | None, device: torch.device
-) -> Tensor:
+def _visible(length_q: int, length_k: int, window: int | None, ahead: Tensor | None, device: torch.device) -> Tensor:
     """Which keys the queries of causal segments see: ``(length_q, length_k)`` bool, or ``(S, 1, length_q, length_k)`` with
     ``ahead (S * length_k,)``. The last query is aligned with the last key.
     """
     keys = torch.arange(length_k, device=device)
     own = keys[length_k - length_q :, None]  # the key of each query
-    last = own if ahead is None else own + ahead.view(-1, 1, length_k)[..., length_k - length_q :].transpose(1, 2)[:, None]
+    last = (
+        own if ahead is None else own + ahead.view(-1, 1, length_k)[..., length_k - length_q :].transpose(1, 2)[:, None]
+    )
     seen = keys <= last
     return seen if window is None else seen & (keys > own - window)
 

@@ -151,6 +151,7 @@ class Gemma3(VLMFamily):
         for old, new in (
             ("lm_head.", "language_model.lm_head."),
             ("model.language_model.", "language_model.model."),
+            ("model.vision_tower.", "vision_tower.vision_model."),
             ("model.", ""),
         ):
             if name.startswith(old):
@@ -168,6 +169,7 @@ def join_newlines(ids: Ids, encode_text: Callable[[str], Sequence[int]]) -> Ids:
     codes = ((list(encode_text("\n" * count)), count) for count in range(1, MAX_NEWLINES + 1))
     counts = {code[0]: count for code, count in codes if len(code) == 1}
     joined: list[int] = []
-    for newlines, run in groupby(ids.tolist(), key=counts.__contains__):
+    for newlines, group in groupby(ids.tolist(), key=counts.__contains__):
+        run = list(group)
         joined += encode_text("\n" * sum(counts[token] for token in run)) if newlines else run
     return np.array(joined, dtype=np.int64)
