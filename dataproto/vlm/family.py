@@ -7,7 +7,7 @@ their paths alone, so a model may be wrapped or sharded as long as these paths e
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -73,8 +73,6 @@ class VLMFamily(ForwardCosts):
     head: str = "lm_head"
     recurrent_mixers: str | None = None
     """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
-    mutual_images: bool = False
-    """Each token of an image sees all tokens of the image, in decoder layers that are causal otherwise."""
     numbered_layers: bool = False
     """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
     float32_weights: tuple[str, ...] = ()
@@ -125,6 +123,24 @@ class VLMFamily(ForwardCosts):
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}()"
+
+    # Decoder
+
+    def check_supported(self, config: Any) -> None:
+        """Raises `InvalidConfig` for a model of this type that the family does not compute right. Default: none."""
+
+    def check_stages(self, config: Any) -> None:
+        """Raises `InvalidConfig` for a model whose layers cannot be split into pipeline stages. Default: none."""
+
+    def mutual_images(self, config: Any) -> Literal["all", "windowed"] | None:
+        """In which decoder layers, causal otherwise, each token of an image sees all tokens of the image: in all of them, or in
+        those with a sliding window. Default: none.
+        """
+        return None
+
+    def logit_cap(self, config: Any) -> float | None:
+        """The soft cap c of logits z, which become ``c * tanh(z / c)``. Default: none."""
+        return None
 
     # Tokens
 

@@ -74,6 +74,8 @@ class HFEngine:
         config = AutoConfig.from_pretrained(model_path)
         self.end_ids = end_ids(generation_config(model_path, config))
         self.family = family_of(config)
+        self.family.check_supported(config)
+        self._cap = self.family.logit_cap(config)
         self.model = self.family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
         self.model.to(self.device)
         self.model.eval().requires_grad_(False)
@@ -226,7 +228,7 @@ class HFEngine:
             if key not in found:
                 hidden = read.hidden[prompt, -len(request.input_ids) :]
                 found[key] = score_prompt(
-                    hidden, head, request.input_ids, request.token_types, sampling, self.banned_ids
+                    hidden, head, request.input_ids, request.token_types, sampling, self.banned_ids, self._cap
                 )
             row.prompt_log_probs, row.top_prompt_log_probs = found[key]
 
@@ -275,7 +277,7 @@ class HFEngine:
 
     def _logits(self, batch: Batch) -> Tensor:
         """Logits ``(W, V)`` of the next tokens."""
-        return project(batch.hidden, self.family.lm_head(self.model).weight)
+        return project(batch.hidden, self.family.lm_head(self.model).weight, self._cap)
 
     def _finish_reason(self, row: OpenRequest) -> FinishReason | None:
         """Why the row ends with its last token, or ``None`` if it goes on."""

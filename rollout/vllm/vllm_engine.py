@@ -92,7 +92,7 @@ class VLLMEngine:
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
-        causal = self.family.mutual_images and self.device.type == "cpu"
+        causal = self.family.mutual_images(config.hf_config) is not None and self.device.type == "cpu"
         processor_options = options["mm_processor_kwargs"]
         self.prompts = PromptRenderer(self.llm, int(config.max_model_len), max_images, processor_options, causal)
         self._kv_cache_is_finite = True

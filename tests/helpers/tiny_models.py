@@ -16,7 +16,7 @@ from dataproto.vlm import family_of
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
 MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe")
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID_TYPES)
-WINDOWED_TYPES = ("gemma3",)
+WINDOWED_TYPES = ("gemma3", "gemma4")
 VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm", *WINDOWED_TYPES)
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
@@ -32,6 +32,7 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
     "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -102,6 +103,8 @@ def tiny_config(model_type: str) -> Any:
         return _tiny_internvl()
     if model_type == "gemma3":
         return _tiny_gemma3()
+    if model_type == "gemma4":
+        return _tiny_gemma4()
     if model_type in TEXT_TYPES:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     if model_type in TILED:
@@ -182,6 +185,46 @@ def _tiny_gemma3() -> Any:
     )
 
 
+def _tiny_gemma4() -> Any:
+    """A layer with a sliding window, and one without, whose heads are twice as wide and whose keys are also values."""
+    windowed = {
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 6.0,
+        "hidden_size_per_layer_input": 0,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pooling_kernel_size": 2,
+        "patch_size": 4,
+        "position_embedding_size": 64,
+    }
+    return transformers.Gemma4Config(
+        text_config=_BASE_TEXT | windowed,
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        boi_token_id=START,
+        eoi_token_id=END,
+        audio_token_id=249,
+        boa_token_id=248,
+        eoa_token_index=247,
+        tie_word_embeddings=False,
+    )
+
+
 def _tiny_idefics3(model_type: str) -> Any:
     vision = {
         "hidden_size": 32,
@@ -226,6 +269,8 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     generator = torch.Generator().manual_seed(seed)
     if config.model_type == "gemma3":  # images of any size become squares of one size
         return {"pixel_values": torch.randn(len(grids), 3, TILE, TILE, generator=generator)} if grids else {}
+    if config.model_type == "gemma4":
+        return _padded_patches(config, grids, generator) if grids else {}
     if config.model_type in TILED:
         tiles = [ceil(rows * columns * 16 / TILE**2) for rows, columns in grids]
         pixels = torch.randn(sum(tiles), 3, TILE, TILE, generator=generator)
@@ -237,6 +282,17 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"
     return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
+
+
+def _padded_patches(config: Any, grids: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """At most 48 patches an image, and padding."""
+    pixels = torch.zeros(len(grids), 48, 3 * config.vision_config.patch_size**2)
+    places = torch.full((len(grids), 48, 2), -1)
+    for image, (rows, columns) in enumerate(grids):
+        count = rows * columns
+        pixels[image, :count] = torch.rand(count, pixels.shape[2], generator=generator)
+        places[image, :count] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
+    return {"pixel_values": pixels, "image_position_ids": places}
 
 
 def takes_video(model_type: str) -> bool:
@@ -253,9 +309,9 @@ def expand(config: Any, ids: list[int], *grids: tuple[int, int], clip: Any = Non
 
 def encode_text(text: str) -> list[int]:
     """Token ids of the text that families insert around media."""
-    if text.strip("\n") in ("<img>", "<start_of_image>"):
+    if text.strip("\n") in ("<img>", "<start_of_image>", "<|image>"):
         return [START]
-    if text.strip("\n") in ("</img>", "<end_of_image>"):
+    if text.strip("\n") in ("</img>", "<end_of_image>", "<image|>"):
         return [END]
     return [60 + len(text)] if text.strip("\n") else [59] * len(text)
 

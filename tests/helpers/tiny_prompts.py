@@ -6,6 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -76,7 +77,27 @@ GEMMA_TEMPLATE = (
     "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
     "{{ '<end_of_turn>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
 )
+GEMMA4_SPECIAL = (
+    "<pad>",
+    "<|turn>",
+    "<turn|>",
+    "<|image>",
+    "<image|>",
+    "<|image|>",
+    "<|video|>",
+    "<|audio|>",
+    "<|audio>",
+    "<audio|>",
+)
+GEMMA4_TEMPLATE = (
+    "{%- for message in messages -%}{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<|turn>' + role + '\n' }}{%- if message['content'] is string -%}{{ message['content'] | trim }}{%- else -%}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<|image|>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<turn|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}"
+)
 _PROMPTS = {
+    "gemma4": (GEMMA4_SPECIAL, GEMMA4_TEMPLATE),
     "gemma3": (GEMMA_SPECIAL, GEMMA_TEMPLATE),
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
@@ -106,7 +127,7 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
         pad_token=special[0],
         additional_special_tokens=list(special),
     )
-    if special is GEMMA_SPECIAL:  # names by which its processor finds them
+    if special in (GEMMA_SPECIAL, GEMMA4_SPECIAL):  # names by which its processor finds them
         named = {"boi_token": special[3], "eoi_token": special[4], "image_token": special[5]}
         wrapped._set_model_specific_special_tokens(special_tokens=named)
     wrapped.chat_template = template
@@ -119,6 +140,8 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
         return None
     if model_type == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE})
+    if model_type == "gemma4":
+        return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     if model_type == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     if model_type in ("smolvlm", "idefics3"):
@@ -139,6 +162,12 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     if model_type == "gemma3":
         for name, token in (("image", "image_soft_token"), ("boi", "start_of_image"), ("eoi", "end_of_image")):
             setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<{token}>"))
+        return config
+    if model_type == "gemma4":
+        config.vision_config.position_embedding_size = 256
+        for name, place in {"image": 5, "video": 6, "audio": 7, "boi": 3, "eoi": 4, "boa": 8}.items():
+            setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(GEMMA4_SPECIAL[place]))
+        config.eoa_token_index = tokenizer.convert_tokens_to_ids(GEMMA4_SPECIAL[9])
         return config
     if model_type in TILED:
         placeholder = "<IMG_CONTEXT>" if model_type == "internvl" else "<image>"

@@ -35,6 +35,7 @@ from helpers.tiny_models import (
     tiny_model,
     token_by_token,
 )
+from rollout.sampling import project
 from workers.model.attention import use_packed_attention
 from workers.model.image_blocks import image_blocks
 from workers.model.recurrent import recurrent_mixers, use_packed_recurrence
@@ -102,9 +103,17 @@ def packed_logits(model, rows, media):
     places = positions[..., kept].unsqueeze(-2)
     packed = pack_rows(ids, mask, types, torch.zeros(len(ids), 0), types)
     with packed_layers(model):
-        blocks = {"image_blocks": image_blocks(packed)} if family.mutual_images else {}
+        mutual = family.mutual_images(model.config)
+        blocks = {"image_blocks": image_blocks(packed, mutual == "windowed")} if mutual else {}
         hidden = family.decode(model, embeddings, places, extras, cu_seq_lens_q=packed.cu_seqlens, **blocks)
-    return family.lm_head(model)(hidden)[0]
+    return logits_of(model, hidden[0])
+
+
+def logits_of(model, hidden):
+    """With the soft cap."""
+    family = family_of(model)
+    logits = project(hidden.flatten(0, -2), family.lm_head(model).weight, family.logit_cap(model.config))
+    return logits.view(*hidden.shape[:-1], -1)
 
 
 @contextmanager
@@ -112,10 +121,10 @@ def packed_layers(model):
     """Attention of Hugging Face finds rows by their positions; layers whose tokens see more or less of them are ours in here."""
     family = family_of(model)
     use_packed_recurrence(model, family)
-    if family.mutual_images:
+    if family.mutual_images(model.config):
         use_packed_attention(model)
     yield
-    if family.mutual_images:
+    if family.mutual_images(model.config):
         model.set_attn_implementation("sdpa")
     for mixer in recurrent_mixers(model, family).values():
         del mixer.forward
@@ -202,7 +211,7 @@ def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
             mask = pad(mask, (0, 1), value=1)
             now = following[..., step : step + 1]
             hidden.append(family.decode(model, embeddings, now, extras, attention_mask=mask, past_key_values=cache_))
-        ours = family.lm_head(model)(torch.cat([part[:, -1:] for part in hidden], 1)).log_softmax(-1)
+        ours = logits_of(model, torch.cat([part[:, -1:] for part in hidden], 1)).log_softmax(-1)
     assert (ours - expected).abs().max() < 1e-5
 
 
@@ -280,6 +289,7 @@ def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
         path: style
         for path, style in theirs.items()
         if not style.startswith("replicated")
+        and (family.experts is not None or ".experts" not in path)  # which other models of the type have
         and ".linear_attn." not in path  # recurrent layers, which they do not split
     }
     fused = {

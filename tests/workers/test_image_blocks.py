@@ -1,6 +1,4 @@
-"""Sliding windows, images whose tokens see each other, and prompts shared by samples, compared with plain attention under the mask
-of each row alone.
-"""
+"""Sliding windows, images whose tokens see each other, and shared prompts, compared with plain attention under masks of rows."""
 
 from functools import partial
 

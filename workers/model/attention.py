@@ -74,6 +74,8 @@ def packed_attention(
     rows, length = query.shape[0], query.shape[2]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     masked = attention_mask is not None or bool(dropout)
+    if image_blocks is not None and image_blocks.windowed and sliding_window is None:
+        image_blocks = None
     _check_supported(query, cu_seq_lens_q, causal, masked, sliding_window is not None or image_blocks is not None)
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
@@ -124,7 +126,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None
         if at.blocks is None:
             return flash(q, k, v, cu_q, cu_k, *longest, scaling, at.causal, at.window)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        out, _ = block_attention(q, k, v, cu_q, cu_k, *at.blocks, *longest, scale, at.window)
+        out, _ = block_attention(q, k, v, cu_q, cu_k, *at.blocks[:5], *longest, scale, at.window)
         return cast(Tensor, out)
     ahead = None if at.blocks is None else at.blocks.ahead
     attend = segment_attention if torch.compiler.is_compiling() else segment_sdpa

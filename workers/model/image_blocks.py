@@ -37,9 +37,10 @@ class ImageBlocks(NamedTuple):
     keys: Tensor  # (M,) index into K of the key after that of each of these queries
     cu_seqlens: Tensor  # (N + 1,) int32, bounds of the blocks among both
     max_length: int
+    windowed: bool = False  # the blocks count in layers with a sliding window alone
 
 
-def image_blocks(rows: PackedRows) -> ImageBlocks | None:
+def image_blocks(rows: PackedRows, windowed: bool = False) -> ImageBlocks | None:
     """The blocks of images in packed rows, ``None`` without images.
 
     >>> from dataproto.packing import pack_rows
@@ -67,7 +68,7 @@ def image_blocks(rows: PackedRows) -> ImageBlocks | None:
     keys = own[queries] + 1
     begins = pad(keys.diff() != 1, (1, 0), value=True)  # the last token of a block sees no later key, so there is a gap
     bounds = pad(begins.nonzero().squeeze(1), (0, 1), value=len(keys)).int()
-    return ImageBlocks(ahead, queries, keys, bounds, int(bounds.diff().max()))
+    return ImageBlocks(ahead, queries, keys, bounds, int(bounds.diff().max()), windowed)
 
 
 def joined_forward(
@@ -85,7 +86,7 @@ def joined_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output ``(T, H, D)`` and log-sum-exps ``(H, T)`` float32 of causal attention with blocks, by a kernel without them."""
     out, lse = kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, _before(window))
-    _, queries, keys, bounds, longest = blocks
+    _, queries, keys, bounds, longest, _ = blocks
     later, later_lse = kernel(q[queries], k[keys], v[keys], bounds, bounds, longest, longest, scale, (0, -1))
     both = torch.logaddexp(lse[:, queries], later_lse)
     parts = (out[queries], lse[:, queries]), (later, later_lse)
@@ -111,7 +112,7 @@ def joined_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from the output and log-sum-exps of `joined_forward`."""
     grads = kernel(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, _before(window))
-    _, queries, keys, bounds, longest = blocks
+    _, queries, keys, bounds, longest, _ = blocks
     parts = grad[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries].contiguous()
     later = kernel(*parts, bounds, bounds, longest, longest, scale, (0, -1))
     places = queries, keys, keys  # each occurs once, so the order of sums is fixed

@@ -100,6 +100,7 @@ class PackedVLM(nn.Module):
         self.model = model
         self.family = family
         self.temperature = temperature
+        self.logit_cap = family.logit_cap(model.config)
         self.banned_ids = tuple(family.banned_ids(model.config))
         self.tokens = TokenShare()
         self.features: Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] = family.features
@@ -116,7 +117,8 @@ class PackedVLM(nn.Module):
 
     def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
         """The decoder's output ``(1, S, H)`` for this process's tokens; ``rows`` are those of `TokenShare.rows`."""
-        blocks = {"image_blocks": image_blocks(rows)} if self.family.mutual_images else {}
+        mutual = self.family.mutual_images(self.model.config)
+        blocks = {"image_blocks": image_blocks(rows, mutual == "windowed")} if mutual else {}
         return self.family.decode(
             self.model,
             embeddings,
@@ -140,4 +142,5 @@ class PackedVLM(nn.Module):
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores ``(n,)`` of ``targets`` ``(n,)`` and, with ``entropy``, entropies, from states ``(n, H)`` that predict them."""
         weight = self.family.lm_head(self.model).weight
-        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy)
+        cap = {} if self.logit_cap is None else {"cap": self.logit_cap}
+        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy, **cap)

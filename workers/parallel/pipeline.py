@@ -44,6 +44,7 @@ class PipelineParallel(Transform):
         """
         ranks, options, mesh = self.ranks, self.options, self.mesh("pp")
         model, family, size = module.model, module.family, mesh.size()
+        family.check_stages(model.config)
         chunks = options.pipeline_chunks if options.pipeline_schedule == "interleaved" else 1
         whole = model.get_submodule(family.decoder_layers)
         bounds = stage_layers(len(list(whole.children())), size * chunks, options.pipeline_layers)

@@ -244,9 +244,10 @@ class _Split:
             return HeadsLinear(layer.weight, layer.bias, (self.peers.rank, self.peers.size + self.peers.rank), part)
         if style != "colwise":
             raise InvalidConfig(f"tensor plan: {name} has the unknown style {style!r}")
-        heads, key_value_heads = self.text.num_attention_heads, self.text.num_key_value_heads
+        heads = self.text.num_attention_heads
         head_dim = getattr(parent, "head_dim", None)  # of an attention module
-        if head_dim and layer.out_features == key_value_heads * head_dim and key_value_heads % self.peers.size:
+        key_value_heads = layer.out_features // head_dim if head_dim else 0
+        if key_value_heads % self.peers.size:  # those of queries divide
             mine = key_value_share(heads, key_value_heads, self.peers.size, self.peers.rank)
             return HeadsLinear(layer.weight, layer.bias, mine, head_dim)
         bias = None if layer.bias is None else self._parameter(name, layer.bias, 0)

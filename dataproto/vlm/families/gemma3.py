@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -81,11 +81,14 @@ class Gemma3(VLMFamily):
     media_layout = Squares()
     image_text = ("\n\n<start_of_image>", "<end_of_image>\n\n")
     mrope = False
-    mutual_images = True
     numbered_layers = True
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
     mergers = ("model.multi_modal_projector",)
+
+    def mutual_images(self, config: Any) -> Literal["all"]:
+        """In all layers."""
+        return "all"
 
     def image_placeholder(self, config: Any) -> int:
         """The start token, to which `expand` adds the image's tokens and the end token."""
