@@ -47,8 +47,16 @@ class Flops:
 
 
 def head_dim(text: Any) -> int:
-    """Size of one attention head of the decoder."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    """Size of one attention head of the decoder; the widest where layers differ."""
+    return int(of_layers(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+
+
+def of_layers(text: Any, name: str) -> Any:
+    """A value of the config, the largest where layers differ; ``None`` if it has none."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to name one value for all layers
+        return max(getattr(text.per_layer_config[layer], name) for layer in range(text.num_hidden_layers))
 
 
 def attention_width(text: Any) -> int:
@@ -81,7 +89,9 @@ def causal_pairs(lengths: Tensor, window: int | None = None) -> Tensor:
 
 def attention_weights(text: Any) -> int:
     """Number of weights in the query, key, value and output projections of one decoder layer."""
-    return int(text.hidden_size) * (2 * attention_width(text) + 2 * int(text.num_key_value_heads) * head_dim(text))
+    return int(text.hidden_size) * (
+        2 * attention_width(text) + 2 * int(of_layers(text, "num_key_value_heads")) * head_dim(text)
+    )
 
 
 def dense_layer_weights(text: Any) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from dataproto import DataProto, object_array
 from dataproto.vlm import family_of, media_grids
-from helpers.tiny_models import expand, forward_types, image_inputs, placeholder, token_by_token
+from helpers.tiny_models import expand, forward_inputs, image_inputs, placeholder, token_by_token
 
 
 def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:
@@ -116,8 +116,7 @@ def padded_log_probs(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 use_cache=False,
-                **forward_types(model, one["mm_token_type_ids"][:, kept]),
-                **one["multi_modal_inputs"][0],
+                **forward_inputs(model, one["mm_token_type_ids"][:, kept], one["multi_modal_inputs"][0]),
             ).logits[0]
         logits = (logits.float() / temperature).index_fill(
             -1, torch.tensor(banned or family.banned_ids(model.config), dtype=torch.int64), -1e30

@@ -29,6 +29,11 @@ def config_with_heads(model_type: str, heads: int, key_value_heads: int, tied: b
     """`tiny_config` with another number of heads; the size of a head shrinks if the config has no option for it."""
     config = tiny_config(model_type)
     text = config.get_text_config()
+    if model_type == "gemma4":  # whose layers have heads of their own
+        counts = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+        config.text_config = type(text)(**text.to_dict() | counts | {"tie_word_embeddings": tied})
+        config.tie_word_embeddings = tied
+        return config
     if getattr(text, "head_dim", None) is None and "mrope_section" in (text.rope_parameters or {}):
         half = text.hidden_size // heads // 2
         sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]

@@ -1,6 +1,6 @@
 """Tiny random models of the Hugging Face classes, one for each family."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any
@@ -270,7 +270,7 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     if config.model_type == "gemma3":  # images of any size become squares of one size
         return {"pixel_values": torch.randn(len(grids), 3, TILE, TILE, generator=generator)} if grids else {}
     if config.model_type == "gemma4":
-        return _padded_patches(config, grids, generator) if grids else {}
+        return _placed_patches(config, grids, generator) if grids else {}
     if config.model_type in TILED:
         tiles = [ceil(rows * columns * 16 / TILE**2) for rows, columns in grids]
         pixels = torch.randn(sum(tiles), 3, TILE, TILE, generator=generator)
@@ -284,15 +284,14 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
 
 
-def _padded_patches(config: Any, grids: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """At most 48 patches an image, and padding."""
-    pixels = torch.zeros(len(grids), 48, 3 * config.vision_config.patch_size**2)
-    places = torch.full((len(grids), 48, 2), -1)
-    for image, (rows, columns) in enumerate(grids):
-        count = rows * columns
-        pixels[image, :count] = torch.rand(count, pixels.shape[2], generator=generator)
-        places[image, :count] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
-    return {"pixel_values": pixels, "image_position_ids": places}
+def _placed_patches(config: Any, grids: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """One image after another."""
+    places = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1) for rows, columns in grids]
+    size = 3 * config.vision_config.patch_size**2
+    return {
+        "pixel_values": torch.rand(sum(map(len, places)), size, generator=generator),
+        "image_position_ids": torch.cat(places),
+    }
 
 
 def takes_video(model_type: str) -> bool:
@@ -316,9 +315,20 @@ def encode_text(text: str) -> list[int]:
     return [60 + len(text)] if text.strip("\n") else [59] * len(text)
 
 
-def forward_types(model: Any, types: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Token types ``(B, L)`` as the forward of Hugging Face takes them."""
-    return {"token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids": types.int()}
+def forward_inputs(model: Any, types: torch.Tensor, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Token types ``(B, L)`` and joined media as the forward of Hugging Face takes them."""
+    types = types.int()
+    if model.config.model_type == "gemma3":
+        return {"token_type_ids": types, **media}
+    if model.config.model_type != "gemma4" or not media:
+        return {"mm_token_type_ids": types, **media}
+    counts = family_of(model).grids(media, model.config).prod(1).tolist()
+    fills = {"pixel_values": 0.0, "image_position_ids": -1}
+    padded_ = {
+        name: torch.nn.utils.rnn.pad_sequence(media[name].split(counts), batch_first=True, padding_value=fill)
+        for name, fill in fills.items()
+    }
+    return {"mm_token_type_ids": types, **padded_}
 
 
 def rounding(name: str) -> float:
@@ -327,8 +337,10 @@ def rounding(name: str) -> float:
 
 
 def gradient_tolerance(model_type: str) -> float:
-    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers take differences of sums of decays."""
-    return 1e-4 if model_type in HYBRID_TYPES else 1e-5
+    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers take differences of sums of decays, and
+    Gemma 4's tower sums over all patches and padding.
+    """
+    return 1e-4 if model_type in (*HYBRID_TYPES, "gemma4") else 1e-5
 
 
 @contextmanager

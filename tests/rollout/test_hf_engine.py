@@ -8,7 +8,7 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
-from helpers.tiny_models import MODEL_TYPES, VLM_TYPES, forward_positions, forward_types, tiny_config, tiny_model
+from helpers.tiny_models import MODEL_TYPES, VLM_TYPES, forward_inputs, forward_positions, tiny_config, tiny_model
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.pretrained import end_ids, generation_config
@@ -70,8 +70,7 @@ def test_greedy_tokens_equal_a_loop_without_cache(engine):
                     input_ids=ids[None],
                     attention_mask=torch.ones_like(ids)[None],
                     use_cache=False,
-                    **forward_types(engine.model, types[None]),
-                    **prompts["multi_modal_inputs"][row],
+                    **forward_inputs(engine.model, types[None], prompts["multi_modal_inputs"][row]),
                 ).logits[0, -1]
             token = logits.index_fill(0, banned, -torch.inf).argmax()
             ids, types = torch.cat([ids, token[None]]), torch.cat([types, types.new_zeros(1)])

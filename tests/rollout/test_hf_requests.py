@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from dataproto.errors import InvalidConfig, InvalidPrompt, MediaMismatch, NonFiniteLogits
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
-from helpers.tiny_models import MODEL_TYPES, forward_types, tiny_model
+from helpers.tiny_models import MODEL_TYPES, forward_inputs, tiny_model
 from helpers.turns import finish, next_turn
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
@@ -348,8 +348,7 @@ def test_log_probs_of_prompt_and_likeliest_tokens_are_those_of_a_whole_forward(a
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 use_cache=False,
-                **forward_types(engine.model, types),
-                **request.multi_modal_inputs,
+                **forward_inputs(engine.model, types, request.multi_modal_inputs),
             ).logits[0]
         banned = torch.tensor(engine.banned_ids, dtype=torch.int64)
         expected = (logits / 0.8).index_fill(-1, banned, -1e30).log_softmax(-1)

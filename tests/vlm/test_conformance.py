@@ -24,8 +24,8 @@ from helpers.tiny_models import (
     VIDEO,
     VLM_TYPES,
     expand,
+    forward_inputs,
     forward_positions,
-    forward_types,
     gradient_tolerance,
     image_inputs,
     padded,
@@ -87,8 +87,7 @@ def padded_logits(model, ids, types, mask, media):
         return out
     names = dict.fromkeys(name for row in media for name in row)
     joined = {name: torch.cat([row[name].clone() for row in media if name in row]) for name in names}
-    joined |= forward_types(model, types)
-    return model(input_ids=ids, attention_mask=mask, use_cache=False, **joined).logits
+    return model(input_ids=ids, attention_mask=mask, use_cache=False, **forward_inputs(model, types, joined)).logits
 
 
 def packed_logits(model, rows, media):

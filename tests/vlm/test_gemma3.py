@@ -12,7 +12,7 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
 from helpers.tiled_models import tiled_rows, write_with_pictures
-from helpers.tiny_models import forward_types, tiny_config
+from helpers.tiny_models import forward_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_tokenizer
 from rollout.engine import SamplingParams
 from rollout.hf.hf_engine import HFEngine
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_a_forward_pass_without_cache(checkpoint):
         length = ids.shape[1]
         for _ in range(int(data["response_mask"][row].sum())):
             with torch.no_grad():
-                found = engine.model(ids, **forward_types(engine.model, types), **prompts["multi_modal_inputs"][row])
+                found = engine.model(ids, **forward_inputs(engine.model, types, prompts["multi_modal_inputs"][row]))
             token = found.logits[0, -1].index_fill(0, torch.tensor(engine.banned_ids), -torch.inf).argmax()
             ids, types = torch.cat([ids, token[None, None]], 1), torch.cat([types, types.new_zeros(1, 1)], 1)
         assert data["responses"][row, : ids.shape[1] - length].tolist() == ids[0, length:].tolist()

@@ -11,7 +11,7 @@ from dataproto import DataProto
 from dataproto.columns import media_parts
 from dataproto.vlm import family_of
 from helpers.episodes import DrawnEnvironment, RandomEngine, prompts_of, renderer_of
-from helpers.tiny_models import forward_types, gradient_tolerance, rounding, tiny_model, token_by_token
+from helpers.tiny_models import forward_inputs, gradient_tolerance, rounding, tiny_model, token_by_token
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -21,7 +21,7 @@ from workers.training.row_checks import check_rows
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(n=3, max_tokens=5)
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "smolvlm", "gemma3")
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "smolvlm", "gemma3", "gemma4")
 
 
 @pytest.fixture(
@@ -68,8 +68,7 @@ def log_probs_alone(model, data):
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 use_cache=False,
-                **forward_types(model, types),
-                **media,
+                **forward_inputs(model, types, media),
             ).logits[0]
         logits = logits.float().index_fill(-1, banned, -1e30)
         chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)

@@ -55,7 +55,7 @@ def packed_attention(
 
     Args:
         query: ``(1, H, T, D)``; key and value ``(1, H_kv, T, D)``, H a multiple of H_kv. Attention that is not causal also takes
-            several rows without boundaries (a tower that processes images of one size as a batch); each row is a segment.
+            several rows (a tower that processes images as a batch): each row is a segment, or boundaries count through all rows.
         cu_seq_lens_q: ``(S + 1,)`` boundaries of the S segments among queries; cu_seq_lens_k among keys.
         key_index: ``(K,)`` indices into the T keys, one segment after the other; by default each segment has its own keys. The
             last key of a causal segment belongs to its last query.
@@ -80,6 +80,7 @@ def packed_attention(
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
         max_length_q = max_length_k = length
+    if rows > 1:
         query, key, value = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, D)
     if key_index is not None:
@@ -108,8 +109,7 @@ def _check_supported(query: Tensor, cu_seqlens: Tensor | None, causal: bool, mas
             "packed attention supports only segments: no mask, no dropout, and sliding windows or image blocks in causal layers "
             "alone"
         )
-    rows_are_segments = cu_seqlens is None and not causal
-    if not rows_are_segments and (cu_seqlens is None or query.shape[0] != 1):
+    if causal and (cu_seqlens is None or query.shape[0] != 1):
         raise UnsupportedAttention(
             f"packed attention needs cu_seq_lens_q and one packed row (got shape {tuple(query.shape)}); "
             "for padded batches load a separate model with attn_implementation='sdpa'"

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.costs import causal_pairs
@@ -22,8 +24,10 @@ FEATURES = (70, 140, 280, 560, 1120)
 
 
 @dataclass(frozen=True)
-class PaddedPatches(MediaLayout):
-    """Patches ``(images, P, dim)`` with their columns and rows ``(images, P, 2)``, both -1 in the padding."""
+class PlacedPatches(MediaLayout):
+    """Patches ``(patches, dim)`` of images of any size, one image after another, and their columns and rows ``(patches, 2)``. The
+    forward of Hugging Face takes them padded.
+    """
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Patches and their places. There are no videos: prompts show their frames as images."""
@@ -34,25 +38,23 @@ class PaddedPatches(MediaLayout):
         return int(config.vision_config.pooling_kernel_size)
 
     def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
-        """One grid per image, from the places of its patches."""
+        """One grid per image, which ends at its last column and row."""
         names = self.names(kind)
         given = [name for name in names if inputs.get(name) is not None]
         if not given:
             return torch.zeros(0, 3, dtype=torch.int64)
         if len(given) < len(names):
             raise MediaMismatch(f"{given[0]} without {next(name for name in names if name not in given)}")
-        pixels, places = (inputs[name] for name in names)
-        if places.shape != (*pixels.shape[:2], 2):
+        pixels, places = inputs["pixel_values"], inputs["image_position_ids"].long()
+        ends = (places[1:] == 0).all(1).nonzero().squeeze(1)
+        ends = torch.cat([ends, ends.new_tensor([len(places) - 1])])
+        sides, merge = places[ends] + 1, self.merge_size(config)  # width, height
+        counts = ends.diff(prepend=ends.new_tensor([-1]))
+        if len(pixels) != len(places) or bool((sides.prod(1) != counts).any()) or bool((sides % merge).any()):
             raise MediaMismatch(
-                f"pixel_values {tuple(pixels.shape)} and image_position_ids {tuple(places.shape)} differ"
+                f"{len(pixels)} patches and {len(places)} image_position_ids do not fill images in squares of {merge} x {merge}"
             )
-        sides = places.long().amax(1) + 1  # width, height
-        counts, merge = (places != -1).all(-1).sum(1), self.merge_size(config)
-        if bool((sides.prod(-1) != counts).any()) or bool((sides % merge).any()):
-            raise MediaMismatch(
-                f"image_position_ids of {sides.tolist()} columns and rows do not fill images in squares of {merge}"
-            )
-        return torch.cat([torch.ones_like(counts)[:, None], sides.flip(-1)], dim=1)
+        return torch.cat([torch.ones_like(counts)[:, None], sides.flip(1)], dim=1)
 
     def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
         """Each grid is one image."""
@@ -75,6 +77,12 @@ class PaddedPatches(MediaLayout):
         default = int(processor.max_soft_tokens)
         return {"max_soft_tokens": default if default in fitting else fitting[-1]}
 
+    def image_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Without the padding of the image processor."""
+        places = made["image_position_ids"][0]
+        kept = (places >= 0).all(1)
+        return {"pixel_values": made["pixel_values"][0][kept], "image_position_ids": places[kept]}
+
     def count_image_features(
         self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
     ) -> int:
@@ -96,15 +104,14 @@ class PaddedPatches(MediaLayout):
         """An image of one feature."""
         vision, merge = config.vision_config, self.merge_size(config)
         places = torch.cartesian_prod(torch.arange(merge), torch.arange(merge)).flip(-1)
-        pixels = torch.zeros(1, merge**2, 3 * int(vision.patch_size) ** 2)
-        return {"pixel_values": pixels, "image_position_ids": places[None]}
+        return {"pixel_values": torch.zeros(merge**2, 3 * int(vision.patch_size) ** 2), "image_position_ids": places}
 
 
 class Gemma4(VLMFamily):
     """Gemma 4, dense, without per-layer embeddings and without audio."""
 
     model_type = "gemma4"
-    media_layout = PaddedPatches()
+    media_layout = PlacedPatches()
     image_text = ("<|image>", "<image|>")
     mrope = False
     numbered_layers = True
@@ -154,22 +161,25 @@ class Gemma4(VLMFamily):
         return tuple(sorted(token for token in found if token is not None))
 
     def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
-        """Features ``(F, H)``. Images of the same size run together, without padding."""
+        """Features ``(F, H)``. One call of the tower, as ranks that share it need; images are padded to the longest.
+
+        Attention of Hugging Face masks the padding. Packed attention gets an image and its padding as segments.
+        """
         pixels, places = media["pixel_values"], media["image_position_ids"]
         tower, embedder = (model.get_submodule(path) for path in (self.vision_tower, *self.mergers))
-        grids = self.media_layout.grids("image", media, model.config)
-        parts: list[Tensor | None] = [None] * len(grids)
-        for grid in grids.unique(dim=0):
-            chosen = (grids == grid).all(1).nonzero().squeeze(1)
-            patches = int(grid.prod())
-            found = tower(
-                pixel_values=pixels[chosen.to(pixels.device), :patches],
-                pixel_position_ids=places[chosen, :patches].to(pixels.device),
-                **vision_kwargs,
-            ).last_hidden_state
-            for number, part in zip(chosen.tolist(), found.view(len(chosen), -1, found.shape[-1]), strict=True):
-                parts[number] = part
-        features: Tensor = embedder(inputs_embeds=torch.cat([part for part in parts if part is not None]))
+        lengths = self.media_layout.grids("image", media, model.config).prod(1).cpu()
+        longest = int(lengths.max())
+        batch = [
+            pad_sequence(x.split(lengths.tolist()), batch_first=True, padding_value=fill).to(pixels.device)
+            for x, fill in ((pixels, 0.0), (places, -1))
+        ]
+        ends = (
+            torch.stack([lengths, torch.full_like(lengths, longest)], 1) + torch.arange(len(lengths))[:, None] * longest
+        )
+        bounds = pad(ends.flatten(), (1, 0)).int().to(pixels.device)
+        segments = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        found = tower(pixel_values=batch[0], pixel_position_ids=batch[1], **segments, **vision_kwargs)
+        features: Tensor = embedder(inputs_embeds=found.last_hidden_state)
         return features
 
     def decoder_masks(
@@ -210,7 +220,9 @@ class Gemma4(VLMFamily):
         return int(text.num_attention_heads), int(own.num_key_value_heads), int(own.head_dim)
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
-        """Full attention within an image, a gated MLP, and one matrix for each feature."""
+        """Full attention within an image, a gated MLP, and one matrix for each feature. Hugging Face's code takes the means over
+        squares by a product of features and patches, which counts with attention.
+        """
         vision = config.vision_config
         hidden, depth = int(vision.hidden_size), int(vision.num_hidden_layers)
         width, keys = (
@@ -221,4 +233,5 @@ class Gemma4(VLMFamily):
         features = patches // self.merge_size(config) ** 2
         embedding = hidden * 3 * int(vision.patch_size) ** 2
         linear = patches * (embedding + depth * block) + features * hidden * int(config.text_config.hidden_size)
-        return torch.stack([2 * linear, 4 * width * depth * patches**2], dim=1)
+        mixing = 4 * width * depth * patches**2 + 2 * hidden * patches * features
+        return torch.stack([2 * linear, mixing], dim=1)
