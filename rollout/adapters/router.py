@@ -74,7 +74,7 @@ class AdapterRouter:
         Each layer's ``forward`` is replaced, on the instance alone: a hook would get the output of the frozen product, and adding
         to that takes a copy of it. A module around the layer would change the names of its parameters.
         """
-        if family.logit_cap(model.config) is not None:  # type: ignore[union-attr]
+        if family.logit_cap(model.config) is not None:
             raise InvalidConfig(
                 f"models of type {family.model_type} have a soft cap on their logits, which adapters by row do not compute"
             )

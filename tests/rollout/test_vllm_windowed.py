@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 WORDS = [{"prompt": "no picture", "images": []}, {"prompt": "longer than a window of tokens is", "images": []}]
 
 
-@pytest.fixture(scope="module", params=["gemma3"])
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
 def both(request, tmp_path_factory):
     return start(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -142,5 +142,5 @@ class PackedVLM(nn.Module):
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores ``(n,)`` of ``targets`` ``(n,)`` and, with ``entropy``, entropies, from states ``(n, H)`` that predict them."""
         weight = self.family.lm_head(self.model).weight
-        cap = {} if self.logit_cap is None else {"cap": self.logit_cap}
+        cap: dict[str, Any] = {} if self.logit_cap is None else {"cap": self.logit_cap}
         return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy, **cap)

@@ -247,7 +247,7 @@ class _Split:
         heads = self.text.num_attention_heads
         head_dim = getattr(parent, "head_dim", None)  # of an attention module
         key_value_heads = layer.out_features // head_dim if head_dim else 0
-        if key_value_heads % self.peers.size:  # those of queries divide
+        if head_dim and key_value_heads % self.peers.size:  # those of queries divide
             mine = key_value_share(heads, key_value_heads, self.peers.size, self.peers.rank)
             return HeadsLinear(layer.weight, layer.bias, mine, head_dim)
         bias = None if layer.bias is None else self._parameter(name, layer.bias, 0)

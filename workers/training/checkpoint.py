@@ -147,7 +147,7 @@ class Saving:
         # First the part that all ranks do together: the export may fail on the first rank alone.
         self.save_training(directory, module, optimizer, behind)
         if ranks.is_first:
-            weights |= unused_weights(module.model, module.family)
+            weights |= saved_buffers(module.model) | unused_weights(module.model, module.family)
             export = partial(meta_copy(module.model).save_pretrained, directory / "huggingface", state_dict=weights)
             if behind:
                 self._writes.append(_EXPORTS.submit(export))
@@ -167,6 +167,13 @@ class Saving:
         writes, self._writes = self._writes, []
         wait(writes)
         raise_first([error for each in writes if (error := each.exception()) is not None])
+
+
+def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Constants of the model that its checkpoints hold, under the names of the base model."""
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = ((base_name(name), value) for name, value in model.state_dict().items() if name not in held)
+    return {name: value.cpu() for name, value in found if name}
 
 
 def unused_weights(model: PreTrainedModel, family: VLMFamily) -> dict[str, torch.Tensor]:

@@ -195,6 +195,15 @@ class Gemma4(VLMFamily):
             mm_token_type_ids=token_types,
         )
 
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The processors of audio and videos, without which there is no Gemma4Processor."""
+        settings = {
+            "processor_class": "Gemma4Processor",
+            "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+            "video_processor": {"video_processor_type": "Gemma4VideoProcessor"},
+        }
+        return {"processor_config.json": settings}
+
     def layer_weights(self, text: Any, layer: int) -> int:
         """Attention, with keys that may be values too, or belong to an earlier layer; and a gated MLP."""
         heads, key_heads, size = self._heads(text, layer)
