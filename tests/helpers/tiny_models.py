@@ -209,6 +209,7 @@ def _tiny_gemma4() -> Any:
         "pooling_kernel_size": 2,
         "patch_size": 4,
         "position_embedding_size": 64,
+        "default_output_length": 70,  # published configs have it, and vLLM reads it
     }
     return transformers.Gemma4Config(
         text_config=_BASE_TEXT | windowed,
