@@ -31,7 +31,7 @@ from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
 FEW = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
-MODELS = (*FEW, "qwen3_vl", "smolvlm", "gemma3", "qwen3")
+MODELS = (*FEW, "qwen3_vl", "smolvlm", "gemma3", "gemma4", "qwen3")
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 
