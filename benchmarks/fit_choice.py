@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "benchmarks")]
 
 from recipes.configs import plan_config  # noqa: E402
-from recipes.forecast import StepForecast, calibrate_cpu, forecast  # noqa: E402
+from recipes.forecast import StepForecast, forecast  # noqa: E402
 from recipes.options import divided  # noqa: E402
 from recipes.plan import fit, plan  # noqa: E402
 
@@ -84,8 +84,7 @@ def run_timed(options: Sequence[str]) -> None:
 
 def main(options: Sequence[str]) -> None:
     _, of_recipe = divided(options, plan_config.PlanOptions())
-    setting = plan(plan_config.parse(["grpo", "--device", "cpu", *options])).setting
-    chosen = fit(replace(setting, device=calibrate_cpu(setting.batch, time.process_time)))
+    chosen = fit(plan(plan_config.parse(["grpo", "--device", "cpu", *options]), time.process_time).setting)
     choices = neighbours(chosen)
     rounds = [[measured(each, of_recipe) for each in choices] for _ in range(ROUNDS)]
     print("| budget | checkpointing | micro-batches | forecast s | CPU s | wall s | forecast GiB | GiB |")

@@ -15,7 +15,7 @@ from benchmarks.workload import make_batch, model_config, shape_of  # noqa: E402
 from dataproto import DataProto  # noqa: E402
 from recipes.forecast import DEVICES, BatchSizes, PromptSizes, Setting, forecast  # noqa: E402
 from recipes.forecast.devices import GIB  # noqa: E402
-from workers.model.model_config import ModelConfig  # noqa: E402
+from workers.model.model_config import ModelConfig, Unsharded  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 
 
@@ -33,7 +33,7 @@ class Update:
     samples: int = 1
     optimizer: bool = True  # whether AdamW had moments
     dp: int = 1
-    reshard: bool = True
+    unsharded: Unsharded = "nothing"
 
 
 UPDATES = (
@@ -42,7 +42,7 @@ UPDATES = (
     Update("3B, selective, budget 16,384", "3b", 16_384, "selective", 3.05, 126),
     Update("7B, selective, budget 9,216, no moments", "7b", 9216, "selective", 4.79, 126, optimizer=False),
     Update("7B, two devices", "7b", 8192, "selective", 4.63, 113.7, prompts=40, dp=2),
-    Update("7B, two devices, no reshard", "7b", 8192, "selective", 4.33, 126.7, prompts=40, dp=2, reshard=False),
+    Update("7B, two devices, no reshard", "7b", 8192, "selective", 4.33, 126.7, prompts=40, dp=2, unsharded="weights"),
     Update("7B, two devices, full", "7b", 16_384, "full", 5.30, 75.3, prompts=40, dp=2),
     Update("3B, two devices, selective", "3b", 16_384, "selective", 2.87, 96.7, prompts=40, dp=2),
 )
@@ -76,7 +76,7 @@ def update_row(measured: Update) -> tuple[float, float]:
         token_budget=measured.budget,
         activation_checkpointing=measured.checkpointing,
         compile=True,
-        reshard_after_forward=measured.reshard,
+        unsharded=measured.unsharded,
     )
     seconds, peaks = [], []
     for step in (3, 4, 5):

@@ -38,6 +38,7 @@ from recipes.run.phases import Progression  # noqa: E402
 from rollout.engine import ENGINES  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
 from workers import ActorConfig, launch  # noqa: E402
+from workers.model.model_config import UNSHARDED  # noqa: E402
 from workers.ranks.layout import Layout  # noqa: E402
 from workers.roles.rollout_worker import RolloutConfig  # noqa: E402
 
@@ -128,12 +129,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", default="full", choices=["none", "selective", "full"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
-    parser.add_argument(
-        "--reshard",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="FSDP frees weights after the forward pass",
-    )
+    parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
+    parser.add_argument("--unsharded", default="nothing", choices=UNSHARDED, help="between micro-batches")
     parser.add_argument("--steps", type=int, default=2, help="measured steps, after one warm-up step")
     parser.add_argument("--over-ask", type=float, default=1.0, help="groups decoded at a time; see --rollout.over-ask")
     parser.add_argument("--rollout", default="{}", help="JSON: options of the engine")
@@ -163,7 +160,8 @@ def main() -> None:
         activation_checkpointing=arguments.activation_checkpointing,
         compile=arguments.compile,
         flash_attention=arguments.flash_attention,
-        reshard_after_forward=arguments.reshard,
+        scoring_token_budget=arguments.scoring_token_budget,
+        unsharded=arguments.unsharded,
     )
     options = json.loads(arguments.rollout)
     engine = "geo3k_step:VLLMOfDrawnLengths" if arguments.engine == "vllm" else arguments.engine

@@ -37,27 +37,30 @@ from recipes.data import EasyVQA, ProblemRows, open_easy_vqa  # noqa: E402
 from recipes.report import read_metrics  # noqa: E402
 from recipes.rewards import geo3k_reward, short_answer_reward  # noqa: E402
 from recipes.run import run  # noqa: E402
-from recipes.run.run_directory import open_run_directory  # noqa: E402
+from recipes.run.run_directory import open_run_directory, with_schedules  # noqa: E402
 from recipes.tiny import tiny_checkpoint  # noqa: E402
 
 PROMPTS, SAMPLES, EVAL_ROWS = 16, 16, 256
+EASY_VQA_START = 50
+"""Updates of the supervised phase, in which the model learns the form of an answer and little more."""
 TASKS = ("easy_vqa", "level2", "level3", "level4")
 COMMON = (
     f"--batch-size {PROMPTS} --algorithm.n {SAMPLES} --algorithm.kl-coef 0 "
     f"--eval-rows {EVAL_ROWS} --save-every 50 --keep-rollouts 0"
 )
+WHOLE = "--algorithm.minibatch None"  # one optimizer step for each batch
 ALGORITHMS = {
-    "grpo": "",
+    "grpo": WHOLE,
     "grpo_4_updates": "--algorithm.minibatch 4",  # several optimizer steps for each batch, so that clipping works
-    "dr_grpo": "--algorithm.loss dr_grpo",
-    "rloo": "--algorithm.advantage rloo",
-    "dapo": "--algorithm.loss dapo --algorithm.overlong-buffer 0",
+    "dr_grpo": f"--algorithm.loss dr_grpo {WHOLE}",
+    "rloo": f"--algorithm.advantage rloo {WHOLE}",
+    "dapo": f"--algorithm.loss dapo --algorithm.overlong-buffer 0 {WHOLE}",
     "gspo": "--algorithm.loss gspo --algorithm.minibatch 4",
     "cispo": "--algorithm.loss cispo --algorithm.minibatch 4",
     "ppo": "",
-    "grpo_corrected": "--algorithm.correction token",  # for the engine's log-probs
-    "grpo_ahead": "--rollout.ahead --on ray --ray.rollout-processes 1",
-    "grpo_row_by_row": "--token-budget 1",  # one prompt group a pass, as without packing
+    "grpo_corrected": f"--algorithm.correction token {WHOLE}",  # for the engine's log-probs
+    "grpo_ahead": f"{WHOLE} --rollout.ahead --on ray --ray.rollout-processes 1",
+    "grpo_row_by_row": f"--token-budget 1 {WHOLE}",  # one prompt group a pass, as without packing
     "trl": "",  # TRL's GRPOTrainer, rows padded
 }
 
@@ -118,6 +121,7 @@ def train_ours(this: Run, work: Path) -> None:
     start, rows = easy_vqa_start(this.seed, work)
     config = recipe.parse([*arguments_of(this, work), "--max-prompt-length", "128", "--max-response-length", "4"])
     config = replace(config, optimizer=easy_vqa_config.TINY.optimizer)
+    config = with_schedules(config.run, config, **config.updates)
     open_run_directory(config.run, config)
     run(config, with_cpu_seconds(step), lambda _: easy_vqa.policy_task(config, rows, str(start), short_answer_reward))
 
@@ -125,8 +129,9 @@ def train_ours(this: Run, work: Path) -> None:
 def easy_vqa_start(seed: int, work: Path) -> tuple[Path, EasyVQA]:
     """The checkpoint after the supervised phase, which the runs of a seed share, and the rows with few test questions."""
     rows = open_easy_vqa()
+    directory = work / "easy_vqa" / "start" / f"seed_{seed}"
     config = easy_vqa_config.parse(
-        ["--seed", str(seed), "--output-dir", str(work / "easy_vqa" / "start" / f"seed_{seed}")]
+        ["--seed", str(seed), "--sft.steps", str(EASY_VQA_START), "--output-dir", str(directory)]
     )
     config = replace(config, run=replace(config.run, resume=True))
     start = easy_vqa.supervised_checkpoint(config, rows)

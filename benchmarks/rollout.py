@@ -139,6 +139,10 @@ class Ours:
             cycles["wake, hand-over and KV cache"].append(self.seconds(self.wake))
         for name, found in cycles.items():
             self.say(name, 1000 * median(found), "ms")
+        self.say("tensors besides weights that sleep lost", len(self.engine.memory.lost), "")
+        self.say(
+            "weights and buffers that differ after sleeping", len(self.engine.differing_weights(self.weights())), ""
+        )
         self.say("device memory: engine asleep, first time", asleep[0], "GiB")
         self.say("device memory: engine asleep, last time", asleep[-1], "GiB")
 

@@ -4,9 +4,10 @@
     python benchmarks/train_step.py --size 3b                                             # one H200
     torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --parts ours           # two, by FSDP2
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours --layout tp=2,pp=2
-    torchrun --nproc-per-node 4 benchmarks/train_step.py --size moe --parts ours --layout dp=4,ep=4
+    torchrun --nproc-per-node 4 benchmarks/train_step.py --size 30b-a3b --layers 16 --parts ours --layout dp=4,ep=4
 
-Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and, ``moe``, of Qwen3-VL-30B-A3B with 16 of its 48 layers. Prompts
+Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and of Qwen3-VL-30B-A3B, of which ``--layers`` chooses as many
+decoder layers as fit: with the optimizer a layer takes 10 GB of all devices together, embedding, head and tower 18 GB. Prompts
 have 50 to 300 text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), both at
 most 4,096 together; at size ``tiny`` a tenth of that. MFU counts the operations that the step requires
 (`workers.training.accounting`) over the time of the whole step and the device's peak in bfloat16.
@@ -32,7 +33,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # its dataproto.py is not the library
@@ -42,10 +42,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.workload import SIZES, make_batch, model_config, shape_of
+from benchmarks.workload import SIZES, make_batch, model_config, random_weights, shape_of
 from dataproto import DataProto
 from dataproto.vlm import family_of
 from recipes.algorithms.losses import clipped_policy_loss
+from workers.model.model_config import UNSHARDED
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import AXES, init_ranks
@@ -65,7 +66,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.config = model_config(arguments.size)
+        self.config = model_config(arguments.size, arguments.layers)
         self.shape = shape_of(arguments.size)
         self.device = torch.device(arguments.device)
         self.world = int(os.environ.get("WORLD_SIZE", 1))
@@ -90,20 +91,13 @@ class Bench:
             dtype=a.dtype,
             activation_checkpointing=a.checkpointing,
             compile=a.compile,
-            reshard_after_forward=a.reshard,
+            unsharded=a.unsharded,
+            scoring_token_budget=a.scoring_token_budget,
             freeze_vision=a.freeze_vision,
             flash_attention=a.flash_attention,
         )
         self.config.save_pretrained(options.model_path)
-        torch.manual_seed(0)
-
-        def random_model(*_: object, **__: object) -> Any:
-            with self.device:
-                return transformers.AutoModelForImageTextToText.from_config(
-                    self.config, attn_implementation="sdpa", dtype=torch.float32
-                )
-
-        with mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model):
+        with random_weights():
             worker = ActorWorker(options, self.device, self.ranks)
         if not a.optimizer:
             worker.model.optimizer.adamw.step = lambda *_: (
@@ -340,6 +334,7 @@ def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--layers", type=int, help="decoder layers (default: those of the size)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", default="ours,shared,text,tower,padded", help="comma-separated, see above")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, on each device (default: 32)")
@@ -352,7 +347,8 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--compile", action=flag, default=None, help="default: on CUDA")
     parser.add_argument("--optimizer", action=flag, default=None, help="AdamW's step (default: where it fits)")
-    parser.add_argument("--reshard", action=flag, default=True, help="FSDP frees weights after the forward pass")
+    parser.add_argument("--unsharded", default="nothing", choices=UNSHARDED, help="between micro-batches")
+    parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
     parser.add_argument("--layout", help="degrees, such as tp=2,pp=2 (default: dp over all processes)")
     parser.add_argument("--freeze-vision", action="store_true")
     parser.add_argument("--padded-rows", type=int, default=2, help="rows of a padded micro-batch (default: 2)")

@@ -1,8 +1,12 @@
 """Models and batches for benchmarks: the sizes of Qwen-VL with random weights, and rows like those of rollouts."""
 
+import contextlib
 import math
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -47,7 +51,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-VOCABULARY = {"3b": 151_936, "7b": 152_064, "moe": 151_936, "qwen3.5-9b": 248_320}
+VOCABULARY = {"3b": 151_936, "7b": 152_064, "30b-a3b": 151_936, "qwen3.5-9b": 248_320}
 MOE_VISION = {
     "depth": 27,
     "hidden_size": 1152,
@@ -59,7 +63,7 @@ MOE_VISION = {
 }
 MOE_TEXT = {
     "hidden_size": 2048,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 48,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 128,
@@ -105,8 +109,8 @@ TINY_HYBRID_TEXT = TEXT["tiny"] | {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-SIZES = (*TEXT, "moe", "tiny-moe", "qwen3.5-9b", "tiny-qwen3.5")
-"""Qwen2.5-VL's, Qwen3-VL-30B-A3B with 16 of its 48 layers, and Qwen3.5-9B."""
+SIZES = (*TEXT, "30b-a3b", "tiny-moe", "qwen3.5-9b", "tiny-qwen3.5")
+"""Qwen2.5-VL's, Qwen3-VL-30B-A3B, and Qwen3.5-9B."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +128,43 @@ class Shape:
 TINY = Shape(text=(5, 30), side=(2, 6), response=(10, 200), typical_response=50, total=410)
 
 
+@contextlib.contextmanager
+def random_weights() -> Iterator[None]:
+    """In here workers load random weights, on their devices, from directories that hold a config alone."""
+    from workers.weights.hollow_model import all_tensors, initialise, local_part
+
+    def hollow_model(path: str, family: Any) -> tuple[Any, None, None]:
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = family.model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        initialise(model)
+        return model.eval(), None, None
+
+    def fill(module: Any, prefix: str, files: None, sources: None, hollow: set[str]) -> None:
+        for name, tensor in all_tensors(module):
+            local, part = local_part(tensor.detach())
+            if name not in hollow or not local.numel():
+                continue
+            torch.manual_seed(zlib.crc32(f"{name} {part}".encode()))  # equal where ranks hold the same part
+            local.normal_(std=0.02) if tensor.ndim > 1 else local.fill_(float(name.endswith("weight")))
+
+    with (
+        mock.patch("workers.training.loading.hollow_model", hollow_model),
+        mock.patch("workers.training.loading.fill", fill),
+    ):
+        yield
+
+
 def shape_of(size: str) -> Shape:
     return TINY if size.startswith("tiny") else Shape()
 
 
-def model_config(size: str) -> Any:
+def model_config(size: str, layers: int | None = None) -> Any:
+    """The config of a size, with ``layers`` decoder layers if given."""
     words, tiny = VOCABULARY.get(size, 1024), size.startswith("tiny")
     kind, text, vision = _parts(size, tiny)
+    if layers is not None:
+        text = text | {"num_hidden_layers": layers}
     shared = {
         "vocab_size": words,
         "max_position_embeddings": 32_768,
@@ -159,7 +193,7 @@ def _parts(size: str, tiny: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         text = text | {"rope_parameters": interleaved | {"mrope_section": sections, "partial_rotary_factor": 0.25}}
         vision = TINY_MOE_VISION if tiny else MOE_VISION
         return transformers.Qwen3_5Config, text, {k: v for k, v in vision.items() if k != "deepstack_visual_indexes"}
-    if size.endswith("moe"):
+    if size in ("30b-a3b", "tiny-moe"):
         text = TINY_MOE_TEXT if tiny else MOE_TEXT
         text = text | {"rope_parameters": interleaved | {"mrope_section": [4, 6, 6] if tiny else [24, 20, 20]}}
         return transformers.Qwen3VLMoeConfig, text, TINY_MOE_VISION if tiny else MOE_VISION

@@ -1,6 +1,7 @@
 """The well-known columns: what each holds, in which shape, who writes it and who reads it; and checks against that table.
 
-Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens. Batches of prompts have R = 0.
+Dimension letters: B rows, P prompt tokens, R response tokens, L = P + R tokens. Batches of prompts have R = 0. A column with
+the letter n is ragged: its rows have n tokens each, without padding; M layers with experts, k experts of a token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,7 @@ class Column:
 
 
 MEDIA_INPUTS = "multi_modal_inputs"
+PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts"
 _DATA, _ENGINE, _PLAY = "PromptBuilder", "RolloutWorker.generate", "RolloutWorker.play"
 _ACTOR, _CHUNKS = "ActorWorker", "ChunkRenderer.rows"
 
@@ -150,6 +152,22 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("turns", "int64", "B", _PLAY, "reports", "number of turns of the episode"),
         Column("rollout_log_probs", "float32", "B R", _ENGINE, "actor, reports", "log-probs while sampling"),
+        Column(
+            PROMPT_ROUTED_EXPERTS,
+            "uint8 or int16",
+            "B n M k",
+            _ENGINE,
+            "actor",
+            "experts that the engine sent each prompt token to; samples of a prompt share its values",
+        ),
+        Column(
+            ROUTED_EXPERTS,
+            "uint8 or int16",
+            "B n M k",
+            _ENGINE,
+            "actor",
+            "the same for response tokens; the last one, which the engine did not read, repeats the one before",
+        ),
         Column("loss_weights", "float32", "B R", _CHUNKS, "cross entropy", "weight of each token in the loss"),
         Column("targets", "int64", "B R", _CHUNKS, "actor", "tokens to be scored, if some are not the next ones"),
         Column("old_log_probs", "float32", "B R", f"{_ACTOR}.log_probs", "policy loss", "log-probs before the update"),
@@ -333,6 +351,11 @@ def _check_form(law: Column, column: Any, sizes: Sizes) -> None:
             raise InvalidColumn(f"column {law.name!r}: expected an array of objects, found {_form(column)}")
         return
     expected = f"{law.dtype} {law.shape_text}"
+    if "n" in law.shapes[0]:
+        tail = getattr(column, "tail", None)
+        if tail is None or len(tail) != len(law.shapes[0]) - 2 or str(column.dtype)[6:] not in law.dtype.split(" or "):
+            raise InvalidColumn(f"column {law.name!r}: expected ragged {expected}, found {_form(column)}")
+        return
     dense = isinstance(column, Tensor) and not column.is_nested and column.dtype == getattr(torch, law.dtype)
     letters = next((letters for letters in law.shapes if dense and _fits(letters, column.shape)), None)
     if letters is None:

@@ -37,7 +37,7 @@ class PackedRows:
     to the keys of the shared prompt and to its own. So a prompt with n samples is computed once.
 
     Dimension letters: T packed tokens, B rows, K keys that segments attend to (T if no prompt is shared), N response tokens in
-    the loss.
+    the loss, M layers with experts, k experts of a token.
     """
 
     input_ids: Tensor  # (1, T) int64
@@ -51,6 +51,8 @@ class PackedRows:
     predictors: Tensor  # (N,) index into T of the token before each response token
     targets: Tensor  # (N,) the response tokens
     response_cells: Tensor  # (N,) index into the flattened (B, R) grid
+    routed_experts: Tensor | None = None  # (T, M, k) recorded experts; None: the routers choose
+    routed: Tensor | None = None  # (T,) bool, false on tokens that only fill up the sequence; None: there are none
 
     def to(self, device: torch.device | str) -> "PackedRows":
         """The same rows on another device."""
@@ -147,7 +149,8 @@ def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:
     device = rows.cu_seqlens.device
     ends = torch.arange(segment, tail + segment, segment, dtype=torch.int32, device=device).clamp_max(tail)
     longest = min(segment, tail)
-    key_index = rows.key_index
+    key_index, experts = rows.key_index, rows.routed_experts
+    routed = torch.ones(tokens, dtype=torch.bool, device=device) if rows.routed is None else rows.routed
     return replace(
         rows,
         input_ids=pad(rows.input_ids, (0, tail)),
@@ -158,6 +161,8 @@ def fill_up(rows: PackedRows, length: int, segment: int = 128) -> PackedRows:
         key_index=None if key_index is None else torch.cat([key_index, torch.arange(tokens, length, device=device)]),
         key_cu_seqlens=torch.cat([rows.key_cu_seqlens, rows.key_cu_seqlens[-1] + ends]),
         key_max_length=max(rows.key_max_length, longest),
+        routed_experts=None if experts is None else torch.cat([experts, experts.new_zeros(tail, *experts.shape[1:])]),
+        routed=pad(routed, (0, tail)),
     )
 
 

@@ -39,8 +39,8 @@ def classification_task(config: ClassifyConfig, labelled: LabelledData, model_pa
     """Questions about labelled pictures, and the evaluation: the loss, greedy answers, and their confusion."""
     data = config.data
     limits = (data.max_length, data.min_pixels, data.max_pixels)
-    builder = SupervisedBuilder.from_pretrained(model_path, *limits)
-    questions = PromptBuilder.from_pretrained(model_path, *limits)
+    builder = SupervisedBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
+    questions = PromptBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
     loader = PromptLoader(
         labelled.train,
         builder,

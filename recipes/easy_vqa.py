@@ -26,7 +26,14 @@ from recipes.grpo import step_for
 from recipes.options import exit_status
 from recipes.rewards import RewardFunction, ShuffledScores, load_reward, short_answer_reward
 from recipes.run.evaluation import Evaluate, evaluate_samples
-from recipes.run.policy_gradient import PolicyTask, answered_at_a_time, open_task_directory, prompt_loader, run
+from recipes.run.policy_gradient import (
+    PolicyTask,
+    answered_at_a_time,
+    open_task_directory,
+    prompt_builder,
+    prompt_loader,
+    run,
+)
 from recipes.run.supervised import SupervisedTask, held_out_loss, run_supervised
 from recipes.tiny import TinyConfig, make_tiny_model
 from rollout.prompts import PromptBuilder, SupervisedBuilder
@@ -115,7 +122,9 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
     """
     data = config.data
     longest = 2 * (data.max_prompt_length + data.max_response_length)
-    builder = SupervisedBuilder.from_pretrained(model_path, longest, data.min_pixels, data.max_pixels)
+    builder = SupervisedBuilder.from_pretrained(
+        model_path, longest, data.min_pixels, data.max_pixels, template_arguments=data.template_arguments
+    )
     asked = Mixture([Conversations(rows.train.open_questions(each)) for each in (True, False)], weights=[2, 1])
     loader = PromptLoader(asked, builder, config.sft.batch_size, config.run.seed)
     held_out = Answered(rows.test.in_random_order()[: data.eval_rows])
@@ -129,7 +138,7 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
 def policy_task(config: PolicyGradientConfig, rows: EasyVQA, model_path: str, reward: RewardFunction) -> PolicyTask:
     """All training questions, and the evaluation with its controls, in the run's directory, which is open."""
     data = config.data
-    builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    builder = prompt_builder(data, model_path)
     evaluate = controlled_evaluation(config, rows.test, builder)
     return PolicyTask(config, model_path, builder, prompt_loader(config, builder, rows.train), reward, evaluate)
 

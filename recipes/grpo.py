@@ -21,6 +21,8 @@ from recipes.run.metrics import timed
 from recipes.run.phases import (
     Progression,
     add_actor_log_probs,
+    add_first_log_probs,
+    add_later_log_probs,
     engine_differences,
     entropy_coefficient,
     generate_and_score,
@@ -77,7 +79,7 @@ def grpo_step(
     """
     progression = progression or Progression(config.kl_controller())
     data, metrics = generate_and_score(roles, prompts, config, sampling, more)  # config.n rows for each prompt
-    if config.needs_old_log_probs(config.updates(len(prompts))) and "old_log_probs" not in data:
+    if config.needs_old_log_probs and "old_log_probs" not in data:
         with timed(metrics, "old_log_prob"):
             data |= roles.actor.log_probs(data, into="old_log_probs")
     if config.needs_reference:
@@ -90,10 +92,12 @@ def grpo_step(
     metrics |= shaped | corrected | {"actor/entropy_coeff": entropy_coefficient(data, config)}
     if len(learned):
         loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.settings.aggregation
+        add_later_log_probs(roles, learned, config, metrics)
         with timed(metrics, "update_actor"):
             updated = roles.actor.update_and_score(
                 learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
             )
+        add_first_log_probs(data, learned, updated.scores)
         metrics |= updated.metrics | engine_differences(learned, config, updated.scores)
         add_actor_log_probs(data, learned, config, updated.scores)
     roles.sync_weights()
@@ -157,7 +161,7 @@ def score_part(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: 
         data |= roles.reward.score(data)
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
-    if config.needs_old_log_probs(updates=1) and "old_log_probs" not in data:
+    if config.needs_old_log_probs and "old_log_probs" not in data:
         with timed(metrics, "old_log_prob"):
             data |= roles.actor.log_probs(data, into="old_log_probs")
     if config.needs_reference:

@@ -22,6 +22,8 @@ from recipes.run.metrics import merge_updates, timed
 from recipes.run.phases import (
     Progression,
     add_actor_log_probs,
+    add_first_log_probs,
+    add_later_log_probs,
     engine_differences,
     entropy_coefficient,
     generate_and_score,
@@ -61,7 +63,7 @@ def ppo_step(
     """
     progression = progression or Progression(config.kl_controller())
     data, metrics = generate_and_score(roles, prompts, config, sampling, more)  # config.n rows for each prompt
-    if config.needs_old_log_probs(config.updates(len(prompts))) and "old_log_probs" not in data:
+    if config.needs_old_log_probs and "old_log_probs" not in data:
         with timed(metrics, "old_log_prob"):
             data |= roles.actor.log_probs(data, into="old_log_probs")
     if config.needs_reference:
@@ -83,10 +85,12 @@ def ppo_step(
         metrics["actor/entropy_coeff"] = entropy_coefficient(data, config)
         if len(learned):
             loss, aggregation = policy_loss(config, metrics["actor/entropy_coeff"]), config.settings.aggregation
+            add_later_log_probs(roles, learned, config, metrics)
             with timed(metrics, "update_actor"):
                 updated = roles.actor.update_and_score(
                     learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
                 )
+            add_first_log_probs(data, learned, updated.scores)
             metrics = merge_updates(metrics, updated.metrics) | engine_differences(learned, config, updated.scores)
             add_actor_log_probs(data, learned, config, updated.scores)
     roles.sync_weights()

@@ -46,8 +46,10 @@ def conversation_task(config: SFTConfig, model_path: str, rows: tuple[Any, Any] 
     """
     data = config.data
     limits = (data.max_length, data.min_pixels, data.max_pixels)
-    builder = SupervisedBuilder.from_pretrained(model_path, *limits).learning(data.turns)
-    questions = PromptBuilder.from_pretrained(model_path, *limits)
+    builder = SupervisedBuilder.from_pretrained(
+        model_path, *limits, template_arguments=data.template_arguments
+    ).learning(data.turns)
+    questions = PromptBuilder.from_pretrained(model_path, *limits, template_arguments=data.template_arguments)
     train_rows, held_out = rows or open_data(data, builder, config.run.seed)
     loader = PromptLoader(
         train_rows,

@@ -131,6 +131,9 @@ class Completion:
     prompt_log_probs: list[float] | None = None  # one for each token of the prompt; NaN for the first one and for media
     top_log_probs: list[TopLogProbs] | None = None  # one list for each token of the response
     top_prompt_log_probs: list[TopLogProbs] | None = None  # one list for each token of the prompt; empty where NaN
+    routed_experts: Tensor | None = None
+    """``(P' + R' - 1, M, k)`` uint8, or int16 above 256 experts: where each token of prompt and response was sent, but for the
+    last one, which was not read; M layers with experts, k experts of a token. Only engines with the option ``routed_experts``."""
     error: DataProtoError | None = None  # why this request failed, such as `NonFiniteLogits`; others are not affected
 
 
@@ -267,6 +270,24 @@ def check_engine_options(name: str, options: Mapping[str, Any]) -> None:
     for option in options:
         if option not in known:
             raise InvalidConfig(f"engine {name!r} has no option {option!r}: choose one of {', '.join(known)}")
+
+
+def returns_experts(name: str) -> bool:
+    """Whether the engine registered under ``name``, or named as ``module:class``, has the option ``routed_experts``."""
+    module, _, attribute = ENGINES.get(name, name).partition(":")
+    engine = getattr(importlib.import_module(module), attribute)
+    return "routed_experts" in inspect.signature(engine).parameters
+
+
+def expert_dtype(experts: int) -> torch.dtype:
+    """The narrowest dtype that holds the numbers of so many experts.
+
+    >>> expert_dtype(256), expert_dtype(257)
+    (torch.uint8, torch.int16)
+    """
+    import torch
+
+    return torch.uint8 if experts <= 256 else torch.int16
 
 
 def cpu_or_cuda() -> torch.device:

@@ -4,10 +4,17 @@ import os
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from dataproto.vlm import family_of
+from dataproto.vlm import VLMFamily, family_of
 
 IMAGE_BACKEND = "pil"
 """The backend of the image processor, for the actor and every engine: the pixels of PIL and torchvision differ."""
+
+
+def checkpoint_family(model_path: str) -> VLMFamily:
+    """The family of a checkpoint directory. Raises `UnknownModel`."""
+    from transformers import AutoConfig
+
+    return family_of(AutoConfig.from_pretrained(model_path))
 
 
 def generation_config(model_path: str, config: Any) -> Any:
@@ -44,6 +51,23 @@ def end_ids(generation_config: Any) -> tuple[int, ...]:
     if end is None:
         return ()
     return tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
+
+
+def check_in_vllm(model_path: str) -> None:
+    """Raises `InvalidConfig` for a checkpoint of a family from which vLLM does not sample as the policy does, with the reason,
+    and `UnknownModel` for one of no family.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError):
+        return  # vLLM says what is wrong with it
+    family = family_of(config)
+    if family.not_in_vllm:
+        raise InvalidConfig(
+            f"the vLLM engine takes no models of type {family.model_type}: {family.not_in_vllm}; use the hf engine"
+        )
 
 
 def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from dataproto import DataProto, object_array
 from dataproto.collation import pad_rows, ragged_rows
-from dataproto.columns import require
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
 from dataproto.errors import InvalidRow, RequestFailed, RowCountMismatch
 from dataproto.packing import MAX_TOKENS, PAD_TOKEN
 from dataproto.planning import places_in_groups
+from dataproto.ragged import RaggedTensor
 from dataproto.vlm import VLMFamily
 from rollout.engine import FINISH_REASONS, Completion, Request, SamplingParams, row_name
 from rollout.sampling import derive_seed
@@ -101,6 +102,9 @@ def attach_responses(
     data["response_mask"] = response_mask
     data["rollout_log_probs"] = log_probs
     data["truncated"] = torch.tensor([each.finish_reason == "length" for each in ordered], dtype=torch.bool)
+    if ordered and all(each.routed_experts is not None for each in ordered):
+        lengths = prompt_mask.sum(1).tolist()
+        data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = collate_experts(ordered, lengths, sampling.n)
     for name, wanted in (
         ("prompt_log_probs", sampling.prompt_log_probs),
         ("top_log_probs", sampling.top_log_probs),
@@ -110,6 +114,31 @@ def attach_responses(
             data[name] = object_array([getattr(completion, name) for completion in ordered])
     data.meta_info |= {MAX_TOKENS: sampling.max_tokens, PAD_TOKEN: pad_token_id}
     return data
+
+
+def collate_experts(
+    completions: Sequence[Completion], prompt_lengths: Sequence[int], samples: int
+) -> tuple[RaggedTensor, RaggedTensor]:
+    """The experts of prompt tokens, and of response tokens.
+
+    All ``samples`` of a prompt get those of the first one: prompts are computed once in training. The last token of a response,
+    which the engine did not read, repeats the experts of the one before; no log-prob depends on them.
+
+    >>> done = [Completion(0, [5, 2], [-0.5, -0.1], "stop", routed_experts=torch.tensor([[[3]], [[1]], [[0]]]))]
+    >>> [column.values.flatten().tolist() for column in collate_experts(done, [2], 1)]
+    [[3, 1], [0, 0]]
+    """
+    prompts, responses = [], []
+    for place, (completion, length) in enumerate(zip(completions, prompt_lengths, strict=True)):
+        experts = completion.routed_experts
+        if experts is None or len(experts) != length + len(completion.token_ids) - 1:
+            raise InvalidRow(
+                place, f"{length + len(completion.token_ids) - 1} tokens were read, but experts are of others"
+            )
+        if place % samples == 0:
+            prompts.append(experts[:length])
+        responses.append(torch.cat([experts[length:], experts[-1:]]))
+    return RaggedTensor.from_list(prompts).repeat_interleave(samples), RaggedTensor.from_list(responses)
 
 
 def order_completions(

@@ -273,29 +273,31 @@ def exchange_batches(call: Call, batches: Callable[[int], list[Fields]], group: 
     form = common_form("part" if call.kind == "scatter" else "rank", outlines)
     carriers = {section: ranks.carrier(form.kind_of_device(section)) for section in form.sections()}
 
-    def allocate() -> tuple[dict[Section, tuple[list[torch.Tensor], torch.Tensor]], None]:
-        room = {}
+    sizes = {section: [outline.size(section) for outline in outlines] for section in carriers}
+
+    def allocate() -> tuple[dict[Section, tuple[list[torch.Tensor], torch.Tensor]], dict[torch.device, torch.Tensor]]:
+        room, most = {}, dict.fromkeys(carriers.values(), 0)
         for section, carrier in carriers.items():
             sent = [message.bytes_of(section, carrier) for message in messages]
-            expected = sum(outlines[number].size(section) for number in incoming)
+            expected = sum(sizes[section][number] for number in incoming)
             room[section] = sent, torch.empty(expected, dtype=torch.uint8, device=carrier)
-        return room, None
+            most[carrier] = max(most[carrier], ranks.padded_bytes(call, sizes[section]))
+        return room, {carrier: torch.empty(size, dtype=torch.uint8, device=carrier) for carrier, size in most.items()}
 
-    room, _ = ranks.together(allocate)
+    room, padded = ranks.agreed(allocate)
     for section, (sent, received) in room.items():
-        ranks.move(call, sent, [outline.size(section) for outline in outlines], received)
+        ranks.move(call, sent, sizes[section], received, padded[carriers[section]])
 
-    def assemble_here() -> tuple[Fields | None, None]:
+    def assemble_here() -> Fields | None:
         if call.kind in ("broadcast", "scatter") and ranks.rank == call.root:
-            return messages[0 if call.kind == "broadcast" else ranks.rank].batch, None
+            return messages[0 if call.kind == "broadcast" else ranks.rank].batch
         if not incoming:
-            return None, None
+            return None
         arrived = {section: received for section, (_, received) in room.items()}
         mine = messages[0] if messages else None
-        return assemble(form, [outlines[number] for number in incoming], arrived, ranks.rank, mine), None
+        return assemble(form, [outlines[number] for number in incoming], arrived, ranks.rank, mine)
 
-    result, _ = ranks.together(assemble_here)
-    return result
+    return ranks.agreed(assemble_here)
 
 
 def _prepare(call: Call, batches: Callable[[int], list[Any]], ranks: GroupRanks) -> tuple[list[Message], Any]:

@@ -14,6 +14,7 @@ from dataproto.errors import InvalidIndex, RankFailure
 from dataproto.transfer import all_gather_equal
 
 Result = TypeVar("Result")
+MOST_PADDING = 2  # all-gathers may move this many times the bytes of the messages, to be one collective
 Kind = Literal["all_gather", "gather", "broadcast", "scatter"]
 
 
@@ -68,19 +69,33 @@ class GroupRanks:
         Raises:
             RankFailure: it failed on a rank; raised on all ranks, names rank and reason.
         """
-        outcome: tuple[Result, Any] | None = None
-        problem: Exception | None = None
-        try:
-            outcome = act()
-        except Exception as error:  # any error: the other ranks must not wait for this one
-            problem = error
+        outcome, problem = attempted(act)
+        heard = self._heard(None if outcome is None else outcome[1], problem)
+        assert outcome is not None
+        return outcome[0], heard
+
+    def agreed(self, act: Callable[[], Result]) -> Result:
+        """Runs ``act`` on all ranks and returns its result here. Costs one number of traffic unless a rank fails.
+
+        Raises:
+            RankFailure: it failed on a rank; raised on all ranks, names rank and reason.
+        """
+        outcome, problem = attempted(lambda: (act(),))
+        failed = torch.tensor([int(problem is not None)], dtype=torch.int32, device=self.carrier("cpu"))
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        if failed.item():
+            self._heard(None, problem)
+        assert outcome is not None
+        return outcome[0]
+
+    def _heard(self, value: Any, problem: Exception | None) -> list[Any]:
+        """The value of each rank; raises `RankFailure` on all if one has a problem."""
         failure = None if problem is None else f"{type(problem).__name__}: {problem}"
         heard: list[Any] = [None] * self.size
-        dist.all_gather_object(heard, (failure, None if outcome is None else outcome[1]), group=self.group)
+        dist.all_gather_object(heard, (failure, value), group=self.group)
         if failures := {rank: message for rank, (message, _) in enumerate(heard) if message is not None}:
             raise RankFailure(f"no batch was exchanged: {grouped('rank', failures)}") from problem
-        assert outcome is not None
-        return outcome[0], [value for _, value in heard]
+        return [each for _, each in heard]
 
     def carrier(self, wanted: str) -> torch.device:
         """The device to send bytes from and to: of the wanted kind if the backend of the group supports it.
@@ -92,10 +107,25 @@ class GroupRanks:
         kinds = [kind for kind, backend in backends.items() if kind == "cpu" or backend != "gloo"]
         return local_device(wanted if wanted in kinds else kinds[0])
 
-    def move(self, call: Call, sent: Sequence[torch.Tensor], sizes: Sequence[int], received: torch.Tensor) -> None:
+    def padded_bytes(self, call: Call, sizes: Sequence[int]) -> int:
+        """The working memory of `move`: all-gathers of about equal messages fill them up to one length and join them at once."""
+        longest = max(sizes, default=0)
+        if call.kind != "all_gather" or len(set(sizes)) == 1 or self.size * longest > MOST_PADDING * sum(sizes):
+            return 0
+        return (self.size + 1) * longest
+
+    def move(
+        self,
+        call: Call,
+        sent: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        received: torch.Tensor,
+        padded: torch.Tensor | None = None,
+    ) -> None:
         """Moves one section of every message.
 
         Args:
+            padded: at least `padded_bytes` of working memory.
             sent: the bytes of this rank, one tensor for each message that it sends.
             sizes: the number of bytes of every message.
             received: filled with the messages that this rank receives, one after the other.
@@ -104,6 +134,8 @@ class GroupRanks:
             return
         if call.kind == "all_gather" and len(set(sizes)) == 1:
             all_gather_equal(received, sent[0], group=self.group)
+        elif padded is not None and self.padded_bytes(call, sizes):
+            self._gather_padded(sent[0], sizes, received, padded[: self.padded_bytes(call, sizes)])
         elif call.kind == "all_gather":
             for rank, place in enumerate(received.split(list(sizes))):
                 if rank == self.rank:
@@ -116,6 +148,15 @@ class GroupRanks:
             self._gather(call.root, sent[0], sizes, received)
         else:
             self._scatter(call.root, sent, received)
+
+    def _gather_padded(
+        self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, padded: torch.Tensor
+    ) -> None:
+        mine, everybody = padded.split([max(sizes), self.size * max(sizes)])
+        mine[: len(sent)].copy_(sent)
+        all_gather_equal(everybody, mine, group=self.group)
+        for place, part, size in zip(received.split(list(sizes)), everybody.view(self.size, -1), sizes):
+            place.copy_(part[:size])
 
     # Gather and scatter of unequal sizes, which torch's pad to one size
 
@@ -139,6 +180,14 @@ class GroupRanks:
     def _wait(self, operations: list[dist.P2POp]) -> None:
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
+
+
+def attempted(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """The result of ``act``, or what it raised."""
+    try:
+        return act(), None
+    except Exception as error:  # any error: the other ranks must not wait for this one
+        return None, error
 
 
 def local_device(kind: str) -> torch.device:

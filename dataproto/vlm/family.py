@@ -36,6 +36,12 @@ DECODER_PLAN: TensorPlan = (
 )
 """Tensor-parallel plan of a dense decoder. The vision tower is replicated."""
 
+EXPERT_PLAN: TensorPlan = (
+    ("model.language_model.layers.*.mlp.experts.gate_up_proj", "packed_colwise"),
+    ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
+)
+"""Tensor-parallel plan of fused experts."""
+
 _MEDIA_TOKENS = (
     "image",
     "video",
@@ -54,9 +60,14 @@ class VLMFamily(ForwardCosts):
     """
 
     model_type: str
-    """``config.model_type`` of the checkpoints."""
+    """``config.model_type`` of the checkpoints. ``model_type+text_model_type``: of those with this kind of language model."""
+    published: tuple[str, ...] = ()
+    """Names of published models of this type."""
     auto_model: str = "AutoModelForImageTextToText"
     """The class of transformers that loads the checkpoints; see `model_class`."""
+
+    not_in_vllm: str = ""
+    """Why vLLM cannot sample from these models as the policy does. Empty: it can."""
 
     # Module paths
 
@@ -81,6 +92,8 @@ class VLMFamily(ForwardCosts):
     """Patterns of weights in checkpoints that the model does not load. An export keeps them as they were."""
     experts: str | None = None
     """Pattern of the modules that hold the fused weights ``(experts, ...)`` of a sparse layer. ``None``: all layers are dense."""
+    router: str = "gate"
+    """Name of the module beside the experts that chooses among them; it returns logits, and weights and numbers of the chosen."""
     tensor_plan: TensorPlan = DECODER_PLAN
     """Module or parameter patterns with their style: ``colwise``, ``rowwise`` or, for fused weights, ``packed_colwise``."""
 
@@ -98,6 +111,8 @@ class VLMFamily(ForwardCosts):
     """Positions are ``(B, 4, L)``: text, time, height, width. If false, they are ``(B, L)``: ranks of tokens."""
     videos_by_frame: bool = False
     """In token ids a video is a sequence of frames, each with start and end tokens, after a text that states its time."""
+    numbers_images: bool = False
+    """The text around an image has its number in the prompt, see `numbered`."""
     frames_as_images: bool = False
     """A video's frames are images among the others, between the texts of `frame_captions`; no input is of videos alone."""
 
@@ -111,6 +126,29 @@ class VLMFamily(ForwardCosts):
     def vision_parts(self) -> tuple[str, ...]:
         """Module paths of all that turns media into features: tower and mergers. Empty without a tower."""
         return () if self.vision_tower is None else (self.vision_tower, *self.mergers)
+
+    def expert_layers(self, model: Any) -> list[str]:
+        """Names of the modules of `experts` in a model, in the order of the layers."""
+        pattern = self.experts
+        return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
+
+    def routers(self, model: Any) -> list[Any]:
+        """The modules that choose among the experts of each of `expert_layers`."""
+        return [model.get_submodule(f"{name.rpartition('.')[0]}.{self.router}") for name in self.expert_layers(model)]
+
+    def expert_count(self, text: Any) -> int:
+        """The experts that a router chooses among, by the config ``text`` of the language model."""
+        return int(text.num_experts)
+
+    def expert_weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        """The weights ``(S, k)`` that ``router`` gives to the experts ``chosen (S, k)`` int64, by its ``logits (S, E)``.
+
+        By default shares of the softmax over all experts, scaled to a sum of 1 unless the router's config says otherwise.
+        """
+        shares = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, chosen)
+        if getattr(router, "norm_topk_prob", True):
+            shares = shares / shares.sum(-1, keepdim=True)
+        return shares.to(logits.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} cannot be changed: override {name!r} in a subclass")
@@ -179,13 +217,22 @@ class VLMFamily(ForwardCosts):
 
     def image_texts(self, media: Mapping[str, Any], config: Any) -> list[tuple[str, ...]]:
         """For each image of ``media`` (``multi_modal_inputs``) the texts that the processor puts before, between and after its
-        n runs of placeholders: n + 1 texts. All runs of an image are equally long. Default: `image_text` around one run.
+        n runs of placeholders: n + 1 texts. Default: `image_text` around one run.
         """
         return [self.image_text] * len(self.media_layout.feature_counts("image", media, config))
 
     def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
         """`image_texts` of an image of this size in pixels."""
         return self.image_text
+
+    def run_counts(self, media: Mapping[str, Any], config: Any) -> Ids:
+        """Number of placeholders of each run, of one image after another. Default: all runs of an image are equally long."""
+        runs = np.array([len(texts) - 1 for texts in self.image_texts(media, config)], dtype=np.int64)
+        return np.repeat(self.media_layout.feature_counts("image", media, config) // runs, runs)
+
+    def numbered(self, texts: Sequence[str], number: int) -> tuple[str, ...]:
+        """The `image_texts` of the image that is number ``number`` of its prompt, from 0. Default: the same for all."""
+        return tuple(texts)
 
     def frame_captions(self, seconds: Sequence[float], duration: float) -> list[str]:
         """For a video of n frames at these times, n + 1 texts before, between and after its frames. Only called if
@@ -205,6 +252,7 @@ class VLMFamily(ForwardCosts):
         *,
         encode_text: Callable[[str], Sequence[int]] | None = None,
         seconds: Sequence[Sequence[float]] | None = None,
+        images_before: int = 0,
     ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
         """Replace the one placeholder of each medium by one placeholder per feature.
 
@@ -213,6 +261,7 @@ class VLMFamily(ForwardCosts):
                 because the joined inputs do not tell where an image ends.
             encode_text: text to ids without added special tokens. Required by families with `image_text` or `videos_by_frame`.
             seconds: ``seconds[video][frame]``, see `frame_seconds`. Required for videos by families with `videos_by_frame`.
+            images_before: number of images of the prompt before these ids, for families with `numbers_images`.
 
         Returns:
             Ids ``(P,)`` int64 and token types ``(P,)`` int8.
@@ -231,9 +280,9 @@ class VLMFamily(ForwardCosts):
             if encode_text is None:
                 raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
             texts = [image for part in parts for image in self.image_texts(part, config)]
+            texts = [self.numbered(image, images_before + number) for number, image in enumerate(texts)]
             expanded = self.place_texts(expanded, texts, config, encode_text)
-            runs = np.array([len(image) - 1 for image in texts])
-            images = np.repeat(images // runs, runs)
+            images = np.concatenate([self.run_counts(part, config) for part in parts])
         return expand_ids(expanded, tokens, images, videos)
 
     def place_texts(
@@ -453,6 +502,10 @@ class VLMFamily(ForwardCosts):
         Default: the model's own.
         """
         return name, weight
+
+    def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+        """The ``multi_modal_inputs`` of a row, under the names and in the shapes of vLLM's model. Default: the same."""
+        return media
 
 
 def pooled(output: Any) -> Tensor:

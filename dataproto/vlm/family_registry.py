@@ -19,7 +19,12 @@ _SHIPPED = {
     "qwen3_5": "dataproto.vlm.families.qwen3_5:Qwen35",
     "qwen3_5_moe": "dataproto.vlm.families.qwen3_5:Qwen35Moe",
     "internvl": "dataproto.vlm.families.internvl:InternVL",
+    "internvl+qwen3_moe": "dataproto.vlm.families.internvl:InternVLMoe",
     "glm4v": "dataproto.vlm.families.glm4v:GLM4V",
+    "glm4v_moe": "dataproto.vlm.families.glm4v:GLM4VMoe",
+    "glm46v": "dataproto.vlm.families.glm4v:GLM46V",
+    "glm46v+glm4v_moe_text": "dataproto.vlm.families.glm4v:GLM46VMoe",
+    "minicpmv4_6": "dataproto.vlm.families.minicpmv4_6:MiniCPMV46",
     "smolvlm": "dataproto.vlm.families.idefics3:SmolVLM",
     "idefics3": "dataproto.vlm.families.idefics3:Idefics3",
     "gemma3": "dataproto.vlm.families.gemma3:Gemma3",
@@ -29,7 +34,18 @@ _SHIPPED = {
     "qwen2": "dataproto.vlm.families.text_only:Qwen2",
     "qwen3": "dataproto.vlm.families.text_only:Qwen3",
 }
-"""``config.model_type`` to import path. The file is imported on first use."""
+"""``config.model_type`` to import path; ``model_type+text_model_type`` for one kind of language model in a model type that takes
+several. The file is imported on first use.
+"""
+
+_REFUSED = {
+    "internvl+gpt_oss": (
+        "the attention of gpt-oss has a learned sink in every head and a sliding window in every other layer, which packed "
+        "attention does not compute"
+    ),
+    "kimi_k25": "its attention compresses keys and values, and a head's values are of another size than its keys",
+}
+"""Types that transformers builds and no family fits, with the reason."""
 
 _registered: dict[str, VLMFamily] = {}
 
@@ -39,10 +55,12 @@ FamilyClass = TypeVar("FamilyClass", bound=type[VLMFamily])
 def family_of(model: Any) -> VLMFamily:
     """The family of a model type (``"qwen2_5_vl"``), a Hugging Face config, or a model with a config.
 
+    A family whose type names a language model too (``"internvl+qwen3_moe"``) is found by configs with that language model.
     Families that this process registered come first, then the shipped ones, then entry points of installed packages.
 
     Raises:
-        UnknownModel: no family has this model type. The message lists the known types.
+        UnknownModel: no family has this model type, or its kind of language model is not supported. The message lists the known
+            types, or gives the reason.
         InvalidConfig: the entry point of this model type cannot be used.
 
     >>> family_of("qwen2_5_vl").vision_tower
@@ -50,13 +68,17 @@ def family_of(model: Any) -> VLMFamily:
     """
     config = getattr(model, "config", model)
     model_type = config if isinstance(config, str) else getattr(config, "model_type", None)
-    if model_type in _registered:
-        return _registered[model_type]
-    if model_type in _SHIPPED:
-        return _shipped(model_type)
-    if model_type in (points := _entry_points()):
-        register_family(_load(points[model_type]))
-        return _registered[model_type]
+    text_type = getattr(getattr(config, "text_config", None), "model_type", None)
+    for name in (f"{model_type}+{text_type}", model_type):
+        if name in _registered:
+            return _registered[name]
+        if name in _SHIPPED:
+            return _shipped(name)
+        if name in (points := _entry_points()):
+            register_family(_load(points[name]))
+            return _registered[name]
+        if name in _REFUSED:
+            raise UnknownModel(f"models of type {name} are not supported: {_REFUSED[name]}")
     raise UnknownModel(
         f"no model family for model type {model_type!r}; known: {', '.join(known_families())}. To add one, call "
         f"register_family in every process that uses it, or name it in the entry-point group {ENTRY_POINTS!r} of an installed "

@@ -49,7 +49,7 @@ class AlgorithmConfig:
     temperature: float = 1.0  # of the policy, in sampling and in the loss
     top_p: float = 1.0  # sample from the smallest set of likeliest tokens with this total probability
     top_k: int = 0  # sample from this number of likeliest tokens; 0: from all
-    minibatch: int | None = None  # prompts of each optimizer step; by default the whole batch
+    minibatch: int | None = None  # prompts of each optimizer step; None, or more than a batch has: the whole batch
     epochs: int = 1  # passes over each batch
     # baseline of a response or of its tokens: grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax,
     # opo, over turns gigpo and turn_returns, in distil reverse_kl, with a critic gae, turn_gae and bi_level_gae, or
@@ -229,14 +229,24 @@ class AlgorithmConfig:
         """Whether the loss has a KL term."""
         return self.settings.kl_coef > 0 and self.settings.kl_in == "loss"
 
-    def needs_old_log_probs(self, updates: int) -> bool:
-        """Whether the actor's log-probs must be computed before ``updates`` optimizer steps.
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the actor's log-probs of all rows must be computed before the update.
 
-        A single step that needs no other column uses the log-probs that it computes itself.
+        Otherwise the first optimizer step uses the log-probs that it computes itself, which are those of an unchanged policy, and
+        only the mini-batches after the first need a pass of their own.
         """
         needed_by_loss = any(takes(each, "old_log_probs") for each in LOSSES.find(self.loss).columns.values())
         needed = needed_by_loss or ADVANTAGES.find(self.settings.advantage).takes("old_log_probs")
-        return updates > 1 or self.kl_in_reward or self.compares_engine or needed
+        return self.epochs > 1 or self.kl_in_reward or self.compares_engine or needed
+
+    def old_log_prob_share(self, prompts: int) -> float:
+        """The share of a batch of ``prompts`` prompts whose old log-probs are computed in a pass of their own.
+
+        >>> AlgorithmConfig(minibatch=128).old_log_prob_share(512), AlgorithmConfig(epochs=2).old_log_prob_share(512)
+        (0.75, 1.0)
+        """
+        return 1.0 if self.needs_old_log_probs else 1 - 1 / self.updates(prompts)
 
     @property
     def needs_reference(self) -> bool:
@@ -355,9 +365,13 @@ class NamedLoss:
     def arguments(self, outputs: Outputs, data: DataProto) -> dict[str, Any]:
         """What the function takes of the columns, the options, and ``log_probs`` and ``entropy`` of the update.
 
-        Without the column ``old_log_probs`` the policy has not changed since it sampled: its log-probs are the old ones.
+        In rows without ``old_log_probs`` (no column, or NaN in the whole row) the policy has not changed since it sampled: its
+        log-probs are the old ones.
         """
-        columns = {"old_log_probs": outputs.log_probs.detach()} | _columns(data)
+        unchanged = outputs.log_probs.detach()
+        columns = {"old_log_probs": unchanged} | _columns(data)
+        old = columns["old_log_probs"]
+        columns["old_log_probs"] = old.where(~old.isnan().all(1, keepdim=True), unchanged)
         columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
         return arguments_by_name(self.name, self.function, columns, self.options)
 

@@ -59,7 +59,7 @@ class EasyVQAConfig(GRPORunConfig):
 # For a model of under a million parameters, on two cores.
 TINY = EasyVQAConfig(
     sft=SFTPhaseConfig(
-        steps=1200, optimizer=OptimizerConfig(lr=1.5e-3, betas=(0.9, 0.95), schedule="cosine", warmup_steps=20)
+        steps=1500, optimizer=OptimizerConfig(lr=1.5e-3, betas=(0.9, 0.95), schedule="cosine", warmup_steps=20)
     ),
     data=DataConfig(batch_size=64, eval_rows=512, max_prompt_length=128, max_response_length=4, instruction=""),
     algorithm=GRPOConfig(n=8, entropy_coef=0.02),

@@ -39,7 +39,7 @@ class GRPORunConfig(PolicyGradientConfig):
 # What a model of under a million parameters learns from drawn problems within minutes on two cores.
 TINY = GRPORunConfig(
     data=DataConfig(batch_size=16, max_prompt_length=256, max_response_length=24, instruction=""),
-    algorithm=GRPOConfig(n=16, kl_coef=0.1),
+    algorithm=GRPOConfig(n=16, minibatch=8, kl_coef=0.1),  # two optimizer steps a batch, so that clipping works
     optimizer=OptimizerConfig(lr=5e-4, schedule="linear", warmup_steps=10),
     run=RunConfig(steps=500, eval_every=50, save_every=100),
 )

@@ -67,6 +67,7 @@ def lengths_digest(rows: Any, builder: PromptBuilder) -> str | None:
         "builder": type(builder).__qualname__,
         "tokenizer": tokenizer.to_str(),
         "template": builder.tokenizer.chat_template,
+        "template arguments": builder.template_arguments,
         "processor": builder.image_processor and builder.image_processor.to_dict(),
         "options": builder.image_options,
         "model": builder.config.to_dict(),

@@ -2,8 +2,8 @@
 
 With ``--push-to-hub ORG/NAME`` it is uploaded to the Hugging Face hub as well.
 
-Runs in any layout, and of adapters, save whole float32 weights; this makes them an ordinary Hugging Face directory in the dtype
-that they are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
+Runs in any layout, and of adapters, save whole weights; this makes them an ordinary Hugging Face directory in the dtype that they
+are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
 """
 
 import shutil

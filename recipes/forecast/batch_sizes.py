@@ -3,7 +3,8 @@
 Dimension letters: P prompts, B rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import family_of
 from recipes.data.loader import draws
 from rollout.prompts import PromptBuilder, SupervisedBuilder
@@ -24,6 +25,7 @@ from workers.training.micro_batches import plan_rows
 
 SIGMA = 0.7  # of the logarithm of a response's length
 SAMPLE = 64  # rows of the data that are measured
+PREPARED = 16  # rows whose preparation is timed
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class MicroBatchSize:
     tokens: int  # packed; a shared prompt counts once
     patches: int  # of distinct media
     logits: int  # tokens whose logits are computed
+    keys: int = 0  # tokens that attention reads, a shared prompt for each row and for itself; 0: as many as ``tokens``
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class BatchSizes:
         """``(B,)`` int64 prompt tokens that a row has from the row before it."""
         prompts = torch.tensor(self.prompts.tokens, dtype=torch.int64).repeat_interleave(self.samples)
         return torch.where(torch.arange(len(prompts)) % self.samples == 0, 0, prompts)
+
+    @cached_property
+    def prompt_tokens(self) -> Tensor:
+        """``(B,)`` int64 tokens of each row's prompt."""
+        return torch.tensor(self.prompts.tokens, dtype=torch.int64).repeat_interleave(self.samples)
 
     @property
     def packed_tokens(self) -> int:
@@ -155,7 +163,9 @@ class BatchSizes:
             prompts = (index // self.samples).unique()
             lead_tokens = int(self.shared[index[0]]) if len(index) else 0
             patches = int(self.patches[prompts].sum()) + int(self.shown_patches[index].sum())
-            found.append(MicroBatchSize(int(own[index].sum()) + lead_tokens, patches, int(responses[index].sum())))
+            tokens, keys = int(own[index].sum()) + lead_tokens, int((own + self.shared)[index].sum())
+            repeats = int(self.prompt_tokens[index][first[index]].sum()) if self.samples > 1 else 0
+            found.append(MicroBatchSize(tokens, patches, int(responses[index].sum()), keys + repeats))
         return found
 
 
@@ -215,6 +225,19 @@ def measure_prompts(rows: Any, builder: PromptBuilder, seed: int = 0, sample: in
     if not tokens:
         raise InvalidConfig(f"none of the first {sample} rows fits into {builder.max_prompt_length} tokens")
     return PromptSizes(tuple(tokens), tuple(grids))
+
+
+def preparation_seconds(
+    rows: Any, builder: PromptBuilder, batch_size: int, seed: int, clock: Callable[[], float]
+) -> float:
+    """Seconds to read and prepare a batch, from its first rows: images are decoded and processed. Rows that fail count too."""
+    places = [(place, raw) for _, place, raw in islice(draws(rows, seed), 1 + min(batch_size, PREPARED))]
+    for number, (place, raw) in enumerate(places):
+        if number == 1:  # the first one loads what it needs
+            start = clock()
+        with suppress(DataProtoError):
+            builder.prepare(rows[place] if raw is None else rows.read_row(raw, place))
+    return (clock() - start) / (len(places) - 1) * batch_size if len(places) > 1 else 0.0
 
 
 def sizes_of_prompts(prompts: DataProto, builder: PromptBuilder) -> PromptSizes:

@@ -4,7 +4,8 @@ import copy
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +14,35 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.vlm import VLMFamily, family_of
-from recipes.forecast.batch_sizes import BatchSizes
-from recipes.forecast.devices import DEVICES, Device
+from recipes.forecast.batch_sizes import BatchSizes, PromptSizes
+from recipes.forecast.devices import DEVICES, Device, Overheads
 from recipes.forecast.model_size import model_size
-from workers.model.model_config import ModelConfig
+from recipes.forecast.process_memory import begin_peak, peak_bytes
+from recipes.forecast.role_memory import held, updating
+from recipes.forecast.step_time import OPTIMIZER_BYTES
+from rollout.engine import Request, SamplingParams
+from rollout.hf import HFEngine
+from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.model.packed_model import PackedVLM
+from workers.ranks.layout import Layout
 from workers.training.forward_pass import forward_rows
+from workers.training.optimizer import Optimizer
 
-TOKENS = 2048  # at most, in a timed pass
+TOKENS = 32_768  # at most, in a timed pass
 FLOPS = 3e10  # about, of a timed pass
 LARGEST = 300_000_000  # parameters of a model that is timed whole
 LAYERS = 4  # of the timed part of a larger one
+DECODED = 8  # timed steps of decoding
 CPU = torch.device("cpu")
 Clock = Callable[[], float]
 
 
-def this_device(batch: BatchSizes) -> Device:
+def this_device(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device:
     """The machine's GPU, with its own memory, or else its CPU.
 
     A GPU that the table does not have counts as an H100.
     """
-    return this_gpu() if torch.cuda.is_available() else calibrate_cpu(batch)
+    return this_gpu() if torch.cuda.is_available() else calibrate_cpu(batch, clock)
 
 
 def this_gpu() -> Device:
@@ -44,23 +53,51 @@ def this_gpu() -> Device:
 
 
 def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device:
+    """`timed_cpu`, with the memory that this process took beside what is forecast for the timed passes: that of the interpreter
+    and of the libraries that a run uses, of what the allocator keeps, and of results that exist for a moment.
+    """
+    begin_peak()
+    device = timed_cpu(batch, clock)
+    config, compute = _shortened(batch.config), ModelConfig()
+    rows, place = timed_rows(replace(batch, config=config)), (compute, Layout(), device)
+    size = model_size(config, compute)
+    weights = replace(held("actor", size, *place, trains=True), moments=0)
+    passes = updating(weights, size, config, *place, rows.micro_batches(TOKENS))
+    return replace(device, context=max(peak_bytes() - passes.device, 0))
+
+
+def timed_cpu(batch: BatchSizes, clock: Clock) -> Device:
     """This CPU, with the operations per second that a model of these widths reaches on rows like these.
 
     Builds the model with random weights, of a large one the first decoder layers, and times forward and backward passes of text
-    rows, of the tower, decoding steps, and a copy in memory. ``clock`` returns seconds.
+    rows, of the tower, decoding steps of the engine, optimizer steps, and a copy in memory. ``clock`` returns seconds.
     """
     config = _shortened(batch.config)
     family = family_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    decode = _decoding_seconds(model, config, clock)
+    decoding = _decoding_speed(model, batch, clock)
     module = PackedVLM(model, family, 1.0)
-    language = _language_rate(module, family, batch, config, clock)
+    speed = _pass_speed(module, timed_rows(replace(batch, config=config)), clock)
     vision = _vision_rate(module, family, batch, config, clock)
+    bandwidth = _bandwidth(clock)
     layers = batch.config.get_text_config().num_hidden_layers / config.get_text_config().num_hidden_layers
     return Device(
-        "cpu", cpu_memory(), _bandwidth(clock), language, vision, decode_overhead=decode * layers, on_cpu=True
+        "cpu",
+        cpu_memory(),
+        bandwidth,
+        speed.rate,
+        vision,
+        decode_overhead=decoding.overhead * layers,
+        on_cpu=True,
+        overheads=Overheads(
+            decoded_row=decoding.row * layers,
+            learning=speed.overhead * layers,
+            scoring=speed.scoring_overhead * layers,
+            optimizer=_optimizer_overhead(module, bandwidth, clock) * layers,
+            scoring_rate=speed.scoring,
+        ),
     )
 
 
@@ -93,40 +130,90 @@ def _fastest(call: Callable[[], object], clock: Clock, times: int = 2) -> float:
     return min(seconds)
 
 
-def _language_rate(module: PackedVLM, family: VLMFamily, batch: BatchSizes, config: Any, clock: Clock) -> float:
-    """Operations per second of forward and backward pass over rows of text that are as long as the batch's."""
+@dataclass(frozen=True)
+class PassSpeed:
+    """Seconds of passes through decoder and head: ``overhead + operations / rate``, with and without gradients."""
+
+    rate: float
+    overhead: float  # of a forward and a backward pass
+    scoring: float  # rate of a forward pass, as a multiple of ``rate``
+    scoring_overhead: float
+
+
+def timed_rows(batch: BatchSizes) -> BatchSizes:
+    """The first prompts of the batch with all their samples, of at most `FLOPS` operations and `TOKENS` tokens.
+
+    If a single prompt has more, equal rows of the batch's mean lengths, each with a prompt of its own.
+    """
+    count = len(batch.prompts.tokens)
+    while count and not _is_small(batch.part(count)):
+        count //= 2
+    if count:
+        return batch.part(count)
     rows = len(batch.responses)
     length, response = (max(int(total / rows), 2) for total in (batch.lengths.sum(), sum(batch.responses)))
     response = min(response, length - 1)
-    flops = family.flops(config, [length], logit_tokens=response).language * 3
-    count = max(min(int(FLOPS / flops), TOKENS // length, rows), 1)
-    data = text_rows(module, count, length, response)
+    one = BatchSizes(batch.config, PromptSizes((length - response,), ((),)), (response,))
+    count = max(min(int(FLOPS / (3 * one.language_flops)), TOKENS // length, rows), 1)
+    return replace(one, prompts=one.prompts.repeated(count), responses=one.responses * count)
+
+
+def _is_small(batch: BatchSizes) -> bool:
+    return 3 * batch.language_flops <= FLOPS and batch.packed_tokens <= TOKENS
+
+
+def _pass_speed(module: PackedVLM, batch: BatchSizes, clock: Clock) -> PassSpeed:
+    """Measured on text rows with the lengths and the shared prompts of the batch, and on a row of two tokens."""
     module.train()
 
-    def both() -> None:
+    def both(data: DataProto) -> None:
         forward_rows(module, data, CPU).scores.sum().backward()
         module.zero_grad()
 
-    return count * flops / _fastest(both, clock)
+    @torch.no_grad()
+    def forward(data: DataProto) -> None:
+        forward_rows(module, data, CPU)
+
+    rows, least = (
+        text_rows(module, each) for each in (batch, BatchSizes(batch.config, PromptSizes((1,), ((),)), (1,)))
+    )
+    whole, small, score, score_small = (
+        _fastest(partial(call, data), clock, 3) for call in (both, forward) for data in (rows, least)
+    )
+    flops = batch.language_flops
+    rate, scoring = 3 * flops / max(whole - small, whole / 2), flops / max(score - score_small, score / 2)
+    return PassSpeed(rate, small, scoring / rate, score_small)
 
 
-def text_rows(module: PackedVLM, rows: int, length: int, response: int) -> DataProto:
-    """Rows of one prompt and one response, of random words."""
-    vocabulary = int(module.model.config.get_text_config().vocab_size)
-    image = module.family.media_tokens(module.model.config).image
+def text_rows(module: PackedVLM, batch: BatchSizes) -> DataProto:
+    """Rows of random words with the lengths of the batch. Samples of a prompt share it; what is shown behind it is text too."""
+    config = module.model.config
+    vocabulary, image = int(config.get_text_config().vocab_size), module.family.media_tokens(config).image
     words = vocabulary if image is None else min(image, vocabulary)
-    ids = torch.randint(0, words, (rows, length), generator=torch.Generator().manual_seed(0))
+    prompts = torch.tensor(batch.prompts.tokens).repeat_interleave(batch.samples)
+    own, sampled = batch.lengths - prompts, torch.tensor(batch.responses)
+    widths = int(prompts.max()), int(own.max())
+    generator = torch.Generator().manual_seed(0)
+    asked = torch.randint(0, words, (len(batch.prompts.tokens), widths[0]), generator=generator)
+    ids = torch.cat(
+        [
+            asked.repeat_interleave(batch.samples, 0),
+            torch.randint(0, words, (len(own), widths[1]), generator=generator),
+        ],
+        dim=1,
+    )
     banned = torch.tensor(module.banned_ids, dtype=torch.int64)
     ids = ids.masked_fill(torch.isin(ids, banned), next(each for each in range(words) if each not in module.banned_ids))
-    mask = torch.ones_like(ids)
+    places = torch.arange(sum(widths))
+    mask = (places >= widths[0] - prompts[:, None]) & (places < widths[0] + own[:, None])
     types = torch.zeros_like(ids, dtype=torch.int8)
     return DataProto.from_dict(
         {
             "input_ids": ids,
-            "attention_mask": mask,
+            "attention_mask": mask.long(),
             "mm_token_type_ids": types,
-            "position_ids": module.family.position_ids(types, mask, None, None, None, module.model.config),
-            "response_mask": mask[:, :response],
+            "position_ids": module.family.position_ids(types, mask.long(), None, None, None, config),
+            "response_mask": (torch.arange(widths[1]) < sampled[:, None]).long(),
         }
     )
 
@@ -158,17 +245,52 @@ def _media(family: VLMFamily, config: Any, grids: Tensor) -> dict[str, Tensor]:
     return {name: torch.cat([tensor] * count) for name, tensor in smallest.items()}
 
 
-@torch.inference_mode()
-def _decoding_seconds(model: Any, config: Any, clock: Clock) -> float:
-    """Seconds of a decoding step of one row, which are mostly those of starting operations."""
-    ids = torch.ones(1, 8, dtype=torch.int64)
-    text = model.get_submodule(family_of(config).language_model)
-    cache = text(input_ids=ids, use_cache=True).past_key_values
+@dataclass(frozen=True)
+class DecodingSpeed:
+    """Seconds of a decoding step of the Hugging Face engine: ``overhead + rows * row``."""
+
+    overhead: float
+    row: float
+
+
+def _decoding_speed(model: Any, batch: BatchSizes, clock: Clock) -> DecodingSpeed:
+    """Measured with the engine itself: steps of one row, and of many rows behind prompts of the batch's mean length."""
+    engine = HFEngine.of_model(model)
+    family, config = engine.family, model.config
+    length = max(sum(batch.prompts.tokens) // len(batch.prompts.tokens), 1)
+    size = model_size(config, ModelConfig())
+    most = int(FLOPS / (2 * size.layers) / DECODED)
+    rows = max(min(len(batch.responses), engine.max_num_seqs, most), 2)
+    word = next(each for each in range(10**6) if each not in engine.banned_ids)
+    ids, types = torch.full((length,), word), torch.zeros(1, length, dtype=torch.int8)
+    positions = family.position_ids(types, torch.ones(1, length, dtype=torch.int64), None, None, None, config)[0]
+    requests = [Request([], ids, types[0], positions, seed=seed) for seed in range(rows)]
+
+    def generate(count: int, tokens: int) -> None:
+        list(engine.generate(requests[:count], SamplingParams(max_tokens=tokens)))
+
+    def step(count: int) -> float:
+        one, more = (_fastest(partial(generate, count, tokens), clock) for tokens in (1, 1 + DECODED))
+        return max(more - one, 0.0) / DECODED
+
+    alone, together = step(1), step(rows)
+    model.requires_grad_(True)
+    row = max(together - alone, 0.0) / (rows - 1)
+    return DecodingSpeed(max(alone - row, 0.0), row)
+
+
+def _optimizer_overhead(module: PackedVLM, bandwidth: float, clock: Clock) -> float:
+    """Seconds of an optimizer step beside those of reading and writing weights and moments: of starting operations."""
+    parameters = list(module.parameters())
+    optimizer = Optimizer(parameters, OptimizerConfig(lr=1e-9))
 
     def step() -> None:
-        text(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
 
-    return _fastest(step, clock, 5)
+    moved = OPTIMIZER_BYTES * sum(parameter.numel() for parameter in parameters) / bandwidth
+    return max(_fastest(step, clock, 3) - moved, 0.0)
 
 
 def _bandwidth(clock: Clock) -> float:

@@ -9,6 +9,17 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """Seconds of starting operations, which count where a model is small; measured by `calibrate_cpu`, 0 where they do not."""
+
+    decoded_row: float = 0.0  # of each row in a decoding step, its operations included; 0: by its operations
+    learning: float = 0.0  # of a forward and a backward pass
+    scoring: float = 0.0  # of a pass without gradients
+    optimizer: float = 0.0  # of an optimizer step
+    scoring_rate: float = 1.0  # operations per second of passes without gradients, as a multiple of those with
+
+
+@dataclass(frozen=True)
 class Device:
     """A device, and the speed of this project's kernels on it.
 
@@ -24,7 +35,8 @@ class Device:
     decode_overhead: float = 0.0  # least seconds of a decoding step: those of the host
     peak: float | None = None  # dense bfloat16 operations per second
     on_cpu: bool = False
-    context: int = 0  # bytes that the driver and its libraries take
+    context: int = 0  # bytes that the driver and its libraries take; on a CPU the interpreter and its libraries
+    overheads: Overheads = Overheads()
 
     @property
     def speed_known(self) -> bool:

@@ -1,7 +1,8 @@
 """Bytes that a role takes on its fullest device, from sizes alone.
 
 A float32 parameter that is trained takes 4 bytes, and as many for its gradient and each of AdamW's two moments; computation in
-bfloat16 takes a copy of 2 bytes. Activations are the tensors that the backward pass reads, which is what autograd keeps.
+bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the numbers of the computation. Activations are the
+tensors that the backward pass reads, which is what autograd keeps.
 """
 
 from dataclasses import dataclass, fields
@@ -13,7 +14,7 @@ from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.model_size import ModelSize
 from workers.model.logprobs import CHUNK_ELEMENTS
-from workers.model.model_config import ModelConfig
+from workers.model.model_config import ModelConfig, Unsharded
 from workers.ranks.layout import Layout
 
 ASLEEP = GIB  # of a sleeping vLLM engine, measured with 3B on an H200
@@ -59,10 +60,12 @@ kv_cache=0, other=0, host=0)
     """
     mine = size.on_rank(layout)
     trained = round(mine * size.trained / size.total) if trains else 0
-    copies = 2 * mine if _half(compute, device) and sharded(layout) == 1 and layout.tp == 1 else 0
+    half, autocast = _half(compute, device), sharded(layout) == 1 and layout.tp > 1
+    stored = 2 if half and not trains and not autocast else 4
+    copies = 2 * mine if half and trains and sharded(layout) == 1 and not autocast else 0
     if compute.offload and sharded(layout) > 1:
-        return RoleMemory(role, host=4 * mine + 12 * trained)
-    return RoleMemory(role, weights=4 * mine, copies=copies, moments=8 * trained)
+        return RoleMemory(role, host=stored * mine + 12 * trained)
+    return RoleMemory(role, weights=stored * mine, copies=copies, moments=8 * trained)
 
 
 def updating(
@@ -82,11 +85,15 @@ def updating(
     """
     trained = round(size.on_rank(layout) * size.trained / size.total)
     gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained
+    if compute.leaves_unsharded("gradients") and layout.pp == 1 and len(parts) > 1:
+        gradients = 4 * trained * sharded(layout)
     per_token = decoder_bytes(config.get_text_config(), size, compute, device)
     per_patch = tower_bytes(config, compute, device, size.tower_trained)
     fullest = max(parts, key=lambda part: part.tokens * per_token.kept + part.patches * per_patch.kept)
     layers = 1 / layout.pp * min(len(parts), layout.pp)  # a stage keeps as many micro-batches as stages follow it
     activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
+    if device.on_cpu and compute.activation_checkpointing == "none":
+        activations += gathered_bytes(config.get_text_config(), device, fullest) * layers / layout.tp
     tower = fullest.patches * (per_patch.kept + per_patch.again) / (layout.tp * layout.sp)
     logits = head_bytes(config.get_text_config(), fullest.logits, size, device, layout) if makes_logits else 0
     if len(parts) == 1 and gradients:  # of the two heights, before and after the decoder's backward pass
@@ -95,7 +102,7 @@ def updating(
             activations, logits = 0.0, 0
         else:
             gradients = 0
-    copies = memory.copies + gathered(size, compute, layout, device)
+    copies = memory.copies + gathered(size, compute, layout, device, "weights")
     if (scattered := whole_gradients(size, layout, device, compute)) > activations + logits:
         activations, logits, copies = 0.0, 0, copies + scattered
     return RoleMemory(
@@ -128,7 +135,7 @@ def scoring(
     return RoleMemory(
         memory.role,
         memory.weights,
-        memory.copies + gathered(size, compute, layout, device),
+        memory.copies + gathered(size, compute, layout, device, "scoring"),
         0,
         memory.moments,
         round(fullest.tokens * per_token / layout.tp),
@@ -142,15 +149,15 @@ def _half(compute: ModelConfig, device: Device) -> bool:
     return compute.dtype == "bfloat16" or (compute.dtype == "auto" and not device.on_cpu)
 
 
-def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device) -> int:
-    """Weights that FSDP has gathered at a time.
+def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, kept: Unsharded) -> int:
+    """Weights that FSDP has gathered at a time, in the passes that ``kept`` names.
 
     The root's weights (embedding, head, norm) stay from the first to the last use; of the layers, the one that runs and the next.
     """
     if sharded(layout) == 1:
         return 0
     layers = 2 * size.largest_layer / layout.tp
-    if not compute.reshard_after_forward:
+    if compute.leaves_unsharded(kept):
         layers = size.layers / layout.pp / layout.tp + size.vision
     return round((2 if _half(compute, device) else 4) * (_root(size, layout) + layers))
 
@@ -196,6 +203,15 @@ def decoder_bytes(text: Any, size: ModelSize, compute: ModelConfig, device: Devi
         layer = norms + 2 * heads + keys + 4 * wide
     selective = 3 * hidden + 2 * heads + keys + 2 * wide
     return _by_mode(compute, number, int(text.num_hidden_layers), layer, selective, hidden)
+
+
+def gathered_bytes(text: Any, device: Device, part: MicroBatchSize) -> float:
+    """What attention on a CPU keeps beside the activations of each token: keys and values of prompts, gathered for each row that
+    shares them, and the results of segments of equal lengths before they are put together.
+    """
+    number, keys = device.bytes_of_number, 2 * int(text.num_key_value_heads) * head_dim(text)
+    further = max(part.keys - part.tokens, 0)
+    return number * int(text.num_hidden_layers) * (further * keys + part.tokens * attention_width(text))
 
 
 def mlp_width(text: Any) -> int:

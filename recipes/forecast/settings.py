@@ -62,9 +62,9 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
         device,
         minibatch=algorithm.minibatch,
         epochs=algorithm.epochs,
-        old_log_probs=algorithm.needs_old_log_probs(algorithm.updates(data.batch_size))
-        and not algorithm.skip_old_log_probs,
+        old_log_probs=0.0 if algorithm.skip_old_log_probs else algorithm.old_log_prob_share(data.batch_size),
         reference=algorithm.needs_reference,
+        teacher=getattr(options, "teacher", None) is not None,
         critic_epochs=algorithm.critic_epochs if options.critic else 0,
         longest=data.max_prompt_length + options.longest_response,
         eval_rows=data.eval_rows,

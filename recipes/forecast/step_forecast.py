@@ -1,6 +1,6 @@
 """The forecast of a run: memory of each role in each phase, operations and time of a step, disk and time of the whole run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -8,18 +8,29 @@ from typing import Any
 from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.model_size import ModelSize, model_size
-from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, held, kv_bytes, scoring, updating
+from recipes.forecast.role_memory import (
+    ASLEEP,
+    ENGINE_RESERVE,
+    RoleMemory,
+    held,
+    kv_bytes,
+    scoring,
+    sharded,
+    updating,
+)
 from recipes.forecast.step_time import (
     engine_of,
+    gather_seconds,
     generation_seconds,
-    pass_seconds,
     scoring_flops,
+    scoring_seconds,
     update_flops,
     update_seconds,
 )
-from workers.model.model_config import ModelConfig
+from workers.model.model_config import UNSHARDED, ModelConfig, Unsharded
 from workers.ranks.layout import Layout
 
+FULL = 0.92  # share of the memory that `with_unsharded` uses at most
 SLACK = 1.05  # memory that the allocator reserves beside what is in use
 DISK = 1e9  # bytes per second
 
@@ -39,10 +50,12 @@ class Setting:
     longest: int = 4096  # tokens of a prompt and its response together
     minibatch: int | None = None  # prompts of an optimizer step
     epochs: int = 1
-    old_log_probs: bool = False  # computed in a pass of their own
+    old_log_probs: float = 0.0  # share of the rows whose old log-probs are computed in a pass of their own
     reference: bool = False
+    teacher: bool = False  # the reference is another model than the policy
     critic_epochs: int = 0  # 0: no critic
     steps: int = 1
+    data_seconds: float = 0.0  # to read and prepare the prompts of a step, if no other process does
     eval_every: int = 0
     eval_rows: int = 0
     save_every: int = 0
@@ -68,6 +81,16 @@ class Setting:
         """Those of an optimizer step on one rank."""
         prompts = -(-(self.minibatch or self.prompts) // self.layout.dp)
         return self.batch.part(prompts).micro_batches(self.compute.token_budget * self.layout.sp)
+
+    @cached_property
+    def scoring_micro_batches(self) -> list[MicroBatchSize]:
+        """Those of a pass without gradients on one rank."""
+        return self.share.micro_batches(self.compute.budget(backward=False) * self.layout.sp)
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference is the actor's model with its adapters off."""
+        return self.compute.lora_rank > 0 and not self.teacher
 
     @cached_property
     def size(self) -> ModelSize:
@@ -130,8 +153,7 @@ class StepForecast:
 
     def reserved(self, phase: Phase) -> int:
         """Bytes of a phase with the slack, which an engine's memory does not need."""
-        slack = 1.0 if self.setting.device.on_cpu else SLACK
-        return round(sum(role.device * (1.0 if role.role == "engine" else slack) for role in phase.roles))
+        return _reserved(phase.roles, self.setting.device)
 
     @property
     def tokens(self) -> int:
@@ -179,18 +201,23 @@ class StepForecast:
 
 
 def forecast(setting: Setting) -> StepForecast:
-    """The forecast of a setting; `StepForecast.problems` says what does not fit."""
+    """The forecast of a setting, `with_unsharded`; `StepForecast.problems` says what does not fit."""
+    setting = with_unsharded(setting)
     resting = _resting(setting)
-    phases = []
+    phases = [Phase("data", setting.data_seconds, 0.0, tuple(resting.values()))] if setting.data_seconds else []
     if setting.engine is not None:
         phases.append(_generation(setting, resting))
     passes = scoring_flops(setting.batch)
-    seconds = pass_seconds(passes, setting.compute, setting.layout, setting.device)
+    place = setting.compute, setting.layout, setting.device
+    gathers = 1 if setting.compute.leaves_unsharded("scoring") else len(setting.scoring_micro_batches)
+    seconds = scoring_seconds(setting.batch, *place, len(setting.scoring_micro_batches))
+    seconds += gather_seconds(setting.size, setting.layout, setting.device, gathers)
     scored = {"old_log_prob": setting.old_log_probs, "ref": setting.reference, "values": bool(setting.critic_epochs)}
     role_of = {"old_log_prob": "actor", "ref": "reference", "values": "critic"}
-    for name, wanted in scored.items():
-        if wanted:
-            phases.append(Phase(name, seconds, passes.total, _busy(setting, resting, role_of[name], learns=False)))
+    for name, share in scored.items():
+        if share:
+            busy = _busy(setting, resting, role_of[name], learns=False)
+            phases.append(Phase(name, share * seconds, share * passes.total, busy))
     for role, epochs in (("critic", setting.critic_epochs), ("actor", setting.epochs)):
         if epochs:
             phases.append(_update(setting, resting, role, epochs))
@@ -198,11 +225,50 @@ def forecast(setting: Setting) -> StepForecast:
     return replace(found, problems=tuple(_problems(found)))
 
 
+def with_unsharded(setting: Setting) -> Setting:
+    """The setting with the most unsharded between micro-batches that fits, where the options leave that open.
+
+    A CPU keeps nothing unsharded, and neither does a layout without FSDP.
+    """
+    if setting.compute.unsharded != "auto":
+        return setting
+    if setting.device.on_cpu or sharded(setting.layout) == 1:
+        return _keeping(setting, "nothing")
+    working_memory(setting)  # plans the micro-batches, which all choices share
+    *some, least = (_keeping(setting, each) for each in reversed(UNSHARDED))
+    return next((each for each in some if working_memory(each) <= FULL * setting.device.memory), least)
+
+
+def _keeping(setting: Setting, kept: Unsharded) -> Setting:
+    """The setting with ``kept`` unsharded; it has the same micro-batches and sizes."""
+    found = replace(setting, compute=replace(setting.compute, unsharded=kept))
+    same = ("share", "micro_batches", "scoring_micro_batches", "size", "critic_size", "reference_size")
+    vars(found).update({name: vars(setting)[name] for name in same if name in vars(setting)})
+    return found
+
+
+def working_memory(setting: Setting) -> int:
+    """Bytes of the fullest phase that is not generation, with slack and driver."""
+    resting, works = _resting(setting), [("actor", True), ("actor", False)]
+    works += [("reference", False)] if setting.reference else []
+    works += [("critic", True), ("critic", False)] if setting.critic_epochs else []
+    phases = [_busy(setting, resting, role, learns) for role, learns in works]
+    return max(_reserved(roles, setting.device) for roles in phases) + setting.device.context
+
+
+def _reserved(roles: Sequence[RoleMemory], device: Device) -> int:
+    """Bytes with the slack, which an engine's memory does not need."""
+    slack = 1.0 if device.on_cpu else SLACK
+    return round(sum(role.device * (1.0 if role.role == "engine" else slack) for role in roles))
+
+
 def _resting(setting: Setting) -> dict[str, RoleMemory]:
     """What each role holds while another one works."""
     place = setting.compute, setting.layout, setting.device
     roles = {"actor": held("actor", setting.size, *place, trains=True)}
-    if setting.reference:
+    if setting.reference and setting.base_is_reference:
+        roles["reference"] = RoleMemory("reference")
+    elif setting.reference:
         roles["reference"] = held("reference", setting.reference_size, *place, trains=False)
     if setting.critic_epochs:
         roles["critic"] = held("critic", setting.critic_size, *place, trains=True)
@@ -251,12 +317,13 @@ def _update(setting: Setting, resting: Mapping[str, RoleMemory], role: str, epoc
 def _busy(setting: Setting, resting: Mapping[str, RoleMemory], role: str, learns: bool) -> tuple[RoleMemory, ...]:
     """All roles while ``role`` works."""
     sizes = {"actor": setting.size, "critic": setting.critic_size if setting.critic_epochs else setting.size}
-    parts, place = setting.micro_batches, (setting.compute, setting.layout, setting.device)
+    place = setting.compute, setting.layout, setting.device
     if learns:
+        parts = setting.micro_batches
         memory = updating(resting[role], sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
     else:
         size = sizes.get(role) or setting.reference_size
-        memory = scoring(resting[role], size, setting.config, *place, parts)
+        memory = scoring(resting[role], size, setting.config, *place, setting.scoring_micro_batches)
     return tuple(memory if name == role else each for name, each in resting.items())
 
 

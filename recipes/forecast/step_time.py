@@ -10,6 +10,7 @@ from recipes.forecast.batch_sizes import BatchSizes
 from recipes.forecast.devices import EAGER, SHARED, Device
 from recipes.forecast.model_size import ModelSize
 from recipes.forecast.role_memory import kv_bytes
+from rollout.hf.hf_engine import MIN_RUNNING_SHARE
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 
@@ -57,6 +58,15 @@ def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: D
     return (passes.language / device.language + passes.vision / device.vision) / (pace * layout.world_size)
 
 
+def scoring_seconds(
+    batch: BatchSizes, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int
+) -> float:
+    """Seconds of a pass without gradients over the rows, in ``micro_batches`` on a device."""
+    faster = replace(device, language=device.language * device.overheads.scoring_rate)
+    started = micro_batches * device.overheads.scoring
+    return pass_seconds(scoring_flops(batch), compute, layout, faster) + started
+
+
 def update_seconds(
     batch: BatchSizes,
     size: ModelSize,
@@ -71,20 +81,26 @@ def update_seconds(
     head = 3 * sum(batch.responses) * logit_flops(batch.config.get_text_config())  # has no layers that compute again
     passes = Passes(passes.language + again * (passes.language - head), passes.vision * (1 + again))
     computed = pass_seconds(passes, compute, layout, device)
+    computed += updates * micro_batches * device.overheads.learning * (1 + again)
     mine = size.on_rank(layout) * size.trained / size.total
-    stepped = updates * mine * OPTIMIZER_BYTES / device.bandwidth
+    stepped = updates * (mine * OPTIMIZER_BYTES / device.bandwidth + device.overheads.optimizer)
     added = updates * micro_batches * mine * GRADIENT_BYTES / device.bandwidth
     return computed + stepped + added + updates * sent_seconds(size, compute, layout, device, micro_batches)
 
 
 def sent_seconds(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int) -> float:
     """Seconds that FSDP's traffic of an optimizer step adds: weights gathered in bfloat16, gradients scattered in float32."""
+    gathers = 1 if compute.leaves_unsharded("weights") else 2 * micro_batches
+    reductions = 1 if compute.leaves_unsharded("gradients") and layout.pp == 1 else micro_batches
+    return gather_seconds(size, layout, device, gathers + 2 * reductions)
+
+
+def gather_seconds(size: ModelSize, layout: Layout, device: Device, times: int) -> float:
+    """Seconds that it adds to gather all weights ``times`` times; in float32 they count twice."""
     ranks = layout.dp * layout.sp
     if ranks == 1 or not device.link:
         return 0.0
-    whole = size.on_rank(layout) * ranks * (ranks - 1) / ranks
-    gathers = 2 * micro_batches if compute.reshard_after_forward else 1
-    return whole * (2 * gathers + 4 * micro_batches) / device.link
+    return 2 * times * size.on_rank(layout) * (ranks - 1) / device.link
 
 
 @dataclass(frozen=True)
@@ -134,6 +150,8 @@ def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device
     """
     filled = prefill_seconds(batch, device)
     steps = decoding_steps(batch.responses, engine.rows, engine.continuous)
+    if device.overheads.decoded_row:
+        return filled + sum(device.decode_overhead + rows * device.overheads.decoded_row for rows in kept_rows(steps))
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
     read = sum((length - response / 2) * response for length, response in lengths) * engine.kv_bytes / device.bandwidth
     cache = read / max(len(steps), 1)
@@ -141,9 +159,24 @@ def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device
     return filled + sum(max(max(reading, rows * computing) + cache, device.decode_overhead) for rows in steps)
 
 
+def kept_rows(running: Sequence[int]) -> list[int]:
+    """The rows that the Hugging Face engine computes in each step: it removes finished ones once too few of a batch run.
+
+    >>> kept_rows([8, 7, 5, 5, 4, 2])
+    [8, 8, 5, 5, 5, 2]
+    """
+    found: list[int] = []
+    for rows in running:
+        before = found[-1] if found else rows
+        found.append(rows if rows > before or rows < MIN_RUNNING_SHARE * before else before)
+    return found
+
+
 def prefill_seconds(batch: BatchSizes, device: Device) -> float:
     """Seconds of an engine's pass over the prompts, once for all samples, and over what is shown behind them."""
     given = replace(batch, responses=(0,) * len(batch.responses))
+    if device.overheads.scoring:
+        return scoring_seconds(given, ModelConfig(compile=True), Layout(), device, 1)
     return pass_seconds(scoring_flops(given), ModelConfig(compile=True), Layout(), device) / INFERENCE
 
 

@@ -94,6 +94,9 @@ def _spelled(path: Path, option: Option, value: Any) -> list[str]:
             raise InvalidConfig(f"{path}: {option.name}={value!r} must be true or false")
         return [name if value else option.no_flag]
     if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(each, (int, float, str)):  # bool is an int
+                raise InvalidConfig(f"{path}: {option.name}: {key}={each!r} must be a number, a text, true or false")
         return [name, *(str(each) for pair in value.items() for each in pair)]
     if isinstance(value, list):
         return [name, *map(str, value)]

@@ -39,7 +39,7 @@ IDLE_RULES = (
         "only one schedule has chunks: add --pipeline-schedule interleaved",
     ),
     IdleRule(
-        ("reshard-after-forward",),
+        ("unsharded",),
         lambda c: c.layout.dp * c.layout.sp == 1,
         "weights are not sharded: add --layout.dp or --layout.sp",
     ),

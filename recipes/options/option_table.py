@@ -7,6 +7,7 @@ from ast import AnnAssign, ClassDef, Name, parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import takewhile
 from textwrap import dedent
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -103,10 +104,13 @@ def _texts(config: type) -> dict[str, str]:
 def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> list[str]:
     """``--flag true`` as ``--flag``, and ``--flag false`` as ``--no-flag``; the same for ``--flag=true``.
 
+    Among the values of an option ``NAME VALUE ...``, ``true`` and ``false`` are made those that tyro reads as such.
+
     Raises:
         InvalidConfig: ``--flag=VALUE`` with another value.
     """
     flags = {f"--{option.name}": option for option in options if option.kind is bool}
+    mappings = {f"--{option.name}" for option in options if get_origin(option.kind) is dict}
     found: list[str] = []
     given = list(arguments)
     while given:
@@ -115,6 +119,12 @@ def with_plain_flags(arguments: Sequence[str], options: Sequence[Option]) -> lis
         option = flags.get(name.replace("_", "-"))
         if option is None:
             found.append(argument)
+            if argument.replace("_", "-") in mappings:
+                values = [*takewhile(lambda each: not each.startswith("--"), given)]
+                found += [
+                    str(TRUTH.get(each.lower(), each)) if place % 2 else each for place, each in enumerate(values)
+                ]
+                del given[: len(values)]
             continue
         if not equals and given and given[0].lower() in TRUTH:
             equals, value = "=", given.pop(0)

@@ -1,7 +1,9 @@
 """What a run will take, before anything is loaded: ``dataproto plan``; its options are `recipes.configs.plan_config`."""
 
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,15 @@ from recipes.forecast import (
     measure_prompts,
     policy_gradient_batch,
     policy_gradient_setting,
+    preparation_seconds,
     supervised_setting,
     this_device,
 )
+from recipes.forecast.calibration import Clock
 from recipes.options import exit_status
 from recipes.plan.fitting import as_options, fit
 from recipes.run.drawn_environment import DrawnEnvironment, episode_rows, open_environment
+from recipes.run.policy_gradient import prompt_builder
 from recipes.tiny import make_tiny_model
 from recipes.walk import WALK
 from recipes.zoom import environment_of
@@ -57,19 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status.code
 
 
-def plan(asked: PlanConfig) -> StepForecast:
-    """The forecast of a recipe's options; with ``--fit`` that of the chosen setting."""
+def plan(asked: PlanConfig, clock: Clock = time.perf_counter) -> StepForecast:
+    """The forecast of a recipe's options; with ``--fit`` that of the chosen setting. ``clock`` times a CPU, in seconds."""
     config, options = asked.config, asked.options
     with tempfile.TemporaryDirectory() as folder:
         path = config.model_path or str(make_small_model(asked, Path(folder) / "model"))
         checkpoint_family(path)  # raises for an unknown model
-        batch = read_batch(asked, path)
-    device = chosen_device(options.device, config.model_path, batch)
+        batch, rows, builder = read_batch(asked, path)
+        device = chosen_device(options.device, config.model_path, batch, clock)
+        seconds = 0.0
+        if device.on_cpu and not config.data.num_workers:
+            seconds = preparation_seconds(rows, builder, config.data.batch_size, config.run.seed, clock)
     is_supervised = asked.recipe in ("sft", "classify")
     if is_supervised:
         setting = supervised_setting(config, batch, device, config.data.max_length)
     else:
         setting = policy_gradient_setting(config, batch, device)
+    setting = replace(setting, data_seconds=seconds)
     if options.fit:
         return fit(setting, options.devices or setting.layout.world_size)
     return forecast(setting)
@@ -90,8 +99,8 @@ def drawn_environment(asked: PlanConfig) -> DrawnEnvironment | None:
     return environment_of(asked.config) if asked.recipe == "zoom" else None
 
 
-def read_batch(asked: PlanConfig, path: str) -> BatchSizes:
-    """The sizes of a step's rows, from the first rows of the data of the model in ``path``."""
+def read_batch(asked: PlanConfig, path: str) -> tuple[BatchSizes, Any, PromptBuilder]:
+    """The sizes of a step's rows, from the first rows of the data of the model in ``path``; the rows, and what prepares them."""
     config, data, seed = asked.config, asked.config.data, asked.config.run.seed
     if asked.recipe in ("sft", "classify"):
         if asked.recipe == "classify":
@@ -101,28 +110,31 @@ def read_batch(asked: PlanConfig, path: str) -> BatchSizes:
         else:
             rows = conversation_rows(data.data_path[0], keys=data.keys) if data.data_path else DrawnTalks(seed)
         limits = (data.max_length, data.min_pixels, data.max_pixels)
-        conversations = SupervisedBuilder.from_pretrained(path, *limits)
+        conversations = SupervisedBuilder.from_pretrained(path, *limits, template_arguments=data.template_arguments)
         if asked.recipe == "sft":
             conversations = conversations.learning(data.turns)
-        return measure_conversations(rows, conversations, data.batch_size, seed)
+        return measure_conversations(rows, conversations, data.batch_size, seed), rows, conversations
     if (drawn := drawn_environment(asked)) is not None:
         builder, played = open_environment(config, drawn, path)
         rows, _ = episode_rows(config, drawn, builder)
         prompts = PromptLoader(rows, builder, 1, seed, shuffle=data.data_path is not None)
         sizes = measure_episode(next(prompts), builder, played.make, played.limits, played.actions)
-        return episode_batch(config, builder.config, sizes, asked.options.mean_response)
+        return episode_batch(config, builder.config, sizes, asked.options.mean_response), rows, builder
     if data.data_path:
         rows = load_rows(data.data_path, "train", instruction=data.instruction, keys=data.keys)
     else:
         rows = ProblemRows(data.level, seed, "train", data.instruction)
-    builder = PromptBuilder.from_pretrained(path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+    builder = prompt_builder(data, path)
     measured = measure_prompts(rows, builder, seed)
-    return policy_gradient_batch(config, AutoConfig.from_pretrained(path), measured, asked.options.mean_response)
+    batch = policy_gradient_batch(config, AutoConfig.from_pretrained(path), measured, asked.options.mean_response)
+    return batch, rows, builder
 
 
-def chosen_device(name: str | None, model_path: str | None, batch: BatchSizes) -> Device:
+def chosen_device(
+    name: str | None, model_path: str | None, batch: BatchSizes, clock: Clock = time.perf_counter
+) -> Device:
     """The named device; without a name the machine's GPU, and without one its CPU for the small model, an H200 for others."""
     if name is None and (model_path is None or torch.cuda.is_available()):
-        return this_device(batch)
+        return this_device(batch, clock)
     name = name or "h200"
-    return calibrate_cpu(batch) if name == "cpu" else device_named(name)
+    return calibrate_cpu(batch, clock) if name == "cpu" else device_named(name)

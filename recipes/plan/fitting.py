@@ -97,6 +97,8 @@ def as_options(setting: Setting) -> str:
     parts = [f"--token-budget {compute.token_budget}", f"--activation-checkpointing {compute.activation_checkpointing}"]
     degrees = [f"--layout.{axis} {degree}" for axis, degree in vars(setting.layout).items() if degree > 1]
     parts += ["--on ray", *degrees] if degrees else []
+    if compute.unsharded not in ("auto", "nothing"):
+        parts.append(f"--unsharded {compute.unsharded}")
     if setting.engine == "vllm":
         options = " ".join(f"{name} {value}" for name, value in setting.engine_options.items())
         parts.append(f"--engine-options {options}")

@@ -17,6 +17,7 @@ from recipes.run.policy_gradient import (
     answered_at_a_time,
     open_data_set,
     open_task_directory,
+    prompt_builder,
     prompt_loader,
 )
 from recipes.tiny import TinyConfig, make_tiny_model
@@ -75,13 +76,10 @@ def open_environment(
 ) -> tuple[PromptBuilder, PlayedEnvironment]:
     """The builder of the prompts and the environment: the one that the options name, or the drawn one."""
     named, data = config.episodes.environment, config.data
-    options = (model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
     limits, drop_cut = config.episodes.limits(), config.episodes.drop_cut
     if named is not None:
-        return PromptBuilder.from_pretrained(*options), PlayedEnvironment(
-            load_environment(named), limits, drop_cut=drop_cut
-        )
-    builder = PromptBuilder.from_pretrained(*options, template_arguments=drawn.template_arguments)
+        return prompt_builder(data, model_path), PlayedEnvironment(load_environment(named), limits, drop_cut=drop_cut)
+    builder = prompt_builder(data, model_path, drawn.template_arguments)
     return builder, PlayedEnvironment(drawn.make, limits, tuple(drawn.actions), drop_cut)
 
 

@@ -155,6 +155,37 @@ def entropy_coefficient(data: DataProto, config: AlgorithmConfig) -> float:
     return config.entropy_coef * (1 - accuracy(data) if config.entropy_anneal else 1)
 
 
+def add_later_log_probs(roles: Roles, learned: DataProto, config: AlgorithmConfig, metrics: Metrics) -> None:
+    """Adds the column ``old_log_probs (B, R)`` if several mini-batches need it: NaN in the rows of the first one.
+
+    The update meets these with the policy that is still the old one, so the loss takes the log-probs of its own pass there.
+    """
+    if "old_log_probs" in learned or config.minibatch is None:
+        return
+    later = cut_minibatches(learned["uid"], config.minibatch)[1:]
+    if not later:
+        return
+    rows = np.sort(np.concatenate(later))
+    with timed(metrics, "old_log_prob"):
+        found = roles.actor.log_probs(learned[rows], into="old_log_probs")["old_log_probs"]
+    old = torch.full(learned["response_mask"].shape, torch.nan)
+    old[torch.from_numpy(rows)] = found
+    learned["old_log_probs"] = old
+
+
+def add_first_log_probs(data: DataProto, learned: DataProto, seen: Tensor) -> None:
+    """Completes the column ``old_log_probs`` that `add_later_log_probs` has begun, in both batches if they have the same rows.
+
+    Args:
+        seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
+    """
+    if "old_log_probs" in learned and "old_log_probs" not in data:
+        old: Tensor = learned["old_log_probs"]
+        learned["old_log_probs"] = old.where(~old.isnan().all(1, keepdim=True), seen)
+        if len(learned) == len(data):
+            data["old_log_probs"] = learned["old_log_probs"]
+
+
 def before_update(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> tuple[Tensor, np.ndarray]:
     """The actor's log-probs before its update, ``(B, R)``, and the rows in which they hold.
 

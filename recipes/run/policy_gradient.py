@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
+from dataproto.vlm import VLMFamily
 from recipes.algorithms.options import spelled_out
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
@@ -42,11 +43,12 @@ from recipes.run.phases import Progression
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.run.run_forecast import RunForecast
 from recipes.tiny import tiny_checkpoint
+from rollout.engine import returns_experts
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
-from workers.roles.rollout_worker import RolloutConfig
+from workers.roles.rollout_worker import RolloutConfig, replays_routing
 
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
@@ -105,10 +107,11 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     with reported(config.run.output_dir, started, expected.compared) as directory:
         if not config.run.resume:
             expected.begin()
+        config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
-            with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched:
+            with attempt, launch_roles(config, task.model_path, builder, task.reward, task.played is None) as launched:
                 corrected, steps = config.algorithm.compares_engine, attempt.run.steps
                 batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
                 roles = task.roles(launched)
@@ -128,7 +131,7 @@ def problems(config: PolicyGradientConfig) -> PolicyTask:
     config.check_models(model_path)  # before anything is written
     data = config.data
     with start_phase("loading the tokenizer and the image processor"):
-        builder = PromptBuilder.from_pretrained(model_path, data.max_prompt_length, data.min_pixels, data.max_pixels)
+        builder = prompt_builder(data, model_path)
     with start_phase("reading data"):
         train_rows, test_rows = open_problems(config, builder)
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
@@ -166,9 +169,16 @@ def first_setting(task: PolicyTask, prompts: DataProto, device: Device) -> Setti
 
 
 def launch_roles(
-    config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction | None = None
+    config: PolicyGradientConfig,
+    model_path: str,
+    builder: PromptBuilder,
+    reward: RewardFunction | None = None,
+    responses: bool = True,
 ) -> Roles:
-    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them."""
+    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them.
+
+    ``responses``: whether the engine answers prompts by `RolloutWorker.generate`, and does not play episodes.
+    """
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -181,17 +191,65 @@ def launch_roles(
     if config.engine == "vllm":  # it processes images itself
         options["max_model_len"] = config.data.max_prompt_length + config.longest_response
         options["image_options"] = builder.image_options
+    whole = responses and config.rollout.in_order
+    rollout = RolloutConfig(
+        model_path,
+        config.engine,
+        options | dict(config.engine_options),
+        prompts,
+        replay_routing=config.rollout.replay_routing and whole,
+    )
+    announce_replay(rollout, builder.family, whole)
     return launch(
         actor=actor,
         reference=config.reference(actor),
         reward=reward,
-        rollout=RolloutConfig(model_path, config.engine, options | dict(config.engine_options), prompts),
+        rollout=rollout,
         on=config.on,
         layout=config.layout,
         critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,
         phase=start_phase,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
+
+
+def prompt_builder(
+    data: DataConfig, model_path: str, template_arguments: Mapping[str, Any] | None = None
+) -> PromptBuilder:
+    """The builder of a run's prompts, for training and evaluation.
+
+    Args:
+        template_arguments: of the recipe, before those of the options.
+    """
+    return PromptBuilder.from_pretrained(
+        model_path,
+        data.max_prompt_length,
+        data.min_pixels,
+        data.max_pixels,
+        template_arguments={**(template_arguments or {}), **data.template_arguments},
+    )
+
+
+def announce_replay(rollout: RolloutConfig, family: VLMFamily, whole: bool) -> None:
+    """Says in one line whether the actor of a mixture of experts uses the experts that the engine chose.
+
+    ``whole``: whether each step decodes responses to their end, which alone come with experts.
+    """
+    if family.experts is None:
+        return
+    if replays_routing(rollout, family):
+        print(
+            "routing replay: the actor uses the experts that the engine chose; --rollout.no-replay-routing turns it off"
+        )
+    elif not whole:
+        print("no routing replay: episodes and samples that go on after their step come without their experts")
+    else:
+        reason = (
+            "--rollout.no-replay-routing"
+            if returns_experts(rollout.engine)
+            else f"engine {rollout.engine} names no experts"
+        )
+        print(f"no routing replay: {reason}")
 
 
 def prompt_loader(

@@ -5,11 +5,8 @@ and, on a CPU whose speed no earlier run has kept, the seconds of the second ste
 """
 
 import contextlib
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -30,7 +27,10 @@ from recipes.forecast import (
 )
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.forecast_table import figures
+from recipes.forecast.process_memory import LIBRARY_PAGES, resident_bytes
 from recipes.run.carried_rollouts import LookAhead
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
 
 MakeSetting = Callable[[DataProto, Device], Setting]
 """The first batch and the device -> what the forecast depends on."""
@@ -57,15 +57,28 @@ class RunForecast:
         if self._begun:
             return
         self._begun = True
+        found = self._find()
+        if found is not None:
+            print("\n".join(forecast_lines(found)))
+            if self.local and found.setting.device.on_cpu:
+                self.process_memory = resident_bytes() + LIBRARY_PAGES + found.memory
+
+    def resolved(self, compute: ModelConfig, layout: Layout) -> ModelConfig:
+        """The options with what stays unsharded as the forecast chooses it; they stay open on a CPU and without a forecast."""
+        if compute.unsharded != "auto" or layout.dp * layout.sp == 1 or self._device().on_cpu:
+            return compute
+        found = self.found or self._find()
+        return compute if found is None else replace(compute, unsharded=found.setting.compute.unsharded)
+
+    def _find(self) -> StepForecast | None:
+        """Makes the forecast; the loader's position stays."""
         position = self.loader.state_dict()
         with _told_only() as failure:
             batch = self.loader.peek()
             self.found = forecast(self.make_setting(batch, self._device()))
-            print("\n".join(forecast_lines(self.found)))
-            if self.local and self.found.setting.device.on_cpu:
-                self.process_memory = resident_bytes() + self.found.memory
         if failure:
             self.loader.load_state_dict(position)
+        return self.found
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Lines to show after a step: the time of the run, where the second step has told the speed of this CPU."""
@@ -117,15 +130,6 @@ def _median(steps: Sequence[Mapping[str, float]], phase: str) -> float:
 def _name(metric: str) -> str:
     names = {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "device memory, GiB"}
     return names.get(metric) or f"seconds of {metric.removeprefix('timing_s/')}"
-
-
-def resident_bytes(peak: bool = False) -> int:
-    """Bytes of this process in memory, or their peak so far."""
-    if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return resident_bytes(peak=True)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
     with reported(directory, started, expected.compared):
         if not config.run.resume:
             expected.begin()
+        config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, ahead, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
                 train(
@@ -123,7 +124,9 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
     return launch(
         actor=actor,
         reward=exact_match,
-        rollout=RolloutConfig(model_path, config.engine, engine_options | dict(config.engine_options)),
+        rollout=RolloutConfig(
+            model_path, config.engine, engine_options | dict(config.engine_options), replay_routing=False
+        ),
         on=config.on,
         layout=config.layout,
         phase=start_phase,

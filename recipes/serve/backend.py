@@ -7,7 +7,7 @@ When the same calls come in the same order and grouping, a backend on the CPU gi
 replays a journal of calls after a crash.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -231,6 +231,10 @@ class SampleResult:
     prompt_cache_hit_tokens: int = 0
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 class Backend(Protocol):
     """What trains and samples. A user's mistake is an error of `dataproto.errors`, or a `Failure` where that is returned."""
 
@@ -238,21 +242,28 @@ class Backend(Protocol):
         """The models that it has, and its limits."""
         ...
 
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, stand_in: bool = False) -> None:
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
         """Makes an adapter with the initial weights of its seed, without AdamW state; ``None`` trains all weights.
 
         Args:
-            stand_in: it takes the place of another model for a replayed pass, and is released after it: no limit applies to it.
+            replayed: it has been made before, or takes the place of another model for a replayed pass: no limit applies to it.
 
         Raises:
             InvalidConfig: there is no such base model, the rank is too large, or no slot is free.
         """
         ...
 
-    def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
+    def passes(
+        self, passes: Sequence[Pass], *, replayed: bool = False, between: Callable[[], None] = nothing
+    ) -> list[PassResult | Failure]:
         """Computes passes of any models in one packed batch; the gradients of a model add up until its `optim_step`.
 
-        A pass that fails adds no gradient and does not fail the others.
+        A pass that fails adds no gradient and does not fail the others. If the call raises, none has added any.
+
+        Args:
+            replayed: they have been computed before: no limit applies to them.
+            between: is called between the parts of the batch, and calls methods that sample (`open_sampler`, `close_sampler`,
+                `submit`, `poll`, `abort`), so that samples do not wait for the whole batch.
         """
         ...
 

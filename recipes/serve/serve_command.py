@@ -14,7 +14,11 @@ from recipes.serve.keys import read_keys
 from recipes.serve.serve_config import ServeConfig, parse
 from recipes.serve.supervisor import Supervisor
 
-ENGINE = "recipes.serve.engine:engine_from_json"
+ENGINES = {
+    "local": "recipes.serve.engine:engine_from_json",
+    "ray": "recipes.serve.engine:placed_engine_from_json",
+}
+"""What makes the engine's backend, by ``--on``."""
 TINY_NAMES = ("tiny", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct")
 """Names of the small model: its own, and two that the Tinker cookbook knows, so that its recipes run on it."""
 
@@ -47,12 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status.code
 
 
-def serve(config: ServeConfig, arguments: Sequence[str], factory: str = ENGINE) -> None:
+def serve(config: ServeConfig, arguments: Sequence[str]) -> None:
     """Serves until the program is interrupted or terminated.
 
     Args:
         arguments: the command line of ``config``, which the front process reads again.
-        factory: ``module:function`` that makes the engine's backend.
 
     Raises:
         InvalidConfig: the port is taken, the state directory is in use, or a process cannot start.
@@ -62,10 +65,11 @@ def serve(config: ServeConfig, arguments: Sequence[str], factory: str = ENGINE) 
     for name, path in models.items():
         if path is not None and not (Path(path) / "config.json").exists():
             raise InvalidConfig(f"model {name}={path}: there is no checkpoint, which would have a config.json")
-    options = json.dumps({"models": models} | asdict(config.engine))
+    cluster = {} if config.on == "local" else {config.on: asdict(config.ray)}
+    options = json.dumps({"models": models} | cluster | asdict(config.engine))
     read_keys(config.api_keys, made(config.state))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Supervisor(config.state, config.host, config.port, arguments, factory, options) as supervisor:
+    with Supervisor(config.state, config.host, config.port, arguments, ENGINES[config.on], options) as supervisor:
         print(how_to_use(config, supervisor.port, next(iter(models))), flush=True)
         try:
             supervisor.run()

@@ -7,12 +7,14 @@ Without options it serves a small model that it makes, and prints what a client 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from dataproto.errors import InvalidConfig
 from recipes.options import parse_config
 from recipes.serve.engine.engine_options import EngineOptions
+from workers.cluster.ray_config import RayConfig
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -61,6 +63,8 @@ class ServeConfig:
     poll_seconds: float = 25.0  # a request for a result is answered after this time even if there is none
     gap_seconds: float = 60.0  # requests wait so long for an earlier one of their run that has not come
     session_seconds: float = 300.0  # a client that is silent for so long has ended
+    on: Literal["local", "ray"] = "local"  # the engine: in a process of this machine, or in one of a Ray cluster
+    ray: RayConfig = field(default_factory=RayConfig)
     limits: tyro.conf.OmitArgPrefixes[LimitsConfig] = field(default_factory=LimitsConfig)
     engine: tyro.conf.OmitArgPrefixes[EngineOptions] = field(default_factory=EngineOptions)
 

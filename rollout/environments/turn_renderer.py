@@ -103,6 +103,11 @@ class TurnRenderer:
             InvalidPrompt: the observation cannot be shown, e.g. text with a media token or an image that the model does not take.
         """
         images = tuple(self._image(part) for part in observation.content if isinstance(part, Image.Image))
+        if images and self.builder.family.numbers_images:
+            raise InvalidPrompt(
+                f"models of type {self.builder.family.model_type} number the images of a prompt: show images in the first "
+                "observation alone"
+            )
         shape = [part if isinstance(part, str) else part.size for part in observation.content]
         key = (ended, observation.role, *shape)
         if key not in self._turns:

@@ -5,14 +5,15 @@ media are never drawn, but they are not masked.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from dataproto.vlm import MediaSpans
 from rollout.adapters import Adapter, AdapterRequest, AdapterRouter, Run
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, Unread
@@ -28,22 +29,19 @@ class AdapterDecoder(Decoder):
     router: AdapterRouter
     features: ImageFeatures
 
-    def embed(self, ids: Tensor, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Decoder.embed`; features come from the store."""
+    def media(self, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor | None, MediaSpans | None]:
+        """See `Decoder.media`; features come from the store."""
         features, spans = self.features.placed(types, [request_of(part.row).images for part in parts])
-        where = None if features is None else spans
-        return self.family.merge(self.model, ids.to(self.device), features, where)
+        return features, None if features is None else spans
 
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """See `Decoder.read`; rows of one adapter come one after the other."""
         order = {request_of(row).adapter: place for place, row in reversed(list(enumerate(requests)))}
         return super().read(sorted(requests, key=lambda row: order[request_of(row).adapter]))
 
-    def run(self, parts: Sequence[Unread], cache: DynamicCache, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Decoder.run`."""
-        length = max(len(part.input_ids) for part in parts)
-        with self.router.routed([(request_of(part.row).adapter, length) for part in parts]):
-            return super().run(parts, cache, earlier)
+    def routed(self, parts: Sequence[Unread], length: int) -> AbstractContextManager[None]:
+        """See `Decoder.routed`."""
+        return self.router.routed([(request_of(part.row).adapter, length) for part in parts])
 
     def advance(self, batch: Batch, tokens: Tensor) -> None:
         """See `Decoder.advance`."""
@@ -64,11 +62,12 @@ class AdapterEngine(HFEngine):
         self.undrawn_ids, self.banned_ids = self.banned_ids, ()
         with torch.no_grad():
             theirs = dict(features.model.named_parameters(remove_duplicate=False))
-            for name, parameter in self.parameters.items():
+            for name, parameter in self.weights.items():
                 if name in theirs and theirs[name].shape == parameter.shape:
                     parameter.data = theirs[name].data
         self.router = AdapterRouter(self.model, self.family)
-        self._decoder = AdapterDecoder(self.family, self.model, self.device, self.router, features)
+        budget = self._decoder.token_budget
+        self._decoder = AdapterDecoder(self.family, self.model, self.device, budget, self.router, features)
 
     def _logits(self, batch: Batch) -> Tensor:
         return self.router.logits(batch.hidden, runs_of(batch))

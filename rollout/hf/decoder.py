@@ -1,14 +1,17 @@
 """A Hugging Face model with a KV cache: reading prompts, then one token of every row at a time."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dataproto.vlm import media_spans
+from dataproto.vlm import MediaSpans, media_spans
 from dataproto.vlm.costs import attention_window
 from dataproto.vlm.family import VLMFamily
 from rollout.continuation import Media, shown_media
@@ -16,6 +19,7 @@ from rollout.hf.batch import Batch, stack_prefixes
 from rollout.hf.kept_prefixes import Prefix
 from rollout.hf.layer_caches import select_rows
 from rollout.hf.open_requests import OpenRequest
+from rollout.hf.route_recorder import RouteRecorder
 
 
 class Unread(NamedTuple):
@@ -46,6 +50,9 @@ class Decoder:
     family: VLMFamily
     model: Any
     device: torch.device
+    token_budget: int
+    """Tokens of prompts, with padding, that the model reads at a time."""
+    recorder: RouteRecorder | None = field(default=None, kw_only=True)
 
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
@@ -54,10 +61,10 @@ class Decoder:
         then have equal numbers of new tokens: padding behind a prefix would change its state, or take places in the window.
         """
         parts: list[Unread] = []
-        prompt_of: dict[tuple[int, ...], int] = {}
+        prompt_of: dict[Hashable, int] = {}
         prompts = []
         for request in requests:
-            key = (id(request.request.input_ids), id(request.prefix), id(request) if request.token_ids else 0)
+            key = _prompt_key(request)
             if key not in prompt_of:
                 prompt_of[key] = len(parts)
                 parts.append(self._unread(request))
@@ -68,6 +75,10 @@ class Decoder:
         else:
             cache, earlier = DynamicCache(config=self._cached_config), torch.zeros(len(parts), 0, dtype=torch.int64)
         hidden, mask, following = self.run(parts, cache, earlier.to(self.device))
+        if self.recorder is not None:
+            experts = self.recorder.take(len(parts))
+            for row, prompt in zip(requests, prompts, strict=True):
+                row.add_experts(experts[prompt, -len(parts[prompt].input_ids) :], parts[prompt].prefix)
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
@@ -79,18 +90,33 @@ class Decoder:
         text = self.model.config.get_text_config()
         return text if self.family.recurrent_mixers is not None else None
 
-    def alike(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
-        """The requests in groups that `read` takes."""
+    def groups(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
+        """The requests in groups that `read` takes under the token budget."""
         groups: dict[int, list[OpenRequest]] = {}
         windowed = attention_window(self.model.config.get_text_config()) is not None
         unpadded = windowed or self.family.recurrent_mixers is not None
         for row in requests:
-            if row.prefix is None:
-                groups.setdefault(-1, []).append(row)
-            else:
-                new = len(row.request.input_ids) + len(row.token_ids) - row.prefix.cached_tokens
-                groups.setdefault(new if unpadded else 0, []).append(row)
-        return list(groups.values())
+            kind = -1 if row.prefix is None else row.unread_tokens if unpadded else 0
+            groups.setdefault(kind, []).append(row)
+        return [part for rows in groups.values() for part in self._within_budget(rows)]
+
+    def _within_budget(self, rows: list[OpenRequest]) -> list[list[OpenRequest]]:
+        """The rows in groups whose distinct prompts keep the budget with padding, longest first. A longer prompt is alone."""
+        prompts: dict[Hashable, list[OpenRequest]] = {}
+        for row in rows:
+            prompts.setdefault(_prompt_key(row), []).append(row)
+        ordered = sorted(prompts.values(), key=lambda samples: samples[0].unread_tokens, reverse=True)
+        if ordered[0][0].unread_tokens * len(ordered) <= self.token_budget:
+            return [rows]
+        groups: list[list[OpenRequest]] = []
+        count = most = 0
+        for samples in ordered:
+            if count == most:
+                groups.append([])
+                count, most = 0, max(1, self.token_budget // samples[0].unread_tokens)
+            groups[-1] += samples
+            count += 1
+        return groups
 
     def _unread(self, row: OpenRequest) -> Unread:
         request, prefix = row.request, row.prefix
@@ -118,19 +144,32 @@ class Decoder:
         if positions.ndim == 3:
             positions, following = positions.transpose(0, 1), following.transpose(0, 1)
 
-        embeddings, extras = self.embed(ids, types, parts)
+        ids, positions = ids.to(self.device), positions.to(self.device)
         whole = torch.cat([earlier, mask.to(self.device)], dim=1)
         known = torch.cat([torch.zeros_like(earlier), types.to(earlier)], dim=1)  # images of a prefix end in it
-        shown = self.family.decoder_masks(self.model, embeddings, whole, known, cache)
-        hidden = self._decode(embeddings, positions.to(self.device), extras, shown, cache)
-        return hidden, whole, following.to(self.device)
+        features, spans = self.media(types, parts)
+        together = self.family.mutual_images(self.model.config) is not None
+        budget = self.token_budget if len(parts) == 1 else length
+        hidden = []
+        for start, stop in prompt_pieces(types[0].tolist(), budget, together):
+            own = spans.window(start, stop) if spans is not None and stop - start < length else spans
+            end = earlier.shape[1] + stop
+            with self.routed(parts, stop - start):
+                embeddings, extras = self.family.merge(self.model, ids[:, start:stop], features, own)
+                shown = self.family.decoder_masks(self.model, embeddings, whole[:, :end], known[:, :end], cache)
+                hidden.append(self._decode(embeddings, positions[..., start:stop], extras, shown, cache))
+        return torch.cat(hidden, dim=1), whole, following.to(self.device)
 
-    def embed(self, ids: Tensor, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embeddings ``(prompts, L, H)`` of tokens ``(prompts, L)`` with the media of the parts, and the decoder's extras."""
+    def media(self, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor | None, MediaSpans | None]:
+        """Features ``(F, levels, H)`` of the media of the parts, and where they are in the tokens ``(prompts, L)``."""
         media = self.family.distinct_media([part.media for part in parts], self.model.config)
         inputs = {name: tensor.to(self.device) for name, tensor in media.inputs.items()}
         spans = media_spans(types, media).to(self.device)
-        return self.family.embed(self.model, ids.to(self.device), inputs, spans)
+        return self.family.features(self.model, inputs) if inputs else None, spans
+
+    def routed(self, parts: Sequence[Unread], length: int) -> AbstractContextManager[None]:
+        """A context in which the model reads ``length`` tokens of each part."""
+        return nullcontext()
 
     def _batch(
         self,
@@ -153,6 +192,10 @@ class Decoder:
         embeddings = self.model.get_input_embeddings()(tokens[:, None])
         batch.hidden = self._decode(embeddings, batch.next_position, {}, batch.attention_mask, batch.cache)[:, -1]
         batch.next_position = batch.next_position + 1
+        if self.recorder is not None:
+            experts = self.recorder.take(len(tokens))
+            for place in np.flatnonzero(batch.running):
+                batch.rows[place].add_experts(experts[place])
 
     def _decode(
         self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Any, cache: DynamicCache
@@ -160,6 +203,32 @@ class Decoder:
         return self.family.decode(
             self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
         )
+
+
+def prompt_pieces(token_types: Sequence[int], budget: int, whole_images: bool) -> Iterator[tuple[int, int]]:
+    """Starts and ends of the pieces of at most ``budget`` tokens in which a prompt is read.
+
+    Args:
+        whole_images: no piece ends within an image, because its tokens see each other. An image may exceed the budget.
+
+    >>> list(prompt_pieces([0, 0, 1, 1, 0, 0], 3, whole_images=False))
+    [(0, 3), (3, 6)]
+    >>> list(prompt_pieces([0, 0, 1, 1, 0, 0], 3, whole_images=True))
+    [(0, 2), (2, 5), (5, 6)]
+    """
+    start, length = 0, len(token_types)
+    while start < length:
+        stop = min(start + budget, length)
+        ends = chain(range(stop, start, -1), range(stop + 1, length + 1))  # the next smaller ones, then larger ones
+        if whole_images:
+            stop = next(end for end in ends if end == length or not token_types[end - 1] == token_types[end] != 0)
+        yield start, stop
+        start = stop
+
+
+def _prompt_key(row: OpenRequest) -> Hashable:
+    """Equal for requests whose prompts are read once for all of them."""
+    return id(row.request.input_ids), id(row.prefix), id(row) if row.token_ids else 0
 
 
 def _pad_left(values: Tensor, length: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import AutoConfig, AutoTokenizer
 
 from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits
@@ -32,6 +33,7 @@ from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read
 from rollout.hf.kept_prefixes import KeptPrefixes, Prefix
 from rollout.hf.open_requests import OpenRequest
+from rollout.hf.route_recorder import RouteRecorder
 from rollout.pretrained import end_ids, generation_config
 from rollout.sampling import check_sampled, likeliest, policy_log_probs, project, sample, score_prompt, uniforms
 from rollout.stop_texts import completes_stop_text
@@ -40,6 +42,7 @@ MIN_RUNNING_SHARE = 0.75
 """Once less than this share of a batch runs, finished rows are removed. If more requests wait than there is room for, they start
 once less than this share of ``max_num_seqs`` runs. Both copy the cache.
 """
+TOKEN_BUDGET = 16_384  # tokens of prompts that are read at a time
 KEPT_BYTES = 4 << 30
 """The default memory for caches of finished requests."""
 
@@ -54,6 +57,8 @@ class HFEngine:
         dtype: str = "auto",
         device: torch.device | None = None,
         kept_bytes: int = KEPT_BYTES,
+        routed_experts: bool = False,
+        token_budget: int = TOKEN_BUDGET,
     ) -> None:
         """Loads the checkpoint at ``model_path``.
 
@@ -61,33 +66,51 @@ class HFEngine:
             max_num_seqs: number of sequences that are generated at a time.
             dtype: "auto" is bfloat16 on CUDA and float32 elsewhere.
             kept_bytes: memory for the caches of finished requests that may be continued.
+            routed_experts: completions name the experts that tokens were sent to; for models with experts.
+            token_budget: tokens of prompts, with padding, that the model reads at a time. A longer prompt is read in parts.
 
         Raises:
-            InvalidConfig: ``max_num_seqs`` is below 1, or the checkpoint's ``generation_config.json`` cannot be read.
+            InvalidConfig: ``max_num_seqs`` or ``token_budget`` is below 1, or the checkpoint's ``generation_config.json`` cannot
+                be read.
         """
-        if max_num_seqs < 1:
-            raise InvalidConfig(f"max_num_seqs={max_num_seqs}: must be at least 1")
+        if min(max_num_seqs, token_budget) < 1:
+            raise InvalidConfig(f"max_num_seqs={max_num_seqs} and token_budget={token_budget}: must be at least 1")
         self.device = device or cpu_or_cuda()
         if dtype == "auto":
             dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype: torch.dtype = getattr(torch, dtype)
         config = AutoConfig.from_pretrained(model_path)
         self.end_ids = end_ids(generation_config(model_path, config))
-        self.family = family_of(config)
-        self.family.check_supported(config)
-        self._cap = self.family.logit_cap(config)
-        self.model = self.family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
-        self.model.to(self.device)
+        family = family_of(config)
+        family.check_supported(config)
+        model = family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
+        self._path = model_path
+        self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts)
+
+    @classmethod
+    def of_model(cls, model: Any, max_num_seqs: int = 256) -> "HFEngine":
+        """An engine around a model in memory, which it freezes; it has no end tokens and no tokenizer for stop texts."""
+        engine = cls.__new__(cls)
+        engine.device, engine.dtype, engine.end_ids, engine._path = model.device, model.dtype, (), ""
+        engine._begin(model, max_num_seqs, KEPT_BYTES, TOKEN_BUDGET)
+        return engine
+
+    def _begin(
+        self, model: Any, max_num_seqs: int, kept_bytes: int, token_budget: int, routed_experts: bool = False
+    ) -> None:
+        """Sets what depends on the model."""
+        self.family, self.model = family_of(model), model
+        self._cap = self.family.logit_cap(model.config)
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
         self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self.weights: dict[str, Tensor] = self.model.state_dict(keep_vars=True)  # tied under both names; buffers too
         self.prefilled_tokens = 0
         """Number of prompt tokens that were computed in the engine's life."""
         self._has_weights = True  # false after a `load_weights` that failed
-        self._decoder = Decoder(self.family, self.model, self.device)
-        self._path = model_path
+        recorder = RouteRecorder(self.model, self.family) if routed_experts else None
+        self._decoder = Decoder(self.family, self.model, self.device, token_budget, recorder=recorder)
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}
         self._batches: list[Batch] = []  # several if rows cannot be added to a batch
@@ -187,7 +210,7 @@ class HFEngine:
         for row in chosen:
             if row.prefix is not None and (row.prefix.cache is None or row.scores_prompt):
                 row.prefix = None
-        for rows in self._decoder.alike(chosen):
+        for rows in self._decoder.groups(chosen):
             self._start(rows)
 
     def _start(self, rows: list[OpenRequest]) -> None:
@@ -316,7 +339,8 @@ class HFEngine:
 
     # Weights and memory
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies all parameters in place, one after another. Tied weights are required under one of their names only.
+        """Copies all weights in place, one after another. Tied weights are required under one of their names only, buffers not at
+        all.
 
         Requests that run go on from their tokens so far, which are read again. After an error the engine may hold a mix of old
         and new weights: load all of them again.
@@ -328,12 +352,16 @@ class HFEngine:
         self._has_weights = False
         left = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, tensor in weights:
-            target = self.parameters.get(name)
+            target = self.weights.get(name)
             if target is None or target.shape != tensor.shape:
                 known = "no such parameter" if target is None else f"its shape is {tuple(target.shape)}"
                 raise InvalidConfig(f"weight {name!r} {tuple(tensor.shape)} does not fit the engine's model: {known}")
             first = left.pop(id(target), None) is not None
-            if not first and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True):
+            if (
+                not first
+                and isinstance(target, Parameter)
+                and not torch.allclose(target, tensor.to(target), rtol=0, atol=0, equal_nan=True)
+            ):
                 raise InvalidConfig(f"weight {name!r} was given twice with different values, under this or a tied name")
             target.data.copy_(tensor)
         if left:
@@ -346,7 +374,7 @@ class HFEngine:
         """Names of parameters that differ from the given ones, or that are missing among them."""
         left, differing = {id(parameter): name for name, parameter in self.model.named_parameters()}, []
         for name, weight in weights:
-            target = self.parameters[name]
+            target = self.weights[name]
             left.pop(id(target), None)
             if not torch.equal(target, weight.to(target)):
                 differing.append(name)
@@ -362,4 +390,5 @@ class HFEngine:
     def wake(self) -> bool:
         """Moves the model back to its device."""
         self.model.to(self.device)
+        self.weights = self.model.state_dict(keep_vars=True)  # buffers are new objects after a move
         return self._has_weights

@@ -19,6 +19,7 @@ class Prefix:
     media: tuple[Media, ...]  # one for each turn that shows some
     cache: list[LayerCache] | None
     """One for each layer, of all tokens but the last, which was sampled and not read. ``None`` once it is dropped."""
+    experts: Tensor | None = None  # (P' + R' - 1, M, k) that its tokens were sent to, if they are recorded
 
     @property
     def cached_tokens(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from dataproto.errors import DataProtoError
 from rollout.continuation import shown_media
@@ -29,6 +30,21 @@ class OpenRequest:
     prompt_log_probs: list[float] | None = None
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     top_prompt_log_probs: list[TopLogProbs] | None = None
+    experts: list[Tensor] = field(default_factory=list)  # (n, M, k) of its tokens so far, in order
+    experts_known: int = 0  # tokens that they are of
+
+    def add_experts(self, found: Tensor, prefix: Prefix | None = None) -> None:
+        """Adds the experts ``(n, M, k)`` of the last n of its tokens that have been read, which follow those of ``prefix``. What
+        is known stays as it was: a request that was interrupted is read again.
+        """
+        if prefix is not None and prefix.experts is not None and not self.experts:
+            self._append(prefix.experts)
+        first = len(self.request.input_ids) + len(self.token_ids) - len(found)
+        self._append(found[self.experts_known - first :])
+
+    def _append(self, experts: Tensor) -> None:
+        self.experts.append(experts)
+        self.experts_known += len(experts)
 
     @property
     def policy(self) -> tuple[float, float, int, float]:
@@ -40,6 +56,12 @@ class OpenRequest:
     def drawn(self) -> int:
         """Numbers drawn from its random stream."""
         return self.request.drawn + len(self.token_ids)
+
+    @property
+    def unread_tokens(self) -> int:
+        """Number of its tokens so far that are in no cache, if it waits."""
+        cached = 0 if self.prefix is None else self.prefix.cached_tokens
+        return len(self.request.input_ids) + len(self.token_ids) - cached
 
     @property
     def scores_prompt(self) -> bool:
@@ -56,7 +78,8 @@ class OpenRequest:
     def prefix_with(self, cache: list[LayerCache] | None) -> Prefix:
         """Its prompt and response, for requests that continue it."""
         ids = torch.cat([self.request.input_ids, torch.tensor(self.token_ids)])
-        return Prefix(ids, shown_media(self.request.multi_modal_inputs), cache)
+        experts = torch.cat(self.experts) if self.experts else None
+        return Prefix(ids, shown_media(self.request.multi_modal_inputs), cache, experts)
 
     def completion(self, reason: FinishReason, error: DataProtoError | None = None) -> Completion:
         """Its tokens so far."""
@@ -69,5 +92,6 @@ class OpenRequest:
             prompt_log_probs=self.prompt_log_probs if self.sampling.prompt_log_probs else None,
             top_log_probs=self.top_log_probs if self.sampling.top_log_probs else None,
             top_prompt_log_probs=self.top_prompt_log_probs if self.sampling.top_prompt_log_probs else None,
+            routed_experts=torch.cat(self.experts) if self.experts else None,
             error=error,
         )

@@ -267,6 +267,11 @@ class ChunkRenderer:
         self, chunk: ImageChunk | ImageAssetPointerChunk, seen: MutableMapping[Any, ProcessedImage]
     ) -> ProcessedImage:
         self.builder.check_taken("image")
+        if self.builder.family.numbers_images:
+            raise InvalidChunk(
+                f"models of type {self.builder.family.model_type} number the images of a prompt, and a chunk does not tell its "
+                "number: make such prompts with a PromptBuilder"
+            )
         key = bytes(chunk.data) if isinstance(chunk, ImageChunk) else chunk.location
         if key not in seen:
             data = chunk.data if isinstance(chunk, ImageChunk) else self._fetch(chunk)

@@ -118,7 +118,7 @@ class SupervisedBuilder(PromptBuilder):
         """Ids, token types and loss mask, all ``(P,)``, with one placeholder per feature."""
         video, banned = self.media_tokens.video, self.family.banned_ids(self.config)
         image = self.family.image_placeholder(self.config)
-        parts = []
+        parts, shown = [], 0
         for piece, learned in pieces:
             num_images, num_videos = (sum(token == placeholder for token in piece) for placeholder in (image, video))
             own_images, images = images[:num_images], images[num_images:]
@@ -130,7 +130,9 @@ class SupervisedBuilder(PromptBuilder):
                 self.config,
                 encode_text=self.encode_text,
                 seconds=[video.seconds for video in own_videos],
+                images_before=shown,
             )
+            shown += num_images
             mask = (~np.isin(expanded, banned) & (types == 0) & learned).astype(np.uint8)
             parts.append((expanded, types, mask))
         ids, types, mask = (np.concatenate(column) for column in zip(*parts))

@@ -34,6 +34,7 @@ from rollout.prompts.prepared_rows import (
     row_digest,
     share_media,
 )
+from rollout.prompts.template_arguments import check_template_arguments
 from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
 
 IMAGE_CACHE_BYTES = 2 << 30
@@ -70,11 +71,16 @@ class PromptBuilder:
         images are cached in at most ``image_cache_bytes`` of memory; with 0, each call processes its images again.
 
         ``template_arguments`` are passed to the chat template, such as ``{"tools": [...], "enable_thinking": False}``.
+
+        Raises:
+            InvalidConfig: a limit is out of range, or the chat template does not use one of ``template_arguments``.
         """
         if max_prompt_length < 1:
             raise InvalidConfig(f"max_prompt_length={max_prompt_length}: must be at least 1")
         if image_cache_bytes < 0:
             raise InvalidConfig(f"image_cache_bytes={image_cache_bytes}: must be at least 0")
+        if template_arguments:
+            check_template_arguments(tokenizer, template_arguments)
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.config = config
@@ -231,16 +237,16 @@ class PromptBuilder:
     def length(self, conversation: Conversation, raw_ids: Sequence[int], root: Any) -> int:
         """Number of tokens of a conversation, from the headers of its images. A video counts as one token until it is read."""
         length = len(raw_ids)
-        for source in conversation.images:
+        for number, source in enumerate(conversation.images):
             height, width = image_size(source, root)
-            length += self._image_length(height, width) - 1
+            length += self._image_length(height, width, number) - 1
         return length - self.family.joined_tokens(raw_ids, self.config, self.encode_text)
 
-    def _image_length(self, height: int, width: int) -> int:
-        """Number of tokens of an image of this size: its placeholders and the texts around them."""
+    def _image_length(self, height: int, width: int, number: int) -> int:
+        """Number of tokens of an image of this size, and with this number: its placeholders and the texts around them."""
         processor, options = self.image_processor, self.image_options
         length = self.family.image_tokens(height, width, processor, options, self.config)
-        for text in self.family.size_texts(height, width, processor, options):
+        for text in self.family.numbered(self.family.size_texts(height, width, processor, options), number):
             if text not in self._text_lengths:
                 self._text_lengths[text] = len(self.encode_text(text))
             length += self._text_lengths[text]

@@ -35,7 +35,17 @@ class EngineRequest:
     token_ids: list[int] = field(default_factory=list)  # sampled before vLLM got the request for the last time
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    experts: Tensor | None = None  # (n, M, k) of its first tokens, if they are recorded
     prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
+
+    def add_experts(self, found: Tensor | None) -> None:
+        """Adds the experts ``(n, M, k)`` of all its tokens that have been read. What is known stays as it was: a request that was
+        interrupted is read again.
+        """
+        if self.experts is None or found is None:
+            self.experts = found if self.experts is None else self.experts
+        else:
+            self.experts = torch.cat([self.experts, found[len(self.experts) :]])
 
     @property
     def scores_prompt(self) -> bool:
@@ -79,8 +89,22 @@ class EngineRequest:
             prompt_log_probs=scores if sampling.prompt_log_probs else None,
             top_log_probs=self.top_log_probs if sampling.top_log_probs else None,
             top_prompt_log_probs=top if sampling.top_prompt_log_probs else None,
+            routed_experts=self.experts,
             error=error,
         )
+
+
+def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:
+    """The places of requests in an order in which, among ``window`` neighbours, the first request of each prompt comes before the
+    others.
+
+    vLLM keeps a recurrent state at the end of a step. So the first samples of several prompts are read in one step, and the other
+    samples go on from their states; in the order of the prompts, each would wait for the step of its first one.
+    """
+    first = {id(request.input_ids): place for place, request in reversed(list(enumerate(requests)))}
+    return sorted(
+        range(len(requests)), key=lambda place: (place // window, first[id(requests[place].input_ids)] != place)
+    )
 
 
 def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) -> Any:

@@ -4,17 +4,22 @@ from typing import Any
 
 import torch
 
+from rollout.vllm.model_state import State, copied_state, differing_buffers, restore_state
+
 
 class EngineMemory:
     """Frees the memory of a ``vllm.LLM`` on CUDA and allocates it again. On a CPU vLLM cannot sleep, so all stays in memory."""
 
     def __init__(self, llm: Any, device: torch.device, sleep_level: int) -> None:
-        """``sleep_level`` 1 moves the weights to the host, 2 drops them."""
+        """``sleep_level`` 1 moves the weights to the host, 2 drops them. What else the model computes with is kept."""
         self.llm, self.device, self.sleep_level = llm, device, sleep_level
         self.has_weights = True
         """Whether the engine has all its weights. `VLLMEngine.load_weights` sets it too."""
         self._awake = self._has_kv_cache = True
         self._freed_bytes = 0  # by the last sleep
+        self.lost: list[str] = []
+        """Names of the tensors, other than weights, that the last sleep lost and that were restored from copies."""
+        self.keep_state()
 
     def sleep(self) -> None:
         """Frees the KV cache and the weights.
@@ -23,6 +28,7 @@ class EngineMemory:
         """
         if self.device.type == "cuda" and self._awake:
             torch.cuda.synchronize()  # a step that was scheduled ahead of the last token still reads this memory
+            self.keep_state()
             before = torch.cuda.mem_get_info()[0]
             self.llm.collective_rpc("sleep", kwargs={"level": self.sleep_level})
             self._freed_bytes = torch.cuda.mem_get_info()[0] - before
@@ -35,6 +41,21 @@ class EngineMemory:
             self._empty_torch_cache()
             self.llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
             self._awake = True
+            self.restore_state()
+
+    def keep_state(self) -> None:
+        """Copies what the model computes with besides its weights to the host."""
+        copies: tuple[State] = self.llm.collective_rpc(copied_state)
+        (self._state,) = copies
+
+    def restore_state(self) -> None:
+        """Restores what the model has lost of this since then."""
+        (self.lost,) = self.llm.collective_rpc(restore_state, args=(self._state,))
+
+    def differing_buffers(self) -> list[str]:
+        """Names of the model's buffers that are not what they were before the last sleep, or at the start."""
+        (differing,) = self.llm.collective_rpc(differing_buffers, args=(self._state,))
+        return list(differing)
 
     def wake_kv_cache(self) -> None:
         """Allocates the KV cache."""

@@ -9,7 +9,9 @@ from PIL import Image
 from torch import Tensor
 
 from dataproto.errors import InvalidPrompt, MediaMismatch
+from dataproto.vlm.family import VLMFamily
 from rollout.engine import Request, SamplingParams
+from rollout.vllm.prepared_media import prepared_prompt
 from rollout.vllm.versions import error_line
 
 MAX_REPORTED_ROWS = 5
@@ -20,7 +22,7 @@ class PromptRenderer:
     """Renders prompts with the renderer of a ``vllm.LLM``, under the engine's limits."""
 
     llm: Any
-    max_model_len: int
+    family: VLMFamily
     max_images: int | None
     processor_options: Mapping[str, Any]
     causal_images: bool = False
@@ -56,9 +58,9 @@ class PromptRenderer:
         media = request.multi_modal_data
         images = list(media.get("image", ()))
         length = len(request.input_ids)
-        if length + sampling.max_tokens > self.max_model_len:
+        if length + sampling.max_tokens > (most := int(self.llm.model_config.max_model_len)):
             raise InvalidPrompt(
-                f"{length} prompt tokens and max_tokens={sampling.max_tokens} exceed max_model_len={self.max_model_len}"
+                f"{length} prompt tokens and max_tokens={sampling.max_tokens} exceed max_model_len={most}"
             )
         if self.last and self.last[0][0] is request.input_ids:
             return self.last[0][1]
@@ -70,9 +72,16 @@ class PromptRenderer:
                 "use the hf engine, or a GPU"
             )
         if media.get("video"):
-            raise InvalidPrompt("the vLLM engine takes no videos: use the hf engine")
-        if request.multi_modal_inputs and not images:
+            rendered = prepared_prompt(self.llm, self.family, request)
+        elif request.multi_modal_inputs and not images:
             raise InvalidPrompt("it has pixels but no images: the vLLM engine needs the column multi_modal_data")
+        else:
+            rendered = self._expanded(request, images)
+        self.last[:] = [(request.input_ids, rendered)]
+        return rendered
+
+    def _expanded(self, request: Request, images: Sequence[Image.Image]) -> Any:
+        """vLLM's form of a prompt whose placeholders vLLM expands and whose images it processes."""
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids) or request.input_ids.tolist()}
         if images:
             prompt["multi_modal_data"] = {"image": images}
@@ -80,7 +89,6 @@ class PromptRenderer:
             prompt["mm_processor_kwargs"] = self.processor_options
         (rendered,) = self.llm.renderer.render_cmpl([prompt])
         check_expansion(rendered["prompt_token_ids"], request.input_ids)
-        self.last[:] = [(request.input_ids, rendered)]
         return rendered
 
 

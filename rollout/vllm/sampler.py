@@ -23,6 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 from dataproto.vlm import family_of
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
+from rollout.vllm.expert_slots import ExpertSlots
 from rollout.vllm.versions import batch_of, model_of
 
 EXTRA_ARGUMENT = "dataproto_request"
@@ -57,12 +58,13 @@ CLOSED = Slot(SamplingParams(), None)
 class PolicySampler(Sampler):
     """Samples the next token of every row, each by the settings of its request. An open request has a slot."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, expert_slots: ExpertSlots | None = None) -> None:
         super().__init__()
         config = runner.model_config.hf_config
         self.banned_ids = family_of(config).banned_ids(config)  # masked in the policy
         self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
         self.runner = runner
+        self.expert_slots = expert_slots
         self.device: torch.device = runner.device
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -78,6 +80,7 @@ class PolicySampler(Sampler):
         self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
         self._free: list[int] = []
         self._names: list[str] = []
+        self._name_of: dict[int, str] = {}  # vLLM's own names of the requests in slots
 
     # Requests
 
@@ -90,6 +93,7 @@ class PolicySampler(Sampler):
         if not self._free:
             self._add_slots(max(FIRST_SLOTS, len(self.seeds)))
         slot = self._free.pop()
+        self._name_of.pop(slot, None)
         self.slots[slot] = Slot(sampling, stop_id)
         self.seeds[slot], self.drawn[slot] = seed, drawn
         return slot
@@ -105,6 +109,11 @@ class PolicySampler(Sampler):
             values: list[float] = self.found[slot, 1 : 1 + count].tolist()
         return values
 
+    def experts(self, slot: int, tokens: int) -> Tensor | None:
+        """The experts ``(tokens, M, k)`` of the first tokens of the request in a slot, if they are recorded."""
+        name = self._name_of.get(slot)
+        return None if self.expert_slots is None or name is None else self.expert_slots.of(name, tokens)
+
     def top_log_probs(self, slot: int, count: int) -> list[TopLogProbs]:
         """The likeliest tokens at the places of the first ``count`` sampled tokens."""
         return [self.slots[slot].top[place][0] for place in range(1, 1 + count)]
@@ -114,6 +123,8 @@ class PolicySampler(Sampler):
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
         """Samples tokens ``(B, 1)`` int32 for the ``logits (B, V)`` of the current step."""
         names, steps, discarded = batch_of(self.runner)
+        if self.expert_slots is not None:
+            self.expert_slots.record()
         if names != self._names:
             self._set_rows(names)
         places = np.where(discarded, 0, steps + 1)
@@ -145,6 +156,7 @@ class PolicySampler(Sampler):
         requests = self.runner.requests
         self._names = names
         self._rows = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
+        self._name_of |= zip(self._rows.tolist(), names, strict=True)
         slots = [self.slots.get(row, CLOSED) for row in self._rows.tolist()]
         self._with_top = [(row, slot) for row, slot in enumerate(slots) if slot.sampling.top_log_probs]
         groups: dict[Any, list[int]] = {}
@@ -210,6 +222,6 @@ def install(worker: Any) -> PolicySampler:
         half = isinstance(module, VocabParallelEmbedding) and module.weight.dtype in (torch.bfloat16, torch.float16)
         if half and type(module.quant_method) is UnquantizedEmbeddingMethod:
             module.quant_method = Float32Head()
-    sampler = PolicySampler(worker.model_runner)
+    sampler = PolicySampler(worker.model_runner, getattr(worker, "expert_slots", None))
     worker.model_runner.sampler = sampler
     return sampler

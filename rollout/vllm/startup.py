@@ -6,7 +6,18 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
-from rollout.vllm.versions import error_line, executor, process_settings_kept, set_environment
+from rollout.pretrained import check_in_vllm, checkpoint_family
+from rollout.vllm.versions import (
+    error_line,
+    executor,
+    normalized_pixels,
+    prefixes_within_blocks,
+    process_settings_kept,
+    set_environment,
+)
+
+RECORDING_WORKER = "rollout.vllm.recording_worker.RecordingWorker"
+"""vLLM's name for the worker that records experts."""
 
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -20,9 +31,11 @@ def start_llm(model_path: str, device: torch.device, options: dict[str, Any]) ->
     Raises:
         InvalidConfig: the options are not supported, or vLLM does not start.
     """
+    check_in_vllm(model_path)
     set_environment()
     from vllm import LLM
 
+    from rollout.vllm.prepared_media import use_training_positions
     from rollout.vllm.sampler import install
 
     if options.get("speculative_config"):
@@ -32,15 +45,19 @@ def start_llm(model_path: str, device: torch.device, options: dict[str, Any]) ->
         options["dtype"] = "bfloat16" if on_cuda else "float32"
     if options["kv_cache_memory_bytes"] is None and not on_cuda:
         options["kv_cache_memory_bytes"] = 1 << 30
-    defaults = {
+    defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
         "enable_sleep_mode": on_cuda,
         "generation_config": "vllm",
-    } | ({} if on_cuda else {"enforce_eager": True, "skip_mm_profiling": True})
+    }
+    if not on_cuda:
+        defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     try:
+        defaults |= normalized_pixels() | prefixes_within_blocks(checkpoint_family(model_path))
         with process_settings_kept():
             llm = LLM(model_path, **defaults | options)
-    except (ValueError, TypeError, ImportError, AssertionError) as error:
+    except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
+    llm.collective_rpc(use_training_positions)
     (sampler,) = llm.collective_rpc(install)
     return llm, sampler

@@ -11,6 +11,7 @@ import torch
 from torch import distributed, nn
 
 from dataproto.errors import InvalidConfig
+from dataproto.vlm.family import VLMFamily
 
 FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
@@ -33,6 +34,10 @@ EXPERTS_MODULE = ".routed_experts"
 """The module that holds experts from 0.29 on. 0.30 omits it in the names of the weights that it has loaded."""
 EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Weights of experts: names in checkpoints, and in vLLM."""
+
+
+PREFIX_MATCH_UNIT = 16
+"""Tokens; vLLM's block sizes are multiples of it."""
 
 
 def set_environment() -> None:
@@ -77,6 +82,27 @@ def process_settings_kept() -> Iterator[None]:
             os.environ["LD_PRELOAD"] = preload
 
 
+def normalized_pixels() -> dict[str, bool]:
+    """The option by which vLLM takes pixels as the image processor makes them. Later versions have some models normalize the
+    pixels, and would normalize those that the training side has processed a second time.
+    """
+    from vllm import EngineArgs
+
+    name = "mm_device_do_normalize"
+    return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
+
+
+def prefixes_within_blocks(family: VLMFamily) -> dict[str, int]:
+    """The option by which vLLM finds a prefix of a model with recurrent layers also inside a block, whose size their states set
+    (528 tokens or more). Earlier versions have none.
+    """
+    from vllm import EngineArgs
+
+    name = "prefix_match_unit"
+    usable = family.recurrent_mixers is not None and name in EngineArgs.__dataclass_fields__
+    return {name: PREFIX_MATCH_UNIT} if usable else {}
+
+
 def executor(tensor_parallel: int) -> str | None:
     """vLLM's executor: with several processes, the one that reads the launcher's variables (RANK, LOCAL_RANK, ...)."""
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
@@ -96,6 +122,32 @@ def batch_of(runner: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
     rows = batch.num_reqs
     tokens = runner.optimistic_seq_lens_cpu[:rows].numpy() - batch.num_prompt_tokens[:rows]
     return list(batch.req_ids[:rows]), tokens, runner.discard_request_mask.np[:rows]
+
+
+def attention_group(runner: Any) -> int:
+    """The group of layers whose KV cache has a slot for each token: those with full attention."""
+    groups = [type(group.kv_cache_spec).__name__ for group in runner.kv_cache_config.kv_cache_groups]
+    return next((number for number, name in enumerate(groups) if "FullAttention" in name), 0)
+
+
+def slots_of_step(runner: Any, group: int) -> torch.Tensor:
+    """The slots ``(N,)`` of the tokens of the current step in the KV cache of a group of layers."""
+    batch = runner.input_batch
+    slots: torch.Tensor = batch.block_table[group].slot_mapping.gpu[: int(runner.query_start_loc.np[batch.num_reqs])]
+    return slots
+
+
+def slots_of_request(runner: Any, name: str, group: int, tokens: int) -> np.ndarray | None:
+    """The slots ``(tokens,)`` of the first tokens of a request, by vLLM's own name of it; ``None`` if it does not run."""
+    state = runner.requests.get(name)
+    if state is None or name not in runner.input_batch.req_id_to_index:
+        return None
+    size = runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+    blocks = np.asarray(state.block_ids[group], dtype=np.int64)
+    if len(blocks) * size < tokens:
+        return None
+    slots: np.ndarray = (blocks[:, None] * size + np.arange(size)).ravel()[:tokens]
+    return slots
 
 
 def state_of(engine: Any, name: str) -> Any:
@@ -126,6 +178,13 @@ def renamed(model: Any, name: str) -> list[str]:
         mapper = mapper.get_rename_mapper()
     names: list[str] = mapper.apply_list([name])
     return names
+
+
+def takes_transposed(model: nn.Module, name: str) -> bool:
+    """Whether checkpoints hold the fused weights of experts as ``(experts, in, out)``; the parameter ``name`` is ``(experts, out,
+    in)``. Before 0.30 vLLM's models did not say so, and those of Qwen3-VL alone were fused.
+    """
+    return bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_fused_checkpoint_transposed", True))
 
 
 def clear_kv_cache(worker: Any) -> None:

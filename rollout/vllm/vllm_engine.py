@@ -1,7 +1,7 @@
 """The vLLM engine: in this process, on a CPU or CUDA, with weights that are streamed in place from the actor.
 
 vLLM expands image placeholders and processes images itself, so that its caches identify an image by its content. The tokens that
-it gets are compared with those of the training side before anything is generated.
+it gets are compared with those of the training side before anything is generated. For videos see `rollout.vllm.prepared_media`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ from rollout.engine import (
 )
 from rollout.pretrained import end_ids, generation_config
 from rollout.stop_texts import completes_stop_text
-from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, vllm_params
+from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
-from rollout.vllm.startup import processor_options, start_llm
+from rollout.vllm.startup import RECORDING_WORKER, processor_options, start_llm
 from rollout.vllm.versions import clear_kv_cache, error_line, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 
@@ -51,6 +51,7 @@ class VLLMEngine:
         memory_share: float = 0.5,
         kv_cache_bytes: int | None = None,
         sleep_level: int = 2,
+        routed_experts: bool = False,
         **options: Any,
     ) -> None:
         """Starts vLLM on the checkpoint at ``model_path``.
@@ -65,6 +66,7 @@ class VLLMEngine:
             memory_share: share of the device memory for weights and KV cache.
             kv_cache_bytes: size of the KV cache, instead of ``memory_share``; 1 GiB by default on a CPU.
             sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them, and they are streamed again.
+            routed_experts: completions name the experts that tokens were sent to; for models with experts.
             options: any other option of ``vllm.LLM``.
         """
         if sleep_level not in (1, 2):
@@ -78,7 +80,7 @@ class VLLMEngine:
             "tensor_parallel_size": tensor_parallel,
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
-        }
+        } | ({"worker_cls": RECORDING_WORKER} if routed_experts else {})
         self._start(model_path, sleep_level, max_images, chosen | options)
 
     def _start(self, model_path: str, sleep_level: int, max_images: int | None, options: dict[str, Any]) -> None:
@@ -93,8 +95,8 @@ class VLLMEngine:
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
         causal = self.family.mutual_images(config.hf_config) is not None and self.device.type == "cpu"
-        processor_options = options["mm_processor_kwargs"]
-        self.prompts = PromptRenderer(self.llm, int(config.max_model_len), max_images, processor_options, causal)
+        self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"], causal)
+        self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()
         self._open: dict[str, EngineRequest] = {}  # that vLLM runs, by the names that it knows them by
@@ -252,8 +254,9 @@ class VLLMEngine:
             if not self._open:
                 self._clear_non_finite()
             stop_ids, call = sampling.stop_ids(self.end_ids), next(self._calls)
-            for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
-                stop_id = stop_ids[0] if stop_ids else None
+            stop_id = stop_ids[0] if stop_ids else None
+            for place in first_samples_first(requests, self._window):
+                row, request = rows[place], requests[place]
                 row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
                 name = f"{call}-{place}"
                 try:
@@ -287,6 +290,8 @@ class VLLMEngine:
         row.log_probs = row.log_probs + self.sampler.log_probs(row.slot, len(token_ids))
         if row.sampling.top_log_probs:
             row.top_log_probs = row.top_log_probs + self.sampler.top_log_probs(row.slot, len(token_ids))
+        read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
+        row.add_experts(self.sampler.experts(row.slot, read))
         row.token_ids = row.token_ids + token_ids
         self.sampler.close(row.slot)
 
@@ -371,9 +376,9 @@ class VLLMEngine:
         self.memory.has_weights = True
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the engine's weights that differ from the given ones in any element, in the engine's dtype."""
+        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
         (differing,) = self.llm.collective_rpc(differing_parameters, args=(self._checkpoint_weights(weights),))
-        return list(differing)
+        return [*differing, *self.memory.differing_buffers()]
 
     def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return (self.family.rollout_weight(name, weight) for name, weight in weights)

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.vllm.versions import EXPERT_WEIGHTS, EXPERTS_MODULE, JOINED_WEIGHTS, is_packed, loading, model_of, renamed
+from rollout.vllm.versions import (
+    EXPERT_WEIGHTS,
+    EXPERTS_MODULE,
+    JOINED_WEIGHTS,
+    is_packed,
+    loading,
+    model_of,
+    renamed,
+    takes_transposed,
+)
 
 Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 
@@ -59,14 +68,17 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
         for number, source in enumerate(sources)
     }
     waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    modules = {name for name, _ in model.named_modules()}
     for source_name, weight in weights:
         for name in renamed(model, source_name):
             path, _, kind = name.rpartition(".")
             if kind in EXPERT_WEIGHTS:
-                yield _within(model, path, EXPERT_WEIGHTS[kind]), [weight.transpose(1, 2)]
+                held = _within(model, path, EXPERT_WEIGHTS[kind])
+                yield held, [weight.transpose(1, 2) if takes_transposed(model, held) else weight]
                 continue
             parent, dot, leaf = path.rpartition(".")
-            target, number, count = places.get(leaf, (leaf, 0, 1))
+            alone = (leaf, 0, 1)
+            target, number, count = alone if path in modules else places.get(leaf, alone)  # not fused in every tower
             joined = f"{parent}{dot}{target}.{kind}"
             waiting[joined][number] = weight
             if len(waiting[joined]) == count:

@@ -397,6 +397,32 @@ def test_arguments_of_the_template_are_passed_on(tmp_path):
         assert tokenizer.decode(builder([{"prompt": "x"}])["input_ids"][0]) == text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"enable_thinkin": False}, "does not use 'enable_thinkin'; it reads enable_thinking, tools"),
+        ({"enable_thinking": False, "messages": []}, "does not use 'messages'"),
+        ({"style": "short"}, "does not use 'style'"),
+    ],
+)
+def test_an_argument_that_the_template_does_not_use_is_refused(arguments, message):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    parts = tokenizer, tiny_image_processor(), tiny_prompt_config("qwen2_5_vl"), 64
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% set style = 'plain' %}{% generation %}{{ style }}{% endgeneration %}{% continue %}"
+        "{% endfor %}{% if tools %}{{ raise_exception(strftime_now('')) }}{% endif %}"
+        "{{ enable_thinking or add_generation_prompt }}"
+    )
+    with pytest.raises(InvalidConfig, match=message):
+        PromptBuilder(*parts, template_arguments=arguments)
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(InvalidConfig, match="no chat template to give them to"):
+        PromptBuilder(*parts, template_arguments=arguments)
+    tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(InvalidConfig, match="it reads nothing beside the messages"):
+        PromptBuilder(*parts, template_arguments=arguments)
+
+
 def test_a_template_that_refuses_is_a_bad_prompt():
     builder = tiny_builder()
     tokenizer = tiny_tokenizer()

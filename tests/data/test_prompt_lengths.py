@@ -63,6 +63,10 @@ def test_whatever_lengths_depend_on_has_them_counted_again(tmp_path, builder, mo
         rows = change()
         prompt_lengths(rows, builder)
         assert len(builder.counted) == len(rows)
+    monkeypatch.setattr(builder, "template_arguments", {"enable_thinking": False})
+    builder.counted.clear()
+    prompt_lengths(load_rows(file), builder)
+    assert builder.counted == [0, 1, 2, 3]
     monkeypatch.setattr(builder.tokenizer, "chat_template", builder.tokenizer.chat_template + " ")
     builder.counted.clear()
     prompt_lengths(load_rows(file), builder)

@@ -2,9 +2,11 @@
 
 import multiprocessing
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from dataproto import DataProto, all_gather_data_proto
+from dataproto._collectives import byte_exchange
 from dataproto._collectives.batch_messages import Message
 from dataproto._ops.equality import same_value
 from dataproto.distributed import all_gather, broadcast, gather, scatter
@@ -205,7 +208,47 @@ def survives_random_batches(rank: int, size: int) -> None:
         assert_same(scatter(parts if rank == 0 else None), mine)
 
 
+SECTIONS = (
+    6  # of `part` with bytes: ids, flag, strided, the places and the values of ragged, and everything that is pickled
+)
+
+
+def counted(act: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of ``act`` and the number of collectives that it made."""
+    names = {
+        dist: ("all_reduce", "broadcast"),
+        dist.distributed_c10d: ("all_gather",),
+        byte_exchange: ("all_gather_equal",),
+    }
+    with ExitStack() as stack:
+        made = [
+            stack.enter_context(mock.patch.object(place, name, wraps=getattr(place, name)))
+            for place, several in names.items()
+            for name in several
+        ]
+        result = act()
+    return result, sum(each.call_count for each in made)
+
+
+def collectives(sections: int, alone: int = 0) -> int:
+    """Of a call: the outlines (a size and a pickle), two agreements, and one for each section.
+
+    Where one rank holds most of the bytes of a section, each rank that holds some of them broadcasts its own: ``alone`` more.
+    """
+    return 2 + 2 + sections + alone
+
+
+def makes_as_many_collectives_on_any_number_of_ranks(rank: int, size: int) -> None:
+    for rows in (2, 3 + rank % 2):
+        found, count = counted(lambda rows=rows: all_gather(part(rank, rows)))
+        assert count == collectives(SECTIONS), (rows, count)
+    found, count = counted(lambda: all_gather(part(rank, 4 if rank == size - 1 else 0)))
+    assert len(found) == 4
+    assert collectives(SECTIONS) <= count <= collectives(SECTIONS, size - 1), count  # pickles have a part of every rank
+
+
 GOOD = [
+    makes_as_many_collectives_on_any_number_of_ranks,
     *(gathers_all_rows, gathers_equal_rows, gathers_no_rows, gathers_from_a_rank_without_columns),
     *(gathers_nothing_at_all, gathers_columns_of_one_field, gathers_every_dtype, gathers_nested_and_tracked_tensors),
     *(shares_what_rows_share, merges_facts, gathers_in_place_and_keeps_facts, gathers_to_one_rank, broadcasts),

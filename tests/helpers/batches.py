@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from dataproto import DataProto, object_array
+from dataproto.columns import media_parts
 from dataproto.vlm import family_of, media_grids
 from helpers.tiny_models import expand, forward_inputs, image_inputs, placeholder, token_by_token
 
@@ -103,25 +104,33 @@ def with_turns(config: Any, prompts: DataProto, grids: list[list[tuple[int, int]
 def padded_log_probs(
     model: Any, data: DataProto, temperature: float = 1.0, banned: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Log-probs ``(B, R)`` from the forward pass of Hugging Face, one row at a time, with its own position ids."""
-    family = family_of(model.config)
+    """Log-probs ``(B, R)`` from the forward pass of Hugging Face, one row at a time, with its own position ids.
+
+    They are 0 where ``response_mask`` is. Media may lie in the prompt and behind it.
+    """
+    forbidden = torch.tensor(banned or family_of(model.config).banned_ids(model.config), dtype=torch.int64)
     width = data["response_mask"].shape[1]
     rows = []
     for row in range(len(data)):
-        one = data[row : row + 1]
-        kept = one["attention_mask"][0].bool()
-        ids = one["input_ids"][:, kept]
+        kept = data["attention_mask"][row].bool()
+        ids = data["input_ids"][row, kept][None]
         with token_by_token():
             logits = model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 use_cache=False,
-                **forward_inputs(model, one["mm_token_type_ids"][:, kept], one["multi_modal_inputs"][0]),
+                **forward_inputs(
+                    model, data["mm_token_type_ids"][row, kept][None], _joined(data["multi_modal_inputs"][row])
+                ),
             ).logits[0]
-        logits = (logits.float() / temperature).index_fill(
-            -1, torch.tensor(banned or family.banned_ids(model.config), dtype=torch.int64), -1e30
-        )
+        logits = (logits.float() / temperature).index_fill(-1, forbidden, -1e30)
         chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-        length = int(one["response_mask"].sum())
+        length = int(kept[-width:].sum())
         rows.append(torch.cat([chosen[len(chosen) - length :], torch.zeros(width - length)]))
-    return torch.stack(rows)
+    return torch.stack(rows) * data["response_mask"]
+
+
+def _joined(media: Any) -> dict[str, torch.Tensor]:
+    """The inputs of a row as one mapping."""
+    parts = [part for part in media_parts(media) if part]
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}

@@ -1,5 +1,6 @@
 """An actor, a vLLM engine and a Hugging Face engine with the same weights, and prompts for them."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from rollout.engine import SamplingParams, create_engine
 from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
+from workers.model.named_weights import named_weights
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.optimizer import OptimizerConfig
 
@@ -31,10 +33,16 @@ ROWS = [
 
 def write_published(model_type, path):
     """Writes a checkpoint with other weights, under the parameter names of published checkpoints."""
-    checkpoint = write_checkpoint(model_type, path, seed=1)
+    return publish(model_type, write_checkpoint(model_type, path, seed=1))
+
+
+def publish(model_type, checkpoint):
+    """Rewrites the weights of a checkpoint under the names, and in the layout, of published ones, which vLLM reads."""
     model = family_of(model_type).model_class().from_pretrained(checkpoint)
-    named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in model.named_parameters())
-    save_file({name: weight.contiguous() for name, weight in named}, path / "model.safetensors", {"format": "pt"})
+    named = (family_of(model).rollout_weight(name, weight.detach()) for name, weight in named_weights(model))
+    save_file(
+        {name: weight.contiguous() for name, weight in named}, Path(checkpoint) / "model.safetensors", {"format": "pt"}
+    )
     return checkpoint
 
 

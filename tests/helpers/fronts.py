@@ -23,14 +23,19 @@ class Recording(VectorBackend):
     def __init__(self) -> None:
         super().__init__()
         self.groups: list[list[str]] = []
+        self.submitted: list[str] = []
         self.entered, self.gate = threading.Event(), threading.Event()
         self.gate.set()
 
-    def passes(self, passes):
+    def passes(self, passes, **options):
         self.entered.set()
         self.gate.wait()
         self.groups.append([each.model_id for each in passes])
-        return super().passes(passes)
+        return super().passes(passes, **options)
+
+    def submit(self, request):
+        self.submitted.append(request.request_id)
+        super().submit(request)
 
 
 class Front:
@@ -57,16 +62,16 @@ class Front:
         await self.service.link.close()
         return self.backend
 
-    async def new_run(self, name: str, load: str | None = None) -> Run:
+    async def new_run(self, name: str, load: str | None = None, session: str = "s") -> Run:
         """A run with initial weights, or those of a checkpoint."""
-        if "s" not in self.service.catalogue.sessions:
-            session = Session(id="s", owner="ann", created=0.0)
-            self.service.catalogue.sessions["s"] = session
-            await self.service.catalogue.write(session)
+        if session not in self.service.catalogue.sessions:
+            made = Session(id=session, owner="ann", created=0.0)
+            self.service.catalogue.sessions[session] = made
+            await self.service.catalogue.write(made)
         run = Run(
             id=name,
             number=self.service.catalogue.next_number(),
-            session="s",
+            session=session,
             owner="ann",
             base_model="tiny/vector",
             lora=LORA,
@@ -84,14 +89,17 @@ class Front:
         await self.result(await self.service.scheduler.accept(run, 0, "create", json.dumps(body).encode()))
         return run
 
-    async def submit(self, run: Run, seq: int, token: int | None) -> str:
-        """A pass over a token, or an update."""
+    async def submit(
+        self, run: Run, seq: int, token: int | None, *, tokens: int = 1, rows: int = 1, loss: str = "cross_entropy"
+    ) -> str:
+        """A pass over rows of a token, or an update. The pass counts as ``tokens``."""
         if token is None:
             body = json.dumps({"model_id": run.id, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}).encode()
             return await self.service.scheduler.accept(run, seq, "optim_step", body)
-        message = ForwardBackwardRequest(model_id=run.id, seq_id=seq, loss_fn="cross_entropy")
-        message.data.add().model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
-        return await self.service.scheduler.accept(run, seq, "pass", message.SerializeToString())
+        message = ForwardBackwardRequest(model_id=run.id, seq_id=seq, loss_fn=loss)
+        for _ in range(rows):
+            message.data.add().model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
+        return await self.service.scheduler.accept(run, seq, "pass", message.SerializeToString(), tokens)
 
     async def request(self, run: Run, seq: int, kind: str, **fields) -> str:
         """A request in JSON."""

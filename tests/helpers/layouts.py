@@ -17,6 +17,7 @@ from workers.parallel import parallelize
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
 from workers.training.forward_pass import forward_rows
+from workers.training.micro_batches import common_lengths
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -97,7 +98,8 @@ def run_pass(
     generator = torch.Generator().manual_seed(5)
     weights = torch.randn(2, *data["response_mask"].shape, generator=generator) * data["response_mask"]
     mine = np.arange(ranks.rank("dp"), len(data), ranks.size("dp"))
-    outputs = forward_rows(module, data[mine], CPU, entropy=True, tower=ranks.size("dp") > 1)
+    (length,) = common_lengths([data[mine]], module, ranks)
+    outputs = forward_rows(module, data[mine], CPU, entropy=True, tower=ranks.size("dp") > 1, length=length)
     (outputs.log_probs * weights[0, mine] + 0.1 * outputs.entropy * weights[1, mine]).sum().backward()
     for transform in transforms:
         transform.sum_gradients(module)

@@ -13,6 +13,7 @@ from pathlib import Path
 from recipes.serve.supervisor import Supervisor
 
 BACKEND = "helpers.vector_backend:open_backend"
+ENGINE = "recipes.serve.engine:engine_from_json"
 TESTS = Path(__file__).parents[1]
 KEY, OTHER_KEY = "tml-ann", "tml-bob"
 

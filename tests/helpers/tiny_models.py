@@ -6,6 +6,7 @@ from math import ceil
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -13,14 +14,18 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from dataproto.vlm import family_of
 
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe")
-MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe")
-MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID_TYPES)
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
+GLM_TYPES = ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")
+MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe")
+MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 WINDOWED_TYPES = ("gemma3", "gemma4")
 VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm", *WINDOWED_TYPES)
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
-TILED = ("internvl", "smolvlm", "idefics3")
+FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6")
+"""Families close to others, whose costly checks are left to the long tests."""
+WITH_FURTHER_TYPES = (*MODEL_TYPES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER_TYPES))
+TILED = ("internvl", "internvl+qwen3_moe", "smolvlm", "idefics3")
 VOCABULARY = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 
@@ -35,6 +40,11 @@ CLASSES = {
     "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
+    "glm4v_moe": ("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration"),
+    "glm46v": ("Glm46VConfig", "Glm46VForConditionalGeneration"),
+    "glm46v+glm4v_moe_text": ("Glm46VConfig", "Glm46VForConditionalGeneration"),
+    "internvl+qwen3_moe": ("InternVLConfig", "InternVLForConditionalGeneration"),
+    "minicpmv4_6": ("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -63,10 +73,10 @@ _VISION = {
 _VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
 _VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() if name != "deepstack_visual_indexes"}
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
-_VISION["glm4v"] = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
-WINDOW = (
-    7  # tokens that a query sees in layers with a sliding window: fewer than rows have, and than a prompt with images
-)
+_GLM_VISION = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
+_VISION |= dict.fromkeys(GLM_TYPES, _GLM_VISION)
+WINDOW = 7
+"""Tokens that a query sees in layers with a sliding window: fewer than rows have, and than a prompt with images."""
 TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
@@ -89,7 +99,27 @@ _SPARSE = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+_HALF_ROTATED = {
+    "head_dim": 32,
+    "attention_bias": True,  # as published checkpoints say, for vLLM
+    "rope_parameters": _ROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+}
+_GROUPED_EXPERTS = _HALF_ROTATED | {  # two groups of experts, of which a token is sent to one
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": False,  # as published checkpoints say, for vLLM
+}
 _TEXT = {
+    "glm4v": _HALF_ROTATED,
+    "glm46v": _HALF_ROTATED,
+    "glm4v_moe": _GROUPED_EXPERTS,
+    "glm46v+glm4v_moe_text": _GROUPED_EXPERTS | {"model_type": "glm4v_moe_text"},
     "qwen3_5": _RECURRENT,
     "qwen3_5_moe": _RECURRENT | _SPARSE,
     "qwen3_vl": _QWEN3_TEXT,
@@ -99,8 +129,8 @@ _TEXT = {
 
 def tiny_config(model_type: str) -> Any:
     """Hidden 64, 2 decoder layers, 2 heads of 32, 1 key-value head; vision depth 2, 4-pixel patches merged 2 x 2."""
-    if model_type == "internvl":
-        return _tiny_internvl()
+    if model_type.startswith("internvl"):
+        return _tiny_internvl(model_type.endswith("moe"))
     if model_type == "gemma3":
         return _tiny_gemma3()
     if model_type == "gemma4":
@@ -109,6 +139,8 @@ def tiny_config(model_type: str) -> Any:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     if model_type in TILED:
         return _tiny_idefics3(model_type)
+    if model_type == "minicpmv4_6":
+        return _tiny_minicpm()
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
@@ -119,7 +151,7 @@ def tiny_config(model_type: str) -> Any:
         vision_start_token_id=START,
         vision_end_token_id=END,
         tie_word_embeddings=False,
-        **({f"{name}_token_id": 246 + i for i, name in enumerate(_GLM_TOKENS)} if model_type == "glm4v" else {}),
+        **({f"{name}_token_id": 246 + i for i, name in enumerate(_GLM_TOKENS)} if model_type in GLM_TYPES else {}),
     )
 
 
@@ -138,7 +170,8 @@ _BASE_TEXT = {
 }
 
 
-def _tiny_internvl() -> Any:
+def _tiny_internvl(sparse: bool) -> Any:
+    text = {"model_type": "qwen3_moe", "head_dim": 32} | _EXPERTS if sparse else {"model_type": "qwen2"}
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -148,7 +181,7 @@ def _tiny_internvl() -> Any:
         "patch_size": [4, 4],
     }
     return transformers.InternVLConfig(
-        text_config=_BASE_TEXT | {"model_type": "qwen2"},
+        text_config=_BASE_TEXT | text,
         vision_config=vision,
         image_token_id=IMAGE,
         image_seq_length=4,
@@ -226,6 +259,25 @@ def _tiny_gemma4() -> Any:
     )
 
 
+def _tiny_minicpm() -> Any:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+    }
+    return transformers.MiniCPMV4_6Config(
+        text_config=_BASE_TEXT | _RECURRENT | {"model_type": "qwen3_5_text"},
+        vision_config=vision,
+        insert_layer_id=0,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=False,
+    )
+
+
 def _tiny_idefics3(model_type: str) -> Any:
     vision = {
         "hidden_size": 32,
@@ -246,22 +298,22 @@ def _tiny_idefics3(model_type: str) -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, config: Any = None) -> Any:
-    """A float32 model with sdpa attention, by default of `tiny_config`. No parameter is zero, since zeros could hide errors."""
+    """A float32 model with sdpa attention, by default of `tiny_config`. No weight is zero, since zeros could hide errors."""
     torch.manual_seed(seed)
     model = getattr(transformers, CLASSES[model_type][1])._from_config(
         tiny_config(model_type) if config is None else config, attn_implementation="sdpa", dtype=torch.float32
     )
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+        for weight in model.state_dict().values():  # buffers of checkpoints as well
+            weight.add_(torch.randn_like(weight) * 0.05)
     return model.eval()
 
 
 def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str = "image") -> dict[str, torch.Tensor]:
     """``multi_modal_inputs`` with random patches. A grid is rows and columns of patches of an image, for videos time first.
 
-    For families with tiles the images become the number of tiles that hold these patches; for a model of text alone there are
-    none.
+    For families with tiles the images become the number of tiles that hold these patches; of MiniCPM's features a side is 4
+    patches, and images of more than 32 patches have two slices besides; for a model of text alone there are none.
     """
     if config.model_type in TEXT_TYPES:
         return {}
@@ -275,10 +327,12 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     if config.model_type in TILED:
         tiles = [ceil(rows * columns * 16 / TILE**2) for rows, columns in grids]
         pixels = torch.randn(sum(tiles), 3, TILE, TILE, generator=generator)
-        if config.model_type == "internvl":
+        if config.model_type == "internvl":  # with any language model
             return {"pixel_values": pixels}
         cut = torch.tensor([[1, count - 1] if count > 1 else [0, 0] for count in tiles])
         return {"pixel_values": pixels.unsqueeze(1), "image_tiles": cut}
+    if config.model_type == "minicpmv4_6":
+        return _sliced(vision, grids, generator)
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"
@@ -293,6 +347,17 @@ def _placed_patches(config: Any, grids: Any, generator: torch.Generator) -> dict
         "pixel_values": torch.rand(sum(map(len, places)), size, generator=generator),
         "image_position_ids": torch.cat(places),
     }
+
+
+def _sliced(vision: Any, grids: tuple[tuple[int, int], ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    sizes, slices = [], []
+    for rows, columns in grids:
+        fine = rows * columns > 32
+        sizes += [[4 * ceil(rows / 4), 4 * ceil(columns / 4)], *([[4, 4]] * 2 * fine)]
+        slices.append([1, 2] if fine else [0, 0])
+    patches = sum(rows * columns for rows, columns in sizes)
+    pixels = torch.randn(patches, 3, vision.patch_size, vision.patch_size, generator=generator)
+    return {"pixel_values": pixels, "target_sizes": torch.tensor(sizes), "image_slices": torch.tensor(slices)}
 
 
 def takes_video(model_type: str) -> bool:
@@ -318,18 +383,23 @@ def encode_text(text: str) -> list[int]:
 
 def forward_inputs(model: Any, types: torch.Tensor, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Token types ``(B, L)`` and joined media as the forward of Hugging Face takes them."""
-    types = types.int()
-    if model.config.model_type == "gemma3":
-        return {"token_type_ids": types, **media}
-    if model.config.model_type != "gemma4" or not media:
-        return {"mm_token_type_ids": types, **media}
-    counts = family_of(model).grids(media, model.config).prod(1).tolist()
-    fills = {"pixel_values": 0.0, "image_position_ids": -1}
-    padded_ = {
-        name: torch.nn.utils.rnn.pad_sequence(media[name].split(counts), batch_first=True, padding_value=fill)
-        for name, fill in fills.items()
-    }
-    return {"mm_token_type_ids": types, **padded_}
+    name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    return {name: types.int(), **forward_media(model, media)}
+
+
+def forward_media(model: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Joined media as the forward of Hugging Face takes them: padded for Gemma 4, and MiniCPM's patches beside each other."""
+    if "image_position_ids" in media:
+        counts = family_of(model).grids(media, model.config).prod(1).tolist()
+        fills = {"pixel_values": 0.0, "image_position_ids": -1}
+        return {
+            name: torch.nn.utils.rnn.pad_sequence(media[name].split(counts), batch_first=True, padding_value=fill)
+            for name, fill in fills.items()
+        }
+    if "target_sizes" in media:
+        pixels = media["pixel_values"].permute(1, 2, 0, 3)
+        return {"pixel_values": pixels.reshape(1, *pixels.shape[:2], -1), "target_sizes": media["target_sizes"]}
+    return dict(media)
 
 
 def rounding(name: str) -> float:
@@ -338,15 +408,15 @@ def rounding(name: str) -> float:
 
 
 def gradient_tolerance(model_type: str) -> float:
-    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers take differences of sums of decays, and
-    Gemma 4's tower sums over all patches and padding.
+    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers sum over all tokens before, and Gemma 4's
+    tower sums over all patches and padding.
     """
     return 1e-4 if model_type in (*HYBRID_TYPES, "gemma4") else 1e-5
 
 
 @contextmanager
 def token_by_token() -> Iterator[None]:
-    """Recurrent layers of Hugging Face compute token after token in here. Their rule by chunks, as ours, takes differences of
+    """Recurrent layers of Hugging Face compute token after token in here. Their rule by chunks takes differences of
     sums of decays, which costs digits.
     """
     with ExitStack() as stack:

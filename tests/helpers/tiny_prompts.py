@@ -10,10 +10,11 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from helpers.tiny_models import TEXT_TYPES, TILE, TILED, tiny_config
+from helpers.tiny_models import GLM_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
@@ -25,6 +26,7 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+SPECIAL_ENDS = ("vision_start", "vision_end")
 IDEFICS3_SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
@@ -34,6 +36,32 @@ GEMMA_SPECIAL = (
     *("<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     *("\n" * count for count in range(1, 5)),  # one token for each run of line breaks, as in the published vocabulary
 )
+MINICPM_SPECIAL = (
+    *SPECIAL[:3],
+    *(f"<{slash}{name}>" for name in ("image", "slice", "image_id") for slash in ("", "/")),
+    *SPECIAL[5:],
+)
+GLM_SPECIAL = (
+    *SPECIAL[:3],
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"),
+)
+NAMED_TOKENS = {  # attributes of published tokenizers, which the processors of vLLM read
+    "<IMG_CONTEXT>": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+    "<slice>": {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        **{
+            f"{name}_{end}_token": f"<{slash}{name}>"
+            for name in ("image", "slice", "image_id")
+            for end, slash in (("start", ""), ("end", "/"))
+        },
+    },
+}
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -54,6 +82,10 @@ TEMPLATE = """\
 INTERNVL_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "{{ '<IMG_CONTEXT>\\n' }}").replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "{{ '<video>\\n' }}"
 )
+GLM_TEMPLATE = TEMPLATE.replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
+).replace("<|vision_start|><|video_pad|><|vision_end|>", "<|begin_of_video|><|video|><|end_of_video|>")
+MINICPM_TEMPLATE = TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
 TEXT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
@@ -100,6 +132,9 @@ _PROMPTS = {
     "gemma4": (GEMMA4_SPECIAL, GEMMA4_TEMPLATE),
     "gemma3": (GEMMA_SPECIAL, GEMMA_TEMPLATE),
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
+    "internvl+qwen3_moe": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
+    **dict.fromkeys(GLM_TYPES, (GLM_SPECIAL, GLM_TEMPLATE)),
+    "minicpmv4_6": (MINICPM_SPECIAL, MINICPM_TEMPLATE),
     "smolvlm": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
     "idefics3": (IDEFICS3_SPECIAL, IDEFICS3_TEMPLATE),
 }
@@ -126,6 +161,7 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
         eos_token=special[2],
         pad_token=special[0],
         additional_special_tokens=list(special),
+        **next(({"model_specific_special_tokens": NAMED_TOKENS[each]} for each in special if each in NAMED_TOKENS), {}),
     )
     if special in (GEMMA_SPECIAL, GEMMA4_SPECIAL):  # names by which its processor finds them
         named = {"boi_token": special[3], "eoi_token": special[4], "image_token": special[5]}
@@ -142,12 +178,14 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
         return Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE})
     if model_type == "gemma4":
         return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
-    if model_type == "internvl":
+    if model_type.startswith("internvl"):
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     if model_type in ("smolvlm", "idefics3"):
         processor = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[model_type]
         return processor(size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE})
-    if model_type == "glm4v":
+    if model_type == "minicpmv4_6":
+        return MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=TILE, max_slice_nums=4)
+    if model_type in GLM_TYPES:
         limits = {"shortest_edge": 64, "longest_edge": 4096}
         return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)
     return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=4096)
@@ -170,15 +208,18 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
         config.eoa_token_index = tokenizer.convert_tokens_to_ids(GEMMA4_SPECIAL[9])
         return config
     if model_type in TILED:
-        placeholder = "<IMG_CONTEXT>" if model_type == "internvl" else "<image>"
+        placeholder = "<IMG_CONTEXT>" if model_type.startswith("internvl") else "<image>"
         config.image_token_id = tokenizer.convert_tokens_to_ids(placeholder)
         return config
-    for token in ("image", "video"):
-        setattr(config, f"{token}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}_pad|>"))
-    enclosed = ("image", "video") if model_type == "glm4v" else ("vision",)
-    for kind in enclosed:
-        for end in ("start", "end"):
-            setattr(config, f"{kind}_{end}_token_id", tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>"))
+    if model_type in GLM_TYPES:
+        for kind in ("image", "video"):
+            names = {"token": kind, "start_token": f"begin_of_{kind}", "end_token": f"end_of_{kind}"}
+            for name, token in names.items():
+                setattr(config, f"{kind}_{name}_id", tokenizer.convert_tokens_to_ids(f"<|{token}|>"))
+        return config
+    for name, token in (("image", "image_pad"), ("video", "video_pad"), *(2 * (each,) for each in SPECIAL_ENDS)):
+        if name != token or f"<|{token}|>" in tokenizer.get_vocab():
+            setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{token}|>"))
     return config
 
 

@@ -23,6 +23,7 @@ from recipes.serve.backend import (
     Sample,
     SampleRequest,
     SampleResult,
+    nothing,
 )
 from workers.model.model_config import AdamParams
 
@@ -55,13 +56,13 @@ class VectorBackend:
         names = ("tiny/vector", "Qwen/Qwen3-4B-Instruct-2507")
         return Capabilities([ModelInfo(name, "", 4096, max_lora_rank=32) for name in names], LOSSES, 64)
 
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, stand_in: bool = False) -> None:
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
         if lora is None or lora.rank > 32:
             raise InvalidConfig(f"{lora}: an adapter needs a rank of at most 32")
         weights = np.random.default_rng(lora.seed or 0).normal(size=lora.rank * WIDTH).astype(np.float32)
         self.models[model_id] = Model(lora, weights, np.zeros_like(weights))
 
-    def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass], *, replayed=False, between=nothing) -> list[PassResult | Failure]:
         time.sleep(self.delay)
         return [self._pass(each) for each in passes]
 

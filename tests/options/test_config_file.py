@@ -126,7 +126,7 @@ def test_presets_are_defaults_by_name():
         (grpo, "--lora-alpha 3", "add --lora-rank"),
         (grpo, "--pipeline-chunks 3", "add --layout.pp"),
         (grpo, "--on ray --layout.pp 2 --pipeline-chunks 3", "add --pipeline-schedule interleaved"),
-        (grpo, "--reshard-after-forward false", "add --layout.dp"),
+        (grpo, "--unsharded scoring", "add --layout.dp"),
         (grpo, "--optimizer.schedule constant --optimizer.min-lr-ratio 0.1", "add --optimizer.schedule"),
         (
             ppo,

@@ -421,7 +421,7 @@ def test_a_saved_position_does_not_count_what_was_only_looked_at():
 
 APART = "--on ray --ray.rollout-processes 1 --rollout.ahead"
 
-EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.parts 2"
+EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.parts 2 --algorithm.minibatch None"
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ EARLY = "--on ray --ray.rollout-processes 1 --rollout.early-update --rollout.par
         ("--rollout.parts 2", r"rollout\.parts=2 is for --rollout\.early-update.* add one of them"),
         ("--rollout.early-update", r"rollout\.early_update .* give --rollout\.parts"),
         ("--rollout.early-update --rollout.parts 2", r"rollout\.early_update .* separate devices"),
-        (f"{EARLY} --algorithm.minibatch 4", r"minibatch=4, .* leave out rollout\.early_update"),
+        (EARLY.replace("None", "4"), r"minibatch=4, .* leave out rollout\.early_update"),
         (f"{EARLY} --algorithm.advantage reinforce_plus_plus", r"advantage=reinforce_plus_plus may depend"),
         (f"{EARLY} --algorithm.loss clip_cov", "clip_cov chooses tokens of the whole batch"),
         (f"{EARLY} --algorithm.entropy-coef 0.1 --algorithm.entropy-anneal True", "entropy_anneal depends"),

@@ -1,6 +1,7 @@
 """The forecast of a run: counts beside the real model and batch, hand-worked memory, the command, and what it chooses."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -12,7 +13,7 @@ from benchmarks.forecasts import GENERATIONS, UPDATES, batch_sizes, generation_r
 from benchmarks.workload import TINY, make_batch, model_config
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
-from helpers.tiny_models import MODEL_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_config, tiny_model
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import draws
 from recipes.forecast import (
@@ -21,30 +22,36 @@ from recipes.forecast import (
     PromptSizes,
     Setting,
     beside_fact,
+    calibrate_cpu,
     forecast,
     forecast_lines,
     measure_prompts,
     model_size,
     response_lengths,
+    unknown_cpu,
 )
 from recipes.forecast.batch_sizes import MicroBatchSize
-from recipes.forecast.role_memory import held, kv_bytes, updating
+from recipes.forecast.calibration import text_rows, timed_rows
+from recipes.forecast.devices import Device, Overheads
+from recipes.forecast.role_memory import held, kv_bytes, scoring, updating, whole_gradients
+from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import update_flops
 from recipes.plan import as_options, fit, main
 from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
 from workers.model.lora import add_adapters
-from workers.model.model_config import ModelConfig
+from workers.model.model_config import UNSHARDED, ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
 from workers.training.accounting import required_work
+from workers.training.forward_pass import sharing
 from workers.training.micro_batches import micro_batches
 
 H200 = DEVICES["h200"]
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
 def test_parameters_are_those_of_the_built_model(model_type):
     model, size = tiny_model(model_type), model_size(tiny_config(model_type), ModelConfig())
     assert size.total == size.trained == sum(weight.numel() for weight in model.parameters())
@@ -111,6 +118,106 @@ def test_memory_worked_by_hand():
     assert kv_bytes(config.get_text_config(), 2) == 2 * 2 * 32 * 2
 
 
+def test_what_stays_unsharded_is_counted():
+    """The tiny model over two devices in bfloat16: 2 bytes for each whole weight, 4 for each whole gradient."""
+    config, layout = tiny_config("qwen2_5_vl"), Layout(dp=2)
+    parts, found = [MicroBatchSize(tokens=100, patches=0, logits=10)] * 2, {}
+    for kept in UNSHARDED:
+        compute = ModelConfig(unsharded=kept)
+        size = model_size(config, compute)
+        rest = held("actor", size, compute, layout, H200, trains=True)
+        busy = updating(rest, size, config, compute, layout, H200, parts)
+        found[kept] = (
+            scoring(rest, size, config, compute, layout, H200, parts).copies,
+            busy.gradients,
+            busy.copies - whole_gradients(size, layout, H200, compute) * (busy.activations == 0),
+        )
+    whole = 2 * (size.total)
+    assert [copies for copies, _, _ in found.values()] == [found["nothing"][0], whole, whole, whole]
+    assert found["nothing"][0] < whole
+    assert [gradients for _, gradients, _ in found.values()] == [2 * 140_704] * 3 + [4 * 140_704]
+    assert [copies for _, _, copies in found.values()] == [found["nothing"][2]] * 2 + [whole] * 2
+    reference = held("reference", model_size(config, compute, trains=False), compute, layout, H200, False)
+    assert (reference.weights, reference.copies) == (140_704, 0)  # 2 bytes on two devices
+
+
+def test_passes_without_gradients_have_their_own_micro_batches_and_share():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20, 10, 20), ((),) * 4), (8, 4, 7, 1, 8, 4, 7, 1), samples=2)
+    compute, layout = ModelConfig(token_budget=30), Layout(dp=2)
+    setting = Setting(config, batch, H200, compute, layout, None, reference=True, old_log_probs=0.75, minibatch=2)
+    assert len(setting.scoring_micro_batches) < len(replace(setting, minibatch=None).micro_batches)
+    found = {phase.name: phase for phase in forecast(setting).phases}
+    assert found["old_log_prob"].seconds == pytest.approx(0.75 * found["ref"].seconds)
+    assert found["old_log_prob"].flops == pytest.approx(0.75 * found["ref"].flops)
+    narrow = forecast(replace(setting, compute=replace(setting.compute, scoring_token_budget=30)))
+    activations = [
+        next(role.activations for role in phase.roles if role.role == "reference")
+        for phase in (found["ref"], next(phase for phase in narrow.phases if phase.name == "ref"))
+    ]
+    assert activations[0] > activations[1]
+    adapted = forecast(replace(setting, compute=ModelConfig(lora_rank=8)))
+    assert next(role for role in adapted.phases[0].roles if role.role == "reference").device == 0
+    assert not replace(setting, teacher=True, compute=ModelConfig(lora_rank=8)).base_is_reference
+
+
+def test_the_most_that_fits_stays_unsharded():
+    """By the device's memory; each choice is faster than the one before, and a CPU and a lone device keep nothing."""
+    setting = seven_b(layout=Layout(dp=4), minibatch=8, compute=ModelConfig(token_budget=4096))
+    each = [replace(setting, compute=replace(setting.compute, unsharded=kept)) for kept in UNSHARDED]
+    seconds, memories = [forecast(one).seconds for one in each], [working_memory(one) for one in each]
+    assert seconds == sorted(seconds, reverse=True)
+    chosen = [
+        with_unsharded(replace(setting, device=replace(H200, memory=int(memory / FULL) + 1))).compute.unsharded
+        for memory in (0, *memories)
+    ]
+    assert chosen[0] == "nothing"
+    assert chosen[-1] == "gradients"
+    assert [UNSHARDED.index(one) for one in chosen] == sorted(UNSHARDED.index(one) for one in chosen)
+    assert with_unsharded(replace(setting, layout=Layout())).compute.unsharded == "nothing"
+    assert with_unsharded(replace(setting, device=unknown_cpu())).compute.unsharded == "nothing"
+
+
+def test_seconds_of_starting_operations_worked_by_hand():
+    """Two prompts with two samples each, in two micro-batches; an operation takes no time, only starting them does."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1, 2, 2), samples=2)
+    overheads = Overheads(decoded_row=1e-3, learning=0.2, scoring=0.05, optimizer=0.01)
+    device = Device("cpu", 10**9, math.inf, math.inf, math.inf, decode_overhead=0.5, on_cpu=True, overheads=overheads)
+    compute = ModelConfig(token_budget=30)
+    setting = Setting(config, batch, device, compute, reference=True, data_seconds=0.25)
+    assert len(setting.micro_batches) == 2
+    found = {phase.name: phase.seconds for phase in forecast(setting).phases}
+    assert found == pytest.approx(
+        {
+            "data": 0.25,
+            "gen": 0.05 + (0.5 + 0.004) + (0.5 + 0.004) + (0.5 + 0.001),  # 4, 3 and 1 rows run: one of 4 is not removed
+            "ref": 2 * 0.05,
+            "update_actor": 2 * 0.2 + 0.01,
+        }
+    )
+
+
+def test_a_cpu_is_timed_on_rows_like_those_of_the_batch():
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1, 2, 2), samples=2)
+    assert timed_rows(batch).lengths.tolist() == [13, 11, 22, 22]
+    module = PackedVLM(tiny_model("qwen2_5_vl"), family_of(config), 1.0)
+    rows = text_rows(module, batch)
+    assert rows["attention_mask"].sum(1).tolist() == [13, 11, 22, 22]
+    assert rows["response_mask"].sum(1).tolist() == [3, 1, 2, 2]
+    assert sharing(module, rows).tolist() == [False, True, False, True]
+    (part,) = batch.micro_batches(1000)
+    assert (part.tokens, part.keys) == (38, 68 + 30)  # the prompts are keys of their samples and of themselves
+    clock = iter(range(10**6))
+    device = calibrate_cpu(batch, lambda: float(next(clock)))  # each call takes a second
+    assert device.on_cpu
+    assert device.overheads.learning == device.overheads.scoring == 1.0
+    assert device.context > 50 * 2**20  # of this process
+    large = replace(batch, prompts=PromptSizes((10**5, 10**5), ((), ())))
+    assert len(timed_rows(large).lengths) == 1
+
+
 def seven_b(**options) -> Setting:
     config = model_config("7b")
     prompts = PromptSizes((361,), (((1, 30, 30),),)).repeated(16)
@@ -136,6 +243,7 @@ def test_fit_chooses_what_fits():
     assert found.setting.layout == Layout(dp=4)
     options = as_options(found.setting)
     assert "--layout.dp 4" in options
+    assert "--unsharded" in options
     assert "memory_share" in options
     assert found.seconds <= (1 + EQUAL) * forecast(seven_b(layout=Layout(dp=4))).seconds
 

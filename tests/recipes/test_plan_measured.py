@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -48,20 +47,12 @@ def beside_measured(mode: str, budget: int) -> dict[str, float]:
     device = calibrate_cpu(batch, time.process_time)
     expected = forecast(Setting(config, batch, device, compute, engine=None)).phases[-1]
 
-    def random_model(*_: object, **__: object) -> object:
-        return transformers.AutoModelForImageTextToText.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32
-        )
-
     def policy_loss(outputs, rows):
         return clipped_policy_loss(outputs.log_probs, rows["old_log_probs"], rows["advantages"])
 
     before = resident("VmRSS")
-    with (
-        tempfile.TemporaryDirectory() as path,
-        mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model),
-    ):
-        config.save_pretrained(path)
+    with tempfile.TemporaryDirectory() as path:
+        transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(path)
         actor = ActorWorker(ActorConfig(path, **vars(compute)), torch.device("cpu"))
     actor.update(data, policy_loss)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

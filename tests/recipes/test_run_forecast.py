@@ -10,6 +10,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import tiny_config
 from recipes import classify, grpo, ppo, sft
 from recipes.forecast import (
+    DEVICES,
     BatchSizes,
     PromptSizes,
     Setting,
@@ -22,6 +23,8 @@ from recipes.forecast import (
 )
 from recipes.run.carried_rollouts import LookAhead
 from recipes.run.run_forecast import RunForecast
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
 
 CONFIG = tiny_config("qwen2_5_vl")
 
@@ -83,6 +86,25 @@ def test_the_second_step_tells_the_speed_of_a_cpu_and_the_next_run_knows_it(caps
     assert known_cpu(CONFIG).language == pytest.approx(
         second.found.setting.device.language / 2
     )  # the median of all steps
+
+
+def test_what_stays_unsharded_is_chosen_where_a_gpu_is_known(monkeypatch):
+    """The option that a user sets stays; so does an open one on a CPU, alone, and without a forecast."""
+    found = RunForecast(LookAhead(Numbers()), on_two, CONFIG)
+    open_, two = ModelConfig(), Layout(dp=2)
+    assert found.resolved(open_, two) == open_
+    assert found.found is None  # nothing was drawn for it
+    monkeypatch.setattr(RunForecast, "_device", lambda self: DEVICES["h200"])
+    assert found.resolved(open_, two).unsharded == "gradients"
+    assert found.resolved(open_, Layout(tp=2)) == open_
+    assert found.resolved(ModelConfig(unsharded="weights"), two).unsharded == "weights"
+    assert found.loader.state_dict() == {"place": 0}
+    broken = RunForecast(LookAhead(Numbers(bad=[0])), on_two, CONFIG)
+    assert broken.resolved(open_, two) == open_
+
+
+def on_two(batch, device):
+    return replace(setting(batch, device), layout=Layout(dp=2), engine=None)
 
 
 def test_the_position_of_the_loader_stays():

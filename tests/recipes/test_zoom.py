@@ -10,7 +10,7 @@ from PIL import Image
 from dataproto.errors import InvalidConfig
 from helpers.episodes import RandomEngine, picture, renderer_of
 from helpers.geo3k_runs import rows_of
-from helpers.tiny_prompts import TEMPLATE, tiny_builder
+from helpers.tiny_prompts import TEMPLATE, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.configs.environments.zoom_config import TINY, parse
 from recipes.forecast import BatchSizes, episode_batch, measure_episode, model_size
 from recipes.forecast.step_time import update_flops
@@ -31,6 +31,7 @@ from recipes.zoom import environment_of, main
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
+from rollout.prompts import PromptBuilder
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.training.accounting import required_work
@@ -117,11 +118,12 @@ def test_the_tool_shows_parts_and_says_what_is_wrong_with_a_box():
 def test_episodes_by_tool_with_a_template_that_describes_it():
     """The prompt has the tool's schema, and the turns are the calls and their pictures."""
     drawn = environment_of(parse_by_tool())
-    builder = tiny_builder("qwen2_5_vl", 4096, template_arguments=drawn.template_arguments)
-    builder.tokenizer = copy.deepcopy(builder.tokenizer)
+    tokenizer = copy.deepcopy(tiny_tokenizer())
     role = "{{ 'user' if message['role'] == 'tool' else message['role'] }}"
     described = "{%- for tool in tools %}{{ tool.function.name + ': ' + tool.function.description }}\n{% endfor %}"
-    builder.tokenizer.chat_template = described + TEMPLATE.replace("{{ message['role'] }}", role)
+    tokenizer.chat_template = described + TEMPLATE.replace("{{ message['role'] }}", role)
+    parts = tokenizer, tiny_image_processor(), tiny_prompt_config()
+    builder = PromptBuilder(*parts, 4096, template_arguments=drawn.template_arguments)
     renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
     prompts = builder(drawn.rows(0, "test", 3, "own")[:3])
     engine = RandomEngine(renderer, answers=drawn.actions)

@@ -8,7 +8,14 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
-from helpers.tiny_models import MODEL_TYPES, VLM_TYPES, forward_inputs, forward_positions, tiny_config, tiny_model
+from helpers.tiny_models import (
+    VLM_TYPES,
+    WITH_FURTHER_TYPES,
+    forward_inputs,
+    forward_positions,
+    tiny_config,
+    tiny_model,
+)
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.pretrained import end_ids, generation_config
@@ -40,7 +47,7 @@ def test_half_precision_engines_and_actors_score_by_one_policy(tmp_path, monkeyp
     assert (rounded - expected).abs().max() > 1e-2
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
 def engine(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     tiny_model(request.param).save_pretrained(path)

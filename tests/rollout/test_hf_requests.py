@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,13 @@ from transformers import AutoTokenizer
 from dataproto.errors import InvalidConfig, InvalidPrompt, MediaMismatch, NonFiniteLogits
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
-from helpers.tiny_models import MODEL_TYPES, forward_inputs, tiny_model
+from helpers.tiny_models import MODEL_TYPES, WITH_FURTHER_TYPES, forward_inputs, tiny_model
 from helpers.turns import finish, next_turn
-from rollout.engine import SamplingParams
+from rollout.engine import Request, SamplingParams
 from rollout.hf import HFEngine
 from rollout.hf.batch import Batch
+from rollout.hf.open_requests import OpenRequest
+from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 
 CPU = torch.device("cpu")
@@ -29,7 +32,7 @@ def engine_of(model_type, tmp_path_factory):
     return HFEngine(str(path), device=CPU)
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
 def any_engine(request, tmp_path_factory):
     return engine_of(request.param, tmp_path_factory)
 
@@ -69,6 +72,89 @@ def test_requests_that_join_between_tokens_sample_what_they_would_alone(any_engi
     for number, expected in zip(numbers, alone, strict=True):
         assert_same(done[number], expected)
     assert any_engine.poll() == []
+
+
+@contextmanager
+def read_sizes(engine):
+    """Tokens, with padding, of each forward of the language model that reads more than the next token of its rows."""
+    sizes = []
+
+    def note(module, args, kwargs):
+        rows, length = kwargs["inputs_embeds"].shape[:2]
+        if length > 1 or rows == 1:
+            sizes.append(rows * length)
+
+    hook = engine.model.get_submodule(engine.family.language_model).register_forward_pre_hook(note, with_kwargs=True)
+    yield sizes
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    "any_engine",
+    [
+        each if each in ("qwen3_vl", "qwen3_5") else pytest.param(each, marks=pytest.mark.long)  # deep features, states
+        for each in MODEL_TYPES
+    ],
+    indirect=True,
+)
+def test_prompts_are_read_under_the_token_budget(any_engine, monkeypatch):
+    sampling, budget = replace(SAMPLED, n=2, max_tokens=3, prompt_log_probs=True), 7
+    requests = requests_of(any_engine, sampling)
+    longest = max(len(request.input_ids) for request in requests)
+    with read_sizes(any_engine) as sizes:
+        whole = {each.request: each for each in any_engine.generate(requests, sampling)}
+    assert sizes[0] == 3 * longest > budget  # three distinct prompts with padding
+    monkeypatch.setattr(any_engine, "_decoder", replace(any_engine._decoder, token_budget=budget))
+    with read_sizes(any_engine) as sizes:
+        found = {each.request: each for each in any_engine.generate(requests, sampling)}
+    pieces = [min(7, longest - start) for start in range(0, longest, 7)]
+    largest = budget
+    if any_engine.model.config.model_type == "gemma4":  # images of 6, 8 and 9 tokens, which see each other, are not cut
+        pieces, largest = [3, 7, 1, 8, 3], 9
+    assert max(sizes) == largest
+    assert sizes[: len(pieces)] == pieces
+    for number, expected in whole.items():
+        assert_same(found[number], expected)
+        np.testing.assert_allclose(found[number].prompt_log_probs, expected.prompt_log_probs, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (80, [[5, 5, 9, 20, 7]]),  # four distinct prompts, padded to 20 tokens
+        (79, [[20, 9, 7], [5, 5]]),
+        (40, [[20, 9], [7, 5, 5]]),
+        (20, [[20], [9, 7], [5, 5]]),
+        (8, [[20], [9], [7], [5, 5]]),
+    ],
+)
+def test_prompts_of_about_the_same_length_are_read_together(engine, budget, expected):
+    prompts = {length: torch.zeros(length, dtype=torch.int64) for length in (5, 9, 20, 7)}
+    rows = [
+        OpenRequest(0, "", Request((), prompts[length], prompts[length], prompts[length]), SAMPLED, False, frozenset())
+        for length in (5, 5, 9, 20, 7)
+    ]
+    groups = replace(engine._decoder, token_budget=budget).groups(rows)
+    assert [[row.unread_tokens for row in group] for group in groups] == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)])
+def test_a_long_video_is_read_in_parts(model_type, tmp_path):
+    checkpoint = write_checkpoint(model_type, tmp_path)
+    builder = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=1000)
+    frames = np.random.default_rng(0).integers(0, 256, (60, 16, 24, 3), dtype=np.uint8)
+    rows = [{"prompt": "What <video> moves?", "videos": [frames]}, {"prompt": "no video"}, {"prompt": "none"}]
+    requests, sizes, completions = build_requests(builder(rows), SAMPLED), {}, {}
+    for budget in (1 << 14, 64):
+        engine = HFEngine(checkpoint, device=CPU, token_budget=budget)
+        with read_sizes(engine) as sizes[budget]:
+            completions[budget] = {each.request: each for each in engine.generate(requests, SAMPLED)}
+    assert max(sizes[1 << 14]) == 3 * len(requests[0].input_ids) > 600
+    assert max(sizes[64]) == 64
+    for number, expected in completions[1 << 14].items():
+        assert_same(completions[64][number], expected)
+    with pytest.raises(InvalidConfig, match="token_budget=0: must be at least 1"):
+        HFEngine(checkpoint, device=CPU, token_budget=0)
 
 
 def test_a_turn_reads_only_what_is_new_and_samples_what_a_whole_prompt_would(any_engine):

@@ -15,6 +15,7 @@ from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
+from rollout.vllm.model_state import model_state
 from rollout.vllm.prompt_rendering import PromptRenderer, image_key
 
 pytestmark = pytest.mark.vllm
@@ -78,6 +79,34 @@ def test_log_probs_are_kept_for_as_long_as_responses_are(setup, monkeypatch):
     data = generate(setup, setup.vllm, long)
     assert data["responses"].shape[1] == data["response_mask"].sum(1).max() < 10
     assert setup.vllm.sampler.found.shape[1] < 300
+
+
+@torch.inference_mode()
+def lose_state(worker):
+    """As sleep at level 2 on CUDA drops it, where vLLM does not restore it. Sizes and bounds are on the host there."""
+    for tensor in model_state(worker).values():
+        if tensor.is_floating_point():
+            tensor.zero_()
+
+
+def test_what_sleep_drops_besides_weights_is_found_and_restored(setup):
+    before = generate(setup, setup.vllm, SAMPLED)
+    memory, weights = setup.vllm.memory, list(setup.hf.model.named_parameters())
+    memory.keep_state()
+    setup.vllm.llm.collective_rpc(lose_state)
+    setup.vllm.load_weights(weights)
+    differing = setup.vllm.differing_weights(weights)
+    assert any("rotary" in name for name in differing)
+    assert not {name for name, _ in weights} & set(differing)
+    lost = generate(setup, setup.vllm, SAMPLED)
+    assert not torch.equal(lost["rollout_log_probs"], before["rollout_log_probs"])
+    memory.restore_state()
+    assert set(differing) <= set(memory.lost)
+    setup.vllm.load_weights(weights)
+    assert setup.vllm.differing_weights(weights) == []
+    after = generate(setup, setup.vllm, SAMPLED)
+    assert torch.equal(after["responses"], before["responses"])
+    assert torch.equal(after["rollout_log_probs"], before["rollout_log_probs"])
 
 
 # What goes wrong

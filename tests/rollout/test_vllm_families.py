@@ -11,21 +11,17 @@ import torch
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
 from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, RESTRICTED, SAMPLED, generate, start
+from helpers.shown_models import VLLM_TYPES
 from rollout.prompts import ChunkRenderer
+from rollout.responses import build_requests
+from workers.model.named_weights import named_weights
 from workers.roles.actor import ActorWorker
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = (
-    "qwen3_vl_moe",
-    "qwen2_5_vl",
-    *(
-        pytest.param(each, marks=pytest.mark.long)
-        for each in ("qwen2_vl", "qwen3_vl", "qwen3", "llama", "qwen2", "mistral")
-    ),
-    "smolvlm",
-    pytest.param("idefics3", marks=pytest.mark.long),
-)  # vLLM keeps the groups of the first in a process
+IN_THE_GATE = ("qwen3_vl_moe", "qwen2_5_vl", "smolvlm")
+FAMILIES = [each if each in IN_THE_GATE else pytest.param(each, marks=pytest.mark.long) for each in VLLM_TYPES]
+# vLLM keeps the groups of the first, which has experts, in a process
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -64,7 +60,7 @@ def test_log_probs_are_the_actors_before_and_after_updates(family):
         family.vllm.load_weights(family.actor.named_weights())
         assert family.vllm.differing_weights(family.actor.named_weights()) == []
         data = assert_same_as_actor(family, SAMPLED)  # the same images: nothing old may come out of a cache
-    family.vllm.load_weights(family.hf.model.named_parameters())
+    family.vllm.load_weights(named_weights(family.hf.model))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
@@ -79,16 +75,78 @@ def test_adapted_experts_reach_the_engine_merged(family):
     data = generate(family, family.vllm, SAMPLED)
     scored, mask = actor.log_probs(data)["old_log_probs"], data["response_mask"].bool()
     torch.testing.assert_close(data["rollout_log_probs"][mask], scored[mask], atol=1e-4, rtol=0)
-    family.vllm.load_weights(family.hf.model.named_parameters())
+    family.vllm.load_weights(named_weights(family.hf.model))
 
 
-@pytest.mark.parametrize("family", ["smolvlm"], indirect=True)
-def test_a_video_is_refused_by_its_row_also_where_its_frames_are_images(family):
-    frames = np.zeros((2, 20, 30, 3), dtype=np.uint8)
-    prompts = family.builder([family.rows[0], {"prompt": "<video>What?", "videos": [frames]}])
-    with pytest.raises(InvalidPrompt, match=r"row 1 .*the vLLM engine takes no videos: use the hf engine"):
-        generate(family, family.vllm, GREEDY, prompts)
-    assert generate(family, family.hf, GREEDY, prompts)["response_mask"].any(1).all()
+def frames(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 255, (count, 16, 24, 3), dtype=np.uint8)
+
+
+def with_videos(family):
+    """A row of text, one with images, and rows with videos, of which the first steps by 0.7 seconds."""
+    as_images = family.builder.family.frames_as_images  # with long texts between them
+    first = (frames(2 if as_images else 12), {"fps": 20 / 7})
+    second = (frames(3, seed=1), {"fps": 24.0, "frames_indices": [0, 12, 30], "total_num_frames": 48})
+    videos = [second] if as_images else [second, first]
+    rows = [
+        family.rows[1],
+        family.rows[0],
+        {"prompt": "What <video> moves?", "videos": [first]},
+        {"prompt": "<image>" + "<video> or" * len(videos), "images": family.rows[3]["images"], "videos": videos},
+    ]
+    return family.builder(rows)
+
+
+TAKING_VIDEOS = (
+    "qwen3_vl_moe",
+    "qwen2_5_vl",
+    "smolvlm",
+    *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen2_vl", "qwen3_vl")),
+)
+
+
+@pytest.mark.parametrize("family", TAKING_VIDEOS, indirect=True)
+def test_videos_beside_images_and_text_are_those_of_the_hf_engine_and_of_the_actor(family):
+    prompts = with_videos(family)
+    for sampling in (GREEDY, SAMPLED):
+        ours, theirs = (generate(family, engine, sampling, prompts) for engine in (family.vllm, family.hf))
+        assert torch.equal(ours["responses"], theirs["responses"])
+        torch.testing.assert_close(ours["rollout_log_probs"], theirs["rollout_log_probs"], atol=2e-5, rtol=0)
+    scored, mask = family.actor.log_probs(ours)["old_log_probs"], ours["response_mask"].bool()
+    torch.testing.assert_close(ours["rollout_log_probs"][mask], scored[mask], atol=1e-4, rtol=0)
+
+
+def first_positions(worker):
+    (request,) = worker.model_runner.requests.values()
+    return request.prompt_token_ids, request.mrope_positions, request.mrope_position_delta
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen2_5_vl"], indirect=True)
+def test_vllm_has_the_tokens_and_positions_of_a_video(family):
+    for request in build_requests(with_videos(family)[2:], GREEDY):
+        number = family.vllm.submit(request, GREEDY)
+        assert family.vllm.poll() == []
+        ((tokens, positions, delta),) = family.vllm.llm.collective_rpc(first_positions)
+        family.vllm.abort(number)
+        family.vllm.engine.step()  # which forgets the request
+        assert tokens == request.input_ids.tolist()
+        assert torch.equal(positions, request.position_ids[1:])
+        assert delta == int(request.position_ids[1:].max()) + 1 - len(tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_a_video_that_vllm_cannot_take_is_refused_by_its_row(family):
+    prompts, short = with_videos(family), with_videos(family)
+    short["multi_modal_inputs"][2] = {}
+    with pytest.raises(InvalidPrompt, match=r"row 2 .* 36 video tokens, but its 0 videos have 0 features"):
+        generate(family, family.vllm, GREEDY, short)
+    large = family.builder([{"prompt": "<video>", "videos": [frames(80)]}])
+    refusal = "row 0 .*video 0 has 240 tokens, more than the 100 .* with max_num_batched_tokens=240"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InvalidPrompt, match=refusal):
+        patch.setattr(family.vllm.engine.input_processor, "mm_encoder_cache_size", 100)
+        generate(family, family.vllm, GREEDY, large)
+    again = generate(family, family.vllm, GREEDY, prompts)  # nothing was left in vLLM's caches
+    assert torch.equal(again["responses"], generate(family, family.hf, GREEDY, prompts)["responses"])
 
 
 def png(image):

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from helpers.engines import SAMPLED, generate, start
+from rollout.engine import Request
+from rollout.responses import build_requests
+from rollout.vllm.engine_requests import first_samples_first
 
 pytestmark = pytest.mark.vllm
 
@@ -34,3 +37,23 @@ def test_log_probs_are_the_actors_before_and_after_updates(both):
     both.vllm.load_weights(both.actor.named_weights())
     assert both.vllm.differing_weights(both.actor.named_weights()) == []
     assert distance(both, generate(both, both.vllm, SAMPLED)) < 0.05
+
+
+def test_samples_go_on_from_the_state_of_the_first_one(both):
+    both.vllm.load_weights(both.actor.named_weights())  # which clears cached prefixes
+    cache = both.vllm.llm.llm_engine.vllm_config.cache_config
+    unit = getattr(cache, "prefix_match_unit", None) or cache.block_size  # of earlier versions
+    requests = build_requests(both.prompts, SAMPLED)
+    cached = {each.request: each.cached_tokens for each in both.vllm.generate(requests, SAMPLED)}
+    shared = [(len(request.input_ids) - 1) // unit * unit for request in requests[:: SAMPLED.n]]
+    assert [cached[place] for place in range(len(requests))] == [n for each in shared for n in (0, each, each)]
+    assert unit > 16 or max(shared) >= 48
+    assert distance(both, generate(both, both.vllm, SAMPLED)) < 0.05  # all from cached states
+
+
+def test_the_first_samples_of_prompts_come_first():
+    prompts = [torch.tensor([1]), torch.tensor([2]), torch.tensor([3])]
+    requests = [Request((), each, each, each) for each in prompts for _ in range(3)]
+    assert first_samples_first(requests, 100) == [0, 3, 6, 1, 2, 4, 5, 7, 8]
+    assert first_samples_first(requests, 6) == [0, 3, 1, 2, 4, 5, 6, 7, 8]
+    assert first_samples_first(requests, 1) == list(range(9))

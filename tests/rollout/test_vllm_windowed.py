@@ -7,13 +7,14 @@ import torch
 
 from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, SAMPLED, generate, start
+from helpers.shown_models import VLLM_TEXT_TYPES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WORDS = [{"prompt": "no picture", "images": []}, {"prompt": "longer than a window of tokens is", "images": []}]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+@pytest.fixture(scope="module", params=VLLM_TEXT_TYPES)
 def both(request, tmp_path_factory):
     return start(request.param, tmp_path_factory.mktemp(request.param))
 

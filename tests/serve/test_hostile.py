@@ -14,8 +14,9 @@ import pytest
 import zstandard
 from PIL import Image
 
-from helpers.servers import OTHER_KEY, Server, call, send, serving
+from helpers.servers import ENGINE, OTHER_KEY, Server, call, send, serving
 from recipes.serve.wire.protobuf_messages import ForwardBackwardRequest
+from recipes.tiny import make_tiny_model
 
 pytestmark = pytest.mark.slow
 REQUESTS = 300
@@ -23,24 +24,32 @@ MEGABYTE = 1 << 20
 
 
 def result(server: Server, request_id: str) -> dict:
+    return json.loads(answer_of(server, request_id))
+
+
+def answer_of(server: Server, request_id: str) -> bytes:
     status = 408
     while status == 408:
         status, found = send(server, "/api/v1/retrieve_future", json.dumps({"request_id": request_id}).encode())
     assert status == 200, found
-    return json.loads(found)
+    return found
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(
-        tmp_path_factory.mktemp("hostile"), "--gap-seconds", "1", "--max-body-mb", "8", "--poll-seconds", "3"
-    ) as server:
+@pytest.fixture(scope="module", params=["numpy", pytest.param("tiny", marks=pytest.mark.long)])
+def server(request, tmp_path_factory):
+    """With the backend in NumPy, and with the real engine."""
+    directory, settings = tmp_path_factory.mktemp("hostile"), {}
+    if request.param == "tiny":
+        options = json.dumps({"models": {"tiny/vector": str(make_tiny_model(directory / "tiny"))}})
+        settings = {"options_of_engine": options, "factory": ENGINE}
+    limits = ("--gap-seconds", "1", "--max-body-mb", "8", "--poll-seconds", "3")
+    with serving(directory / "state", *limits, **settings) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def names(server):
-    """Session, run and sampler."""
+    """Session, run and sampler; the engine has loaded its model."""
     session = call(server, "create_session", tags=[], sdk_version="0.38.0")[1]["session_id"]
     made = call(
         server, "create_model", session_id=session, model_seq_id=0, base_model="tiny/vector", lora_config={"rank": 4}
@@ -49,6 +58,8 @@ def names(server):
     sampler = call(
         server, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny/vector"
     )[1]
+    warm = call(server, "asample", **sample_fields(sampler["sampling_session_id"], 10**6))[1]
+    assert b'"error"' not in answer_of(server, warm["request_id"])
     return session, made["model_id"], sampler["sampling_session_id"]
 
 

@@ -6,17 +6,31 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import tinker
 from PIL import Image
 
-from helpers.servers import Server, serving
+from helpers.servers import ENGINE, Server, serving
+from recipes.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::FutureWarning")]
-SESSIONS, SAMPLES, PASSES = 4, 128, 50  # of each session: 512 samples and 200 passes in all
-TOKENS = 250_000  # of a pass, in rows of 1,000: 3 MB with targets as int64
+SESSIONS, SAMPLES = 4, 128  # 512 samples in all
+ROW = 1000  # tokens
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a session sends."""
+
+    passes: int
+    tokens: int  # of a pass, in rows of 1,000
+
+
+NUMPY = Load(50, 250_000)  # 200 passes in all, of 3 MB each with targets as int64
+TINY = Load(5, 10_000)  # what the small model computes in half a minute
 
 
 def heartbeats(server: Server, ended: threading.Event) -> list[float]:
@@ -36,19 +50,20 @@ def heartbeats(server: Server, ended: threading.Event) -> list[float]:
 
 def picture(number: int) -> bytes:
     file = io.BytesIO()
-    pixels = np.random.default_rng(number).integers(0, 255, (96, 96, 3), np.uint8)
+    pixels = np.random.default_rng(number).integers(0, 255, (56, 56, 3), np.uint8)
     Image.fromarray(pixels).save(file, "png")
     return file.getvalue()
 
 
-def drive(server: Server, number: int) -> tuple[int, int]:
+def drive(server: Server, number: int, load: Load) -> tuple[int, int]:
     """Passes and samples of a session, all in flight at once; the numbers of results."""
     service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
     client = service.create_lora_training_client("tiny/vector", rank=8, seed=number).result()
     sampler = client.save_weights_and_get_sampling_client().result()
-    row = tinker.ModelInput.from_ints([1] * 1000)
-    datum = tinker.Datum(model_input=row, loss_fn_inputs={"target_tokens": np.ones(1000, np.int64)})
-    passes = [client.forward_backward([datum] * (TOKENS // 1000), "cross_entropy") for _ in range(PASSES)]
+    row = tinker.ModelInput.from_ints([1] * ROW)
+    inputs = {"target_tokens": np.ones(ROW, np.int64), "weights": np.ones(ROW, np.float32)}
+    datum = tinker.Datum(model_input=row, loss_fn_inputs=inputs)
+    passes = [client.forward_backward([datum] * (load.tokens // ROW), "cross_entropy") for _ in range(load.passes)]
     image = tinker.types.ImageChunk(data=picture(number), format="png", expected_tokens=4)
     prompt = tinker.ModelInput(chunks=[image]).append_int(5)
     samples = [sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=8)) for _ in range(SAMPLES)]
@@ -56,13 +71,17 @@ def drive(server: Server, number: int) -> tuple[int, int]:
     return drawn, sum(len(each.result().loss_fn_outputs) for each in passes)
 
 
-def test_four_sessions_with_all_their_requests_in_flight(tmp_path, monkeypatch):
+@pytest.mark.parametrize("load", [NUMPY, TINY], ids=["numpy", "tiny"])
+def test_four_sessions_with_all_their_requests_in_flight(tmp_path, monkeypatch, load):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    ended, began = threading.Event(), time.perf_counter()
-    with serving(tmp_path, "--session-seconds", "60") as server, ThreadPoolExecutor() as pool:
+    ended, began, settings = threading.Event(), time.perf_counter(), {}
+    if load is TINY:
+        options = json.dumps({"models": {"tiny/vector": str(make_tiny_model(tmp_path / "tiny"))}})
+        settings = {"options_of_engine": options, "factory": ENGINE}
+    with serving(tmp_path / "state", "--session-seconds", "60", **settings) as server, ThreadPoolExecutor() as pool:
         beats = pool.submit(heartbeats, server, ended)
         try:
-            found = list(pool.map(drive, [server] * SESSIONS, range(SESSIONS)))
+            found = list(pool.map(drive, [server] * SESSIONS, range(SESSIONS), [load] * SESSIONS))
         finally:
             ended.set()
         spent = np.array(beats.result())
@@ -71,12 +90,11 @@ def test_four_sessions_with_all_their_requests_in_flight(tmp_path, monkeypatch):
             .read()
             .decode()
         )
-    assert found == [(SAMPLES, PASSES * TOKENS // 1000)] * SESSIONS
+    assert found == [(SAMPLES, load.passes * load.tokens // ROW)] * SESSIONS
     polls = sum(
         float(line.split()[-1]) for line in text.splitlines() if 'requests_total{route="retrieve_future"' in line
     )
-    seconds = time.perf_counter() - began
-    print(
-        f"{seconds:.1f} s; heartbeats: 95 % within {1000 * np.quantile(spent, 0.95):.0f} ms; polls per result: {polls / 720:.2f}"
-    )
+    seconds, results = time.perf_counter() - began, SESSIONS * (SAMPLES + load.passes)
+    quick = 1000 * np.quantile(spent, 0.95)
+    print(f"{seconds:.1f} s; heartbeats: 95 % within {quick:.0f} ms; polls per result: {polls / results:.2f}")
     print("\n".join(line for line in text.splitlines() if "pass_" in line or "sample" in line))

@@ -38,6 +38,8 @@ def test_options_say_what_is_impossible():
             ServeConfig(**options)
     with pytest.raises(InvalidConfig, match="max_images=0: must be above 0"):
         LimitsConfig(max_images=0)
+    placed = parse(["--on", "ray", "--ray.cpus", "2"])
+    assert (placed.on, placed.ray.cpus) == ("ray", 2)
 
 
 def test_a_file_of_keys_is_read_strictly_and_an_own_key_is_private(tmp_path):

@@ -1,7 +1,6 @@
 """What the SDK gets over HTTP is what the engine computes in process, and what it samples is what it scores."""
 
 import io
-import json
 
 import numpy as np
 import pytest
@@ -9,10 +8,8 @@ import tinker
 from PIL import Image
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk
-from helpers.servers import serving
 from recipes.serve.backend import Datum, LoraSpec, Pass
-from recipes.serve.engine import engine_from_json
-from recipes.tiny import make_tiny_model
+from recipes.serve.engine import InProcessEngine
 from workers.model.model_config import AdamParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -32,22 +29,10 @@ TEXTS = ([5, 6, 7], [8, 9], [10, 11, 12])
 COUNT = sum(map(len, TEXTS)) + sum(EXPECTED)
 
 
-@pytest.fixture(scope="module")
-def options(tmp_path_factory):
-    return json.dumps({"models": {"tiny": str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))}})
-
-
-@pytest.fixture(scope="module")
-def server(options, tmp_path_factory):
-    state = tmp_path_factory.mktemp("truth")
-    with serving(state, options_of_engine=options, factory="recipes.serve.engine:engine_from_json") as server:
-        yield server
-
-
 @pytest.fixture
-def client(server, monkeypatch):
+def client(tiny_server, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with tinker.ServiceClient(base_url=server.url, api_key=server.key) as service:
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=tiny_server.key) as service:
         yield service.create_lora_training_client("tiny", rank=8, seed=4).result()
 
 
@@ -92,8 +77,8 @@ def in_process(engine, step: int):
     return [each["logprobs"] for each in result.outputs], result.metrics, engine.optim_step("m", AdamParams(**RATE))
 
 
-def test_five_steps_over_http_equal_those_in_process_bit_for_bit(client, options):
-    engine = engine_from_json(options)
+def test_five_steps_over_http_equal_those_in_process_bit_for_bit(client, tiny_path):
+    engine = InProcessEngine({"tiny": tiny_path})
     engine.create("m", "tiny", LoraSpec(8, seed=4))
     for step in range(STEPS):
         found, expected = over_http(client, step), in_process(engine, step)
@@ -123,7 +108,7 @@ def test_sampled_and_scored_log_probs_equal_the_forward_pass_with_two_images(cli
     assert np.abs(forward - np.array(scored[-8:])).max() < 1e-4
 
 
-def test_a_custom_cross_entropy_equals_the_built_in_one(client, server):
+def test_a_custom_cross_entropy_equals_the_built_in_one(client):
     targets, weights = rows(1)[1][1:]
     datum = tinker.Datum(
         model_input=tinker.ModelInput.from_ints(TEXTS[0]), loss_fn_inputs={"target_tokens": targets, "weights": weights}

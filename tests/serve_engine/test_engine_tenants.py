@@ -15,7 +15,7 @@ from dataproto.errors import CheckpointError, InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.served_models import ADAM, chunks, length, new_model, png, random_inputs, run_pass, sample, train
 from recipes.algorithms.datum_losses import DATUM_LOSSES
-from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SparseRows
+from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
 from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json
 from recipes.serve.link import failure_of
 from rollout.adapters.adapter_files import WEIGHTS_FILE
@@ -181,20 +181,50 @@ def test_a_row_with_many_targets_makes_no_other_wider(engine, monkeypatch):
     """Each row's targets go through the head at their own width, in one pass and in others beside it."""
     for name in ("m", "other"):
         new_model(engine, name)
-    shapes, compute = [], adapter_trainer.adapted_log_probs
+    counts, compute = [], adapter_trainer.adapted_log_probs
 
-    def recorded(states, weight, targets, *rest):
-        shapes.append(tuple(targets.shape))
-        return compute(states, weight, targets, *rest)
+    def recorded(states, weight, places, targets, *rest):
+        counts.append(len(targets))
+        return compute(states, weight, places, targets, *rest)
 
     monkeypatch.setattr(adapter_trainer, "adapted_log_probs", recorded)
     wide = Datum([EncodedTextChunk([5])], {name: np.ones((1, 1000), t) for name, t in DTYPES.items()})
     long = Datum(chunks(engine, "abcdef"), {name: np.ones((6, 1), t) for name, t in DTYPES.items()})
     mixed = engine.passes([Pass(name, [wide, long, long], "cross_entropy") for name in ("m", "other")])
-    assert shapes == [(1, 1000), (12, 1)] * 2
+    assert counts == [1000 + 12] * 2
     for datum, output in zip((wide, long, long), mixed[0].outputs, strict=True):
         alone = run_pass(engine, "m", [datum], forward_only=True).outputs[0]["logprobs"]
         np.testing.assert_allclose(output["logprobs"], alone, atol=1e-5, rtol=0)
+
+
+def test_log_probs_are_computed_at_the_listed_targets_alone(engine, monkeypatch):
+    """Of 6 x 250 places 3 are listed, one as a target and a weight, one as a weight (its target is 0), one as a target.
+
+    Each of the 6 tokens has one log-prob more: that of the token 0, which stands at the places that are not listed.
+    """
+    new_model(engine, "m")
+    counts, compute = [], adapter_trainer.adapted_log_probs
+
+    def recorded(states, weight, places, targets, *rest):
+        counts.append(len(targets))
+        return compute(states, weight, places, targets, *rest)
+
+    targets, weights = np.zeros((6, 250), np.int64), np.zeros((6, 250), np.float32)
+    targets[2, 100], weights[2, 100], weights[4, 7], targets[5, 249] = 9, 0.5, 2.0, 11
+    prompt = chunks(engine, "abcdef")
+    dense = run_pass(engine, "m", [Datum(prompt, {"target_tokens": targets, "weights": weights})])
+    expected = gradients(engine, "m")
+    engine.optim_step("m", replace(ADAM, learning_rate=0.0))
+    monkeypatch.setattr(adapter_trainer, "adapted_log_probs", recorded)
+    sparse = run_pass(engine, "m", [Datum(prompt, {"target_tokens": csr(targets), "weights": csr(weights)})])
+    assert counts == [3 + 6]
+    np.testing.assert_allclose(sparse.outputs[0]["logprobs"], dense.outputs[0]["logprobs"], atol=1e-6, rtol=0)
+    assert sparse.metrics["loss:sum"] == pytest.approx(dense.metrics["loss:sum"], rel=1e-6)
+    for name, gradient in gradients(engine, "m").items():
+        torch.testing.assert_close(gradient, expected[name])
+    mixed = run_pass(engine, "m", [Datum(prompt, {"target_tokens": targets, "weights": csr(weights)})])
+    assert mixed.metrics["loss:sum"] == pytest.approx(dense.metrics["loss:sum"], rel=1e-6)
+    assert counts[1:] == [6 * 250]
 
 
 def csr(array):
@@ -351,7 +381,9 @@ def test_a_pass_that_cannot_be_computed_is_the_servers_fault(engine, monkeypatch
 
     monkeypatch.setattr(trainer, "log_probs", fail)
     failed, fine = engine.passes([Pass("m", data, "cross_entropy"), Pass("other", data, "cross_entropy")])
-    assert failed == Failure("the pass could not be computed: RuntimeError: out of memory", "server")
+    assert failed.category == "server"
+    assert "RuntimeError in the server, incident" in failed.message
+    assert "out of memory" not in failed.message
     assert math.isfinite(fine.metrics["loss:sum"])
     assert any(gradient is not None for gradient in gradients(engine, "other").values())
 
@@ -457,15 +489,54 @@ def test_limits_and_names(path, tmp_path):
         EngineOptions(max_models=0)
 
 
-def test_no_limit_counts_a_stand_in(path):
-    """Of a replayed pass: it is made at full slots, of any rank, and leaves the slots as they are."""
-    engine = engine_of(path, max_models=1, max_lora_rank=4)
-    engine.create("early", "tiny", LoraSpec(8), stand_in=True)
-    new_model(engine, "m", 4)
-    engine.create("late", "tiny", LoraSpec(8), stand_in=True)
-    run_pass(engine, "late", rows(engine, "cross_entropy", seed=1))
-    with pytest.raises(InvalidConfig, match=r"1 models are trained already.*--max-models"):
+def test_no_limit_applies_to_what_is_replayed(path):
+    """A model is made at full slots, of any rank, and a pass is computed whatever its length and number of targets."""
+    engine = engine_of(path, max_models=1, max_lora_rank=4, max_context_length=3, max_targets=5)
+    engine.create("early", "tiny", LoraSpec(8), replayed=True)
+    engine.create("late", "tiny", LoraSpec(8), replayed=True)
+    passes = [Pass("late", rows(engine, "cross_entropy", seed=1), "cross_entropy")]
+    (failed,), (fine,) = engine.passes(passes), engine.passes(passes, replayed=True)
+    assert "exceed the model's context of 3 tokens" in failed.message
+    assert math.isfinite(fine.metrics["loss:sum"])
+    with pytest.raises(InvalidConfig, match=r"2 models are trained already.*--max-models"):
         new_model(engine, "n")
+
+
+def test_a_pass_that_cannot_be_read_fails_alone(engine):
+    """Of whatever kind the error is."""
+    for name in ("m", "other"):
+        new_model(engine, name)
+    data = rows(engine, "cross_entropy", seed=1)
+    poisonous = [Datum([object()], data[0].inputs)]
+    failed, fine = engine.passes([Pass("m", poisonous, "cross_entropy"), Pass("other", data, "cross_entropy")])
+    assert failed.category in ("user", "server")
+    assert math.isfinite(fine.metrics["loss:sum"])
+    assert any(gradient is not None for gradient in gradients(engine, "other").values())
+    assert all(gradient is None for gradient in gradients(engine, "m").values())
+
+
+def test_samples_are_drawn_between_the_parts_of_a_pass(path):
+    """The result of the pass is the same bit for bit."""
+    engine, undisturbed = engine_of(path, token_budget=10), engine_of(path, token_budget=10)
+    for each in (engine, undisturbed):
+        new_model(each, "m")
+    data = [each for seed in range(3) for each in rows(engine, "cross_entropy", seed=seed)]
+    engine.open_sampler("base", "tiny", None)
+    engine.submit(SampleRequest("r", "base", data[1].chunks, 2, Sampling(max_tokens=3, stop=[])))
+    calls, finished = [], []
+
+    def between():
+        calls.append(1)
+        finished.extend(engine.poll())
+
+    (found,) = engine.passes([Pass("m", data, "cross_entropy")], between=between)
+    (expected,) = undisturbed.passes([Pass("m", data, "cross_entropy")])
+    assert len(calls) == len(data) - 1  # each row is longer than the budget, and a part of its own
+    assert [len(each.tokens) for each in finished[0].samples] == [3, 3]
+    assert found.metrics == expected.metrics
+    for name, gradient in gradients(engine, "m").items():
+        other = gradients(undisturbed, "m")[name]
+        assert (gradient is None and other is None) or torch.equal(gradient, other)
 
 
 def test_a_process_gets_its_engine_from_json(path):

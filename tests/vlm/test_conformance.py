@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from dataproto.errors import MediaMismatch
 from dataproto.packing import pack_rows
 from dataproto.vlm import family_of, media_grids, media_spans
 from helpers.tiny_models import (
     END,
+    FURTHER_TYPES,
     IMAGE,
     MODEL_TYPES,
+    MOE_TYPES,
     START,
     TEXT_TYPES,
     TILED,
@@ -37,12 +39,14 @@ from helpers.tiny_models import (
 )
 from rollout.sampling import project
 from workers.model.attention import use_packed_attention
-from workers.model.image_blocks import image_blocks
 from workers.model.recurrent import recurrent_mixers, use_packed_recurrence
+from workers.model.segments.image_blocks import image_blocks
 
 model_of = cache(tiny_model)
-every_type = pytest.mark.parametrize("model_type", dict.fromkeys((*MODEL_TYPES, "idefics3", *TEXT_TYPES)))
-with_a_tower = pytest.mark.parametrize("model_type", [*VLM_TYPES, "idefics3"])
+every_type = pytest.mark.parametrize(
+    "model_type", dict.fromkeys((*MODEL_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES))
+)
+with_a_tower = pytest.mark.parametrize("model_type", [*VLM_TYPES, *FURTHER_TYPES, "idefics3"])
 
 GRIDS = ([(4, 6), (8, 4)], [(2, 2)], [(6, 2)])
 """Images of three sources of media; the last has a video too where the family has any."""
@@ -176,8 +180,9 @@ def test_shared_media_equal_separate_media(model_type):
         tower = model.get_submodule(family.vision_tower)
         names = ["", *(name for name, _ in tower.named_parameters())]
         grads.append((logits, *torch.autograd.grad(logits[:, 3].sum(), list(tower.parameters()))))
+    tolerance = 1e-4 if model_type == "gemma4" else 1e-5  # whose tower sums over padding
     for name, shared, separate in zip(names, *grads):
-        assert (shared - separate).norm() <= 1e-5 * separate.norm() + 1e-7 + rounding(name)
+        assert (shared - separate).norm() <= tolerance * separate.norm() + 1e-7 + rounding(name), name
 
 
 @every_type
@@ -301,10 +306,10 @@ def test_module_paths_and_the_tensor_parallel_plan_exist(model_type):
     ours = {path.removeprefix(f"{family.language_model}."): style for path, style in plan.items()}
     assert theirs.items() <= ours.items()
     # Older releases split experts over ranks whole, by another plan.
-    assert not theirs or all(".experts." in path or ".linear_attn" in path for path in ours.keys() - theirs.keys())
+    assert not theirs or all("experts." in path or ".linear_attn" in path for path in ours.keys() - theirs.keys())
     names = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
     unused = [path for path, _ in family.tensor_plan if not any(fnmatchcase(name, path) for name in names)]
-    dense = model_type != "qwen3_vl_moe"
+    dense = model_type not in ("qwen3_vl_moe", "internvl+qwen3_moe")
     assert unused == (
         [] if dense else [f"{family.decoder_layers}.*.mlp.{name}_proj" for name in ("gate", "up", "down")]
     )
@@ -328,7 +333,7 @@ def test_nothing_of_a_saved_checkpoint_is_left_at_random(model_type, tmp_path):
     model = model_of(model_type)
     model.save_pretrained(tmp_path)
     assert_equal_parameters(load(tmp_path), model)
-    assert family_of(json.loads((tmp_path / "config.json").read_text())["model_type"]) is family_of(model)
+    assert family_of(AutoConfig.from_pretrained(tmp_path)) is family_of(model)
 
 
 @every_type
@@ -337,7 +342,9 @@ def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
     model.save_pretrained(tmp_path)
     converted = dict(family.rollout_weight(name, weight) for name, weight in model.state_dict().items())
     written = load_file(tmp_path / "model.safetensors").keys()
-    if model_type == "qwen3_5_moe":  # Hugging Face writes each expert apart, published checkpoints hold them together
+    if (
+        model_type in MOE_TYPES and model_type != "qwen3_vl_moe"
+    ):  # Hugging Face writes each expert apart, published checkpoints hold them together
         written = {name for name in written if ".experts." not in name} | {
             name for name in converted if ".experts." in name
         }
@@ -352,9 +359,11 @@ def test_rollout_weights_are_a_checkpoint(model_type, tmp_path):
 def test_expert_weights_have_the_layout_of_published_checkpoints(model_type):
     model, family = model_of(model_type), family_of(model_type)
     shapes = {
-        family.rollout_weight(name, weight)[1].shape for name, weight in model.named_parameters() if "experts" in name
+        family.rollout_weight(name, weight)[1].shape for name, weight in model.named_parameters() if ".experts." in name
     }
     # (experts, hidden, 2 x intermediate) and (experts, intermediate, hidden)
     # which vLLM turns round on loading; those of Qwen3.5 lie as in the model
     published = {"qwen3_vl_moe": {(4, 64, 256), (4, 128, 64)}, "qwen3_5_moe": {(4, 64, 64), (4, 64, 32)}}
+    published["glm4v_moe"] = published["glm46v+glm4v_moe_text"] = {(8, 256, 64), (8, 64, 128)}
+    published["internvl+qwen3_moe"] = {(4, 256, 64), (4, 64, 128)}
     assert shapes == published.get(model_type, set())

@@ -6,11 +6,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from transformers import GptOssConfig
 
 import dataproto.vlm
 from dataproto.errors import UnknownModel
 from dataproto.vlm import family_of, known_families
-from helpers.tiny_models import TEXT_TYPES, VLM_TYPES, tiny_config
+from helpers.tiny_models import FURTHER_TYPES, TEXT_TYPES, VLM_TYPES, tiny_config
 
 
 def test_the_package_exports_exactly_this():
@@ -23,7 +24,7 @@ def test_the_package_exports_exactly_this():
 
 
 def test_families_are_found_by_type_config_and_model():
-    assert set(known_families()) == {*VLM_TYPES, "idefics3", *TEXT_TYPES}
+    assert set(known_families()) == {*VLM_TYPES, *FURTHER_TYPES, "idefics3", *TEXT_TYPES}
     for model_type in known_families():
         config = tiny_config(model_type)
         family = family_of(model_type)
@@ -36,9 +37,16 @@ def test_families_are_found_by_type_config_and_model():
 def test_the_error_for_an_unknown_model_lists_the_known_types(unknown):
     with pytest.raises(
         UnknownModel,
-        match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, internvl, glm4v, smolvlm",
+        match="known: qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, internvl,",
     ):
         family_of(unknown)
+
+
+def test_a_kind_of_language_model_without_a_family_is_refused_with_the_reason():
+    config = tiny_config("internvl")
+    config.text_config = GptOssConfig()
+    with pytest.raises(UnknownModel, match=r"internvl\+gpt_oss are not supported: .* learned sink in every head"):
+        family_of(config)
 
 
 def test_a_family_is_a_value():

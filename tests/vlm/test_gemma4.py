@@ -112,11 +112,12 @@ def test_what_is_not_computed_is_refused_by_name(option, says, tmp_path):
 def test_constants_of_layers_survive_an_export(tmp_path):
     """They are buffers of the checkpoint, which no optimizer changes."""
     model = tiny_model("gemma4")
-    model.model.language_model.layers[0].layer_scalar.fill_(0.5)
+    for layer, scale in zip(model.model.language_model.layers, (0.5, 0.75), strict=True):
+        layer.layer_scalar.fill_(scale)
     model.save_pretrained(tmp_path / "before")
     ActorWorker(ActorConfig(str(tmp_path / "before")), CPU).save(tmp_path / "after")
     again = FAMILY.model_class().from_pretrained(tmp_path / "after" / "huggingface")
-    assert [layer.layer_scalar.item() for layer in again.model.language_model.layers] == [0.5, 1.0]
+    assert [layer.layer_scalar.item() for layer in again.model.language_model.layers] == [0.5, 0.75]
 
 
 @pytest.mark.parametrize(

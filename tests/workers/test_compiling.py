@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
+from helpers.routes import with_routes
 from helpers.tiny_models import rounding, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -33,9 +34,10 @@ def run(module, data):
     return log_probs.detach(), gradients
 
 
-def check_compiled(model_type, mode):
+def check_compiled(model_type, mode, recorded=False):
     model = tiny_model(model_type)
     plain, compiled = (PackedVLM(copy.deepcopy(model), family_of(model.config), temperature=0.8) for _ in range(2))
+    plain.replays_routing = compiled.replays_routing = recorded
     options = ModelConfig(activation_checkpointing=mode, compile=True)
     parallelize(compiled, Ranks(), options)
     torch._dynamo.reset()
@@ -48,6 +50,7 @@ def check_compiled(model_type, mode):
     )
     for grids, lengths in batches:
         data = batch(model, grids, lengths)
+        data = with_routes(model.config, data) if recorded else data
         (ours, gradients), (expected, theirs) = run(compiled, data), run(plain, data)
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
         assert gradients.keys() == theirs.keys()
@@ -70,6 +73,11 @@ def test_compiled_and_checkpointed_layers_give_the_same_numbers():
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_every_mode_can_be_compiled(model_type, mode):
     check_compiled(model_type, mode)
+
+
+@pytest.mark.long
+def test_layers_with_recorded_experts_are_compiled_once():
+    check_compiled("qwen3_vl_moe", "none", recorded=True)
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):

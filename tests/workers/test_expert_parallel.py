@@ -13,11 +13,11 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.layouts import CPU, config_with_heads, differences, joined, mixed_rows, run_pass, text_rows
 from helpers.processes import run_ranks
+from helpers.routes import with_routes
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
-from workers.ranks.autograd_collectives import Peers, exchange_tokens
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -48,15 +48,12 @@ def choose(favourites, gate, args, output):
     return logits, weights, torch.tensor(favourites).expand_as(index)
 
 
-def tokens_go_and_come_back():
-    """Rank r sends r + 1 rows to rank 0 and none to rank 1; gradients take the same way back."""
-    peers = Peers.of(joined(Layout(dp=2, ep=2)).expert_mesh["ep"].get_group())
-    rank = peers.rank
-    x = torch.full((rank + 1, 2), float(rank + 1), requires_grad=True)
-    found = exchange_tokens(x, [rank + 1, 0], [1, 2] if rank == 0 else [0, 0], peers)
-    assert found.tolist() == ([[1, 1], [2, 2], [2, 2]] if rank == 0 else [])
-    (found * torch.arange(1.0, 1 + len(found))[:, None]).sum().backward()
-    assert x.grad.tolist() == ([[1, 1]] if rank == 0 else [[2, 2], [3, 3]])
+def recorded_rows(config):
+    return with_routes(config, mixed_rows(config))
+
+
+def replay(module):
+    module.replays_routing = True
 
 
 def a_rank_holds_its_experts():
@@ -119,6 +116,12 @@ TWO = {
         equals_one_process, Layout(sp=2, ep=2), activation_checkpointing="selective"
     ),
     "text": partial(equals_one_process, Layout(dp=2, ep=2), text_rows),
+    "tp 2": partial(equals_one_process, Layout(tp=2)),
+    "recorded, dp 2": partial(equals_one_process, Layout(dp=2, ep=2), recorded_rows, replay),
+    "recorded, tp 2": partial(equals_one_process, Layout(tp=2), recorded_rows, replay),
+    "recorded, sp 2, computed again": partial(
+        equals_one_process, Layout(sp=2, ep=2), recorded_rows, replay, activation_checkpointing="full"
+    ),
     "a rank without tokens": partial(equals_one_process, Layout(dp=2, ep=2), prepare=partial(send_all_to, [3, 2])),
 }
 FOUR = {
@@ -129,7 +132,7 @@ FOUR = {
     "ranks without tokens": partial(equals_one_process, Layout(dp=4, ep=2), prepare=partial(send_all_to, [0, 1])),
 }
 UNEVEN = Layout(dp=2, sp=2, ep=2)  # three experts on a rank, which two ranks share
-CHECKS = {"exchange": tokens_go_and_come_back, "shares": a_rank_holds_its_experts}
+CHECKS = {"shares": a_rank_holds_its_experts}
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +214,9 @@ def test_one_process_goes_on_from_four(outcomes_of_four, checkpoint, saved):
     assert curve[0][0] < before[-1][0]  # it goes down where it stood
     whole = dict(ActorWorker(ActorConfig(str(saved / "huggingface")), CPU).named_weights())
     assert all(torch.equal(weight, whole[name]) for name, weight in outcomes_of_four["learning"][0][2].items())
+
+
+@pytest.mark.long
+def test_compiled_layers_with_split_experts_equal_one_process(tmp_path):
+    compiled = partial(equals_one_process, Layout(dp=2, ep=2), recorded_rows, replay, compile=True)
+    assert run_ranks(2, {"compiled": compiled}, tmp_path) == {"compiled": [[]] * 2}

@@ -283,7 +283,9 @@ SCENARIOS = {
     },
     "even": partial(equals_one_process, "qwen2_5_vl", "even", 30),
     "rows on one rank": partial(equals_one_process, "qwen3_vl_moe", "rows on one rank", 30),
-    "kept gathered": partial(equals_one_process, "qwen2_5_vl", "even", 30, reshard_after_forward=False),
+    "kept gathered": partial(equals_one_process, "qwen2_5_vl", "even", 30, unsharded="weights"),
+    "reduced once": partial(equals_one_process, "qwen3_vl", "images on one rank", 30, unsharded="gradients"),
+    "reduced once, sp": partial(equals_one_process, "qwen2_5_vl", "even", 20, Layout(sp=2), unsharded="gradients"),
     "offload": partial(equals_one_process, "qwen2_5_vl", "even", 30, offload=True),
     "adapters": partial(equals_one_process, "qwen3_vl", "images on one rank", 30, **VISION_LORA),
     "tied": partial(equals_one_process, "tied", "even", 30),
@@ -296,7 +298,7 @@ SCENARIOS = {
         for model_type in ("qwen2_5_vl", "qwen3_vl_moe")
     },
     "three steps": partial(updates_equal_one_process, "qwen2_5_vl"),
-    "three steps, kept gathered": partial(updates_equal_one_process, "qwen3_vl", reshard_after_forward=False),
+    "three steps, kept gathered": partial(updates_equal_one_process, "qwen3_vl", unsharded="weights"),
     "three steps, offload": partial(updates_equal_one_process, "qwen3_vl", offload=True),
     **{
         f"inert, {layout}, {model_type}": partial(an_inert_micro_batch_reaches_every_weight, model_type, layout)
@@ -315,6 +317,15 @@ SCENARIOS = {
 }
 
 MORE_SCENARIOS = {
+    **{
+        f"reduced once, {model_type}": partial(equals_one_process, model_type, "uneven", 30, unsharded="gradients")
+        for model_type in MODEL_TYPES
+    },
+    "reduced once, rows on one rank": partial(
+        equals_one_process, "qwen3_vl_moe", "rows on one rank", 30, unsharded="gradients"
+    ),
+    "reduced once, offload": partial(equals_one_process, "qwen2_5_vl", "even", 30, offload=True, unsharded="gradients"),
+    "three steps, reduced once": partial(updates_equal_one_process, "qwen3_vl", unsharded="gradients"),
     **{f"{each}, row by row": partial(equals_row_by_row, each) for each in MODEL_TYPES if each not in BY_ROW},
     **{
         f"{model_type}, {split}, {budget} tokens": partial(equals_one_process, model_type, split, budget)

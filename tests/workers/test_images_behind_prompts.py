@@ -10,8 +10,9 @@ import torch
 from dataproto import DataProto
 from dataproto.columns import media_parts
 from dataproto.vlm import family_of
+from helpers.batches import padded_log_probs
 from helpers.episodes import DrawnEnvironment, RandomEngine, prompts_of, renderer_of
-from helpers.tiny_models import forward_inputs, gradient_tolerance, rounding, tiny_model, token_by_token
+from helpers.tiny_models import gradient_tolerance, rounding, tiny_model
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -48,42 +49,13 @@ def packed(model):
     return PackedVLM(copy.deepcopy(model), family_of(model.config), 1.0)
 
 
-def joined(media):
-    """The inputs of a row as one mapping, as Hugging Face takes them."""
-    parts = [part for part in media_parts(media) if part]
-    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-
-
-def log_probs_alone(model, data):
-    """From Hugging Face's forward pass and positions, one row at a time, without padding."""
-    banned = torch.tensor(family_of(model.config).banned_ids(model.config), dtype=torch.int64)
-    found = torch.zeros(data["response_mask"].shape)
-    for row in range(len(data)):
-        kept = data["attention_mask"][row].bool()
-        ids = data["input_ids"][row, kept][None]
-        types = data["mm_token_type_ids"][row, kept][None].int()
-        media = joined(data["multi_modal_inputs"][row])
-        with token_by_token():
-            logits = model(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                use_cache=False,
-                **forward_inputs(model, types, media),
-            ).logits[0]
-        logits = logits.float().index_fill(-1, banned, -1e30)
-        chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-        response = int(kept[-found.shape[1] :].sum())
-        found[row, :response] = chosen[len(chosen) - response :]
-    return found * data["response_mask"]
-
-
 def test_packed_rows_are_those_alone(played):
     model, data = played
     module = packed(model)
     check_rows(data, module)
     assert any(len(media_parts(media)) > 1 for media in data["multi_modal_inputs"])
     with torch.no_grad():
-        expected = log_probs_alone(model, data)
+        expected = padded_log_probs(model, data)
         outputs = forward_rows(module, data, CPU).log_probs
         each = torch.cat([forward_rows(module, data[row : row + 1], CPU).log_probs for row in range(len(data))])
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=0)
@@ -118,7 +90,7 @@ def test_gradients_are_those_of_rows_alone(played):
     model, data = played
     reference, module = copy.deepcopy(model), packed(model)
     weights = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(0))
-    (log_probs_alone(reference, data) * weights).sum().backward()
+    (padded_log_probs(reference, data) * weights).sum().backward()
     (forward_rows(module, data, CPU).log_probs * weights).sum().backward()
     ours = dict(module.model.named_parameters())
     for name, parameter in reference.named_parameters():

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.metrics import learned
-from helpers.tiny_models import MODEL_TYPES, TILED, gradient_tolerance, rounding, tiny_model
+from helpers.tiny_models import TILED, WITH_FURTHER_TYPES, gradient_tolerance, rounding, tiny_model
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
@@ -19,7 +19,7 @@ from workers.training.forward_pass import forward_rows, infer_token_types, prepa
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
 def model(request):
     return tiny_model(request.param)
 
@@ -65,7 +65,8 @@ def test_a_prompt_with_several_samples_is_computed_once(model):
     assert packed.input_ids.shape[1] == int(prompts.sum() + responses.sum() - prompts[shared].sum())
     grids = family_of(model.config).grids(media, model.config)
     model_type = model.config.model_type
-    assert len(grids) == (7 if model_type in TILED else 0 if model_type == "qwen3" else 3)  # tiles, or images
+    other = {"qwen3": 0, "minicpmv4_6": 5}.get(model_type, 3)  # images, one of which has two slices
+    assert len(grids) == (7 if model_type in TILED else other)
 
 
 def test_entropy_is_that_of_the_policy(model):

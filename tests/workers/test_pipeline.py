@@ -16,6 +16,8 @@ from dataproto.vlm import MediaSpans, family_of
 from helpers.batches import padded_log_probs
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows, turn_rows
 from helpers.processes import run_ranks
+from helpers.routes import with_routes
+from helpers.shown_models import PIPELINE_TYPES
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -31,7 +33,7 @@ from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
 FEW = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
-MODELS = (*FEW, "qwen3_vl", "smolvlm", "gemma3", "gemma4", "qwen3")
+MODELS = PIPELINE_TYPES
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 
@@ -104,7 +106,7 @@ def token_loss(outputs, rows):
 
 def gathers_of_an_update(path, data, schedule):
     """In one update on each rank: gathers of groups of weights, such groups, micro-batches, and groups that stay gathered."""
-    config = ActorConfig(path, token_budget=60, reshard_after_forward=False, pipeline_schedule=schedule)
+    config = ActorConfig(path, token_budget=60, unsharded="weights", pipeline_schedule=schedule)
     ranks = joined(Layout(dp=2, pp=2))
     actor, gathers = ActorWorker(config, CPU, ranks), []
     share, plain = share_out(data, 2)[ranks.rank("dp")], _fsdp_param_group.foreach_all_gather
@@ -151,11 +153,13 @@ def checkpoints(tmp_path_factory):
         "text": config_with_layers("qwen2_5_vl"),
         "odd": config_with_layers("qwen3_vl"),
         "turns": config_with_layers("qwen3_vl"),
+        "recorded": config_with_layers("qwen3_vl_moe"),
     }.items():
         path = tmp_path_factory.mktemp(name)
         tiny_model(config.model_type, config=config).save_pretrained(path)
         data = {"text": text_rows, "turns": turn_rows}.get(name, mixed_rows)(config)
         data = data[[0, 1, 3, 4]] if name == "odd" else data  # micro-batches of 31 and 13 tokens
+        data = with_routes(config, data) if name == "recorded" else data
         data["advantages"] = torch.randn(data["response_mask"].shape, generator=torch.Generator().manual_seed(3))
         found[name] = str(path), data
     return found
@@ -175,6 +179,7 @@ TWO = {
     "adapters": ("qwen3_vl", PP2, {"lora_rank": 4}),
 }
 MORE_OF_TWO = {
+    "recorded experts": ("recorded", PP2, {"activation_checkpointing": "full"}),
     **{f"{model}, tp 2": (model, Layout(tp=2), {}) for model in MODELS if model not in FEW},
     **{f"{model}, pp 2": (model, PP2, {}) for model in MODELS if model not in FEW},
 }
@@ -191,6 +196,7 @@ MORE_OF_FOUR = {
     "an odd number of tokens, sp 2 x pp 2": ("odd", Layout(sp=2, pp=2), {}),
     "images in later turns, sp 2 x pp 2": ("turns", Layout(sp=2, pp=2), {}),
     "dp 2 x pp 2": ("qwen3_vl", Layout(dp=2, pp=2), {}),
+    "recorded experts, dp 2 x pp 2, ep 2": ("recorded", Layout(dp=2, pp=2, ep=2), {}),
     "dp 2 x pp 2, ep 2": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {}),
     "pp 4, tied": ("deep", Layout(pp=4), {}),
 }

@@ -7,8 +7,17 @@ from hypothesis import strategies as st
 
 from dataproto import DataProto
 from dataproto.planning import places_in_groups
-from workers.ranks.dispatch_modes import Arguments
-from workers.training.mini_batches import MINIBATCH, ROW, row_work, share_out, split_update, spread
+from workers.ranks.dispatch_modes import Arguments, split_rows
+from workers.training.mini_batches import (
+    MINIBATCH,
+    ROW,
+    row_work,
+    scoring_bounds,
+    share_out,
+    split_scoring,
+    split_update,
+    spread,
+)
 
 
 def rows(prompts, responses, uids, images=None):
@@ -97,3 +106,30 @@ def test_every_row_goes_somewhere_and_nobody_does_much_more_than_its_share(drawn
 
 def test_places_within_groups():
     assert places_in_groups([3, 3, "x", 3]).tolist() == [0, 1, 0, 2]
+
+
+def test_scoring_is_split_by_work_between_prompts():
+    """A long prompt counts once for its four samples, which stay on one rank: 880 units of work there, and 1,030 here."""
+    data = rows([40] * 8 + [600] * 4, [100] * 12, list("aaaabbbbcccc"))
+    assert scoring_bounds(data, 2) == [0, 8, 12]
+    assert [len(part.args[0]) for part in split_rows(Arguments((data,), {}), 2)] == [9, 3]  # as if each had a prompt
+    shares = split_scoring(Arguments((data, "old_log_probs"), {"entropy": True}), 2)
+    assert [share.args[0]["row"].tolist() for share in shares] == [list(range(8)), list(range(8, 12))]
+    assert {share.args[1:] for share in shares} == {("old_log_probs",)}
+    by_name = split_scoring(Arguments((), {"data": data, "into": "ref_log_prob"}), 2)
+    assert [len(share.kwargs["data"]) for share in by_name] == [8, 4]
+    assert [share.kwargs["into"] for share in by_name] == ["ref_log_prob"] * 2
+    assert scoring_bounds(data[:1], 3) == [0, 1, 1, 1]
+    assert scoring_bounds(data[:0], 2) == [0, 0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 4)), max_size=12), st.integers(1, 5))
+def test_scoring_parts_cover_all_rows_in_order(groups, parts):
+    prompts = [prompt for prompt, _, count in groups for _ in range(count)] or [1]
+    responses = [response for _, response, count in groups for _ in range(count)] or [1]
+    uids = [str(number) for number, (_, _, count) in enumerate(groups) for _ in range(count)] or ["0"]
+    bounds = scoring_bounds(rows(prompts, responses, uids), parts)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(uids)
+    assert len(bounds) == parts + 1
+    assert bounds == sorted(bounds)

@@ -111,6 +111,18 @@ def test_gradients_of_long_rows_reach_a_shared_prompt():
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 
 
+def test_gradients_of_strong_decays_keep_their_digits():
+    """Where nearly nothing is left of a state, decays have small gradients among large ones that cancel."""
+    rows, paths = packed([(100, [60])])
+    query, key, value, decay, rate = inputs_of(rows)
+    inputs = [query, key, value, (decay * 40).detach().requires_grad_(), rate]
+    weight = torch.randn(value.shape, generator=torch.Generator().manual_seed(3))
+    (found,) = torch.autograd.grad((packed_delta_rule(*inputs, pieces_of(rows)) * weight).sum(), inputs[3:4])
+    (expected,) = torch.autograd.grad((rows_alone(inputs, paths) * weight).sum(), inputs[3:4])
+    strong = inputs[3] < -5
+    assert (found - expected)[strong].norm() <= 1e-5 * expected[strong].norm()
+
+
 def test_a_state_handed_on_is_the_state_of_the_whole():
     q, k, v, g, b = (x[None, :, :] for x in (y.detach() for y in inputs_of(packed([(90, [1])])[0])))
     zero = torch.zeros(1, HEADS, KEYS, VALUES)

@@ -24,6 +24,7 @@ from helpers.layouts import (
     one_image,
     run_pass,
     text_rows,
+    turn_rows,
 )
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, tiny_model
@@ -107,6 +108,7 @@ def weights_are_split_and_come_back_whole():
     layers = [f"model.language_model.layers.{layer}" for layer in range(2)]
     assert split == {
         *(f"{layer}.self_attn.{name}_proj.weight" for layer in layers for name in "qkvo"),
+        *(f"{layer}.mlp.experts.{name}_proj" for layer in layers for name in ("gate_up", "down")),
         "model.language_model.embed_tokens.weight",
     }
     assert module.family.lm_head(module.model).weight is module.model.get_input_embeddings().weight
@@ -205,6 +207,7 @@ CASES = {
     "tied weights": partial(equals_one_process, "qwen2_vl", mixed_rows, tied=True),
     "no image": partial(equals_one_process, "qwen3_vl", text_rows),
     "one image": partial(equals_one_process, "qwen2_5_vl", one_image),
+    "images in later turns": partial(equals_one_process, "qwen3_vl", turn_rows),
     **{
         f"an odd number of tokens, {kind}": partial(equals_one_process, kind, odd_rows)
         for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "internvl")

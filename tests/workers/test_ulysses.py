@@ -15,7 +15,16 @@ from transformers import AttentionInterface
 from dataproto.errors import InvalidConfig
 from dataproto.packing import pack_rows
 from dataproto.vlm import MediaSpans, family_of
-from helpers.layouts import config_with_heads, differences, joined, mixed_rows, one_image, run_pass, text_rows
+from helpers.layouts import (
+    config_with_heads,
+    differences,
+    joined,
+    mixed_rows,
+    one_image,
+    run_pass,
+    text_rows,
+    turn_rows,
+)
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, image_inputs, rounding, tiny_config, tiny_model
 from workers.model.attention import FLASH_KERNELS, packed_attention, use_packed_attention
@@ -143,6 +152,7 @@ CASES = {
     "uneven key-value heads": partial(equals_one_process, "qwen3_vl", mixed_rows, heads=6, key_value_heads=3),
     "no image": partial(equals_one_process, "qwen3_vl", text_rows),
     "one image": partial(equals_one_process, "qwen3_vl", one_image),
+    "images in later turns": partial(equals_one_process, "qwen2_5_vl", turn_rows),
 }
 CHECKS = {
     "attention": attention_of_the_whole_sequence,

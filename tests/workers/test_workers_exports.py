@@ -84,8 +84,8 @@ def test_every_change_of_another_librarys_modules_has_its_reason() -> None:
 OWN = {"self", "cls", "ctx", "error"}
 """Names whose attributes belong to this package: instances, contexts of autograd functions, errors that it raises."""
 
-SLOTS = {"tokens", "features", "score", "running"}
-"""Attributes of this package's own modules that transforms and stages set by design."""
+SLOTS = {"tokens", "features", "score", "running", "replays_routing", "kept"}
+"""Attributes of this package's own modules that transforms, stages and roles set by design."""
 
 DATA = {"grad", "batch", "meta_info", "dispatch", "generation_config", "storage_meta", "load_id", "environ"}
 """Attributes that hold data, not code, of whatever object."""

@@ -7,7 +7,7 @@ import workers.model
 import workers.ranks
 
 PUBLIC_NAMES = {
-    workers.cluster: ["LaunchPlan", "LocalGroup", "RayConfig", "Roles", "launch"],
+    workers.cluster: ["LaunchPlan", "LocalGroup", "RayConfig", "Roles", "launch", "launch_worker"],
     workers.model: ["ModelConfig", "Outputs", "PackedVLM", "compute_dtype"],
     workers.ranks: ["AXES", "Arguments", "Dispatch", "Layout", "Ranks", "dispatch", "init_ranks"],
 }

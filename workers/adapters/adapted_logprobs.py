@@ -1,6 +1,6 @@
 """Log-probs of several targets a token under a head that may have an adapter, in chunks, so that full logits are never in memory.
 
-Letters: N tokens, K targets of each, H hidden size, V vocabulary, r rank.
+Letters: N tokens, M targets, H hidden size, V vocabulary, r rank.
 """
 
 from typing import Any
@@ -17,31 +17,36 @@ from workers.model.logprobs import chunk_size
 def adapted_log_probs(
     states: Tensor,
     weight: Tensor,
+    places: Tensor,
     targets: Tensor,
     pair: tuple[Tensor, Tensor] | None = None,
     scaling: float = 1.0,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """``log softmax(states (W + scaling B A)^T)`` at the targets: no temperature, and no id masked.
+    """``log softmax(states (W + scaling B A)^T)`` at targets of the states: no temperature, and no id masked.
 
     The backward pass computes the logits again, unless they are one chunk on the CPU.
 
     Args:
         states: ``(N, H)``.
         weight: W ``(V, H)``.
-        targets: ``(N, K)`` int64.
+        places: ``(M,)`` int64 on the CPU: the state that predicts each target, not decreasing.
+        targets: ``(M,)`` int64.
         pair: A ``(r, H)`` and B ``(V, r)``; ``None`` for the head alone.
         chunk_elements: logits in memory at a time, see `workers.model.logprobs.chunk_size`.
 
     Returns:
-        ``(N, K)`` float32 (float64 for float64 states).
+        ``(M,)`` float32 (float64 for float64 states).
 
-    >>> adapted_log_probs(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([[0, 3]])).exp()
-    tensor([[0.2500, 0.2500]])
+    >>> adapted_log_probs(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([0, 0]), torch.tensor([0, 3])).exp()
+    tensor([0.2500, 0.2500])
     """
     size = chunk_size(len(weight), states.device, chunk_elements)
+    starts = torch.arange(0, len(states), size)
+    bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
+    places, targets = places.to(states.device), targets.to(states.device)
     down, up = pair or (None, None)
-    found: Tensor = _AdaptedLogProbs.apply(states, weight, targets, down, up, scaling, size)
+    found: Tensor = _AdaptedLogProbs.apply(states, weight, places, targets, down, up, scaling, size, bounds)
     return found
 
 
@@ -51,38 +56,44 @@ class _AdaptedLogProbs(torch.autograd.Function):
         ctx: Any,
         states: Tensor,
         weight: Tensor,
+        places: Tensor,
         targets: Tensor,
         down: Tensor | None,
         up: Tensor | None,
         scaling: float,
         size: int,
+        bounds: list[int],
     ) -> Tensor:
         keep = len(states) <= size and not states.is_cuda
         parts, sums, kept = [], [], None
-        for part, chosen in zip(states.split(size), targets.split(size), strict=True):
+        for number, part in enumerate(states.split(size)):
             logits, _ = _logits(part, weight, down, up, scaling)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            parts.append(logits.gather(1, chosen) - log_sum)
+            log_sum = logits.logsumexp(1)
+            own = slice(*bounds[number : number + 2])
+            rows = places[own] - number * size
+            parts.append(logits[rows, targets[own]] - log_sum[rows])
             sums.append(log_sum)
             kept = logits if keep else None
-        ctx.save_for_backward(states, weight, targets, down, up, torch.cat(sums), kept)
-        ctx.settings = scaling, size
+        ctx.save_for_backward(states, weight, places, targets, down, up, torch.cat(sums), kept)
+        ctx.settings = scaling, size, bounds
         return torch.cat(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, targets, down, up, sums, kept = ctx.saved_tensors
-        scaling, size = ctx.settings
+        states, weight, places, targets, down, up, sums, kept = ctx.saved_tensors
+        scaling, size, bounds = ctx.settings
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grads = () if down is None or up is None else (torch.zeros_like(down), torch.zeros_like(up))
-        for start in range(0, len(states), size):
-            rows = slice(start, start + size)
+        for number, start in enumerate(range(0, len(states), size)):
+            rows, own = slice(start, start + size), slice(*bounds[number : number + 2])
+            where = places[own] - start
             logits, inner = (kept, None) if kept is not None else _logits(states[rows], weight, down, up, scaling)
             # d log p_t / d z_j = [j = t] - p_j
-            slope = (logits - sums[rows]).exp_().mul_(-grad[rows].sum(1, keepdim=True))
-            slope.scatter_add_(1, targets[rows], grad[rows])
+            of_rows = grad.new_zeros(len(logits)).index_add_(0, where, grad[own])
+            slope = (logits - sums[rows, None]).exp_().mul_(-of_rows[:, None])
+            slope.index_put_((where, targets[own]), grad[own], accumulate=True)
             torch.mm(slope.to(states.dtype), weight, out=grad_states[rows])
             if grad_weight is not None:
                 grad_weight += torch.mm(slope.to(states.dtype).t(), states[rows])
@@ -94,7 +105,7 @@ class _AdaptedLogProbs(torch.autograd.Function):
             grad_states[rows] += torch.mm(grad_inner, down.to(slope.dtype)).to(states.dtype)
             grads[0].addmm_(grad_inner.t(), part)
             grads[1].addmm_(slope.t(), inner, alpha=scaling)
-        return grad_states, grad_weight, None, *(grads or (None, None)), None, None
+        return grad_states, grad_weight, None, None, *(grads or (None, None)), None, None, None
 
 
 def _logits(

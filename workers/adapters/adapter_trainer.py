@@ -1,9 +1,9 @@
-"""A frozen model and passes of rows with different adapters over it. Letters: N tokens of a row, T of all, K targets of each."""
+"""A frozen model and passes of rows with different adapters over it. Letters: N tokens of a row, T of all, M targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -26,15 +26,16 @@ Gradients = Mapping[Trainable, list[Tensor | None]]
 """For each adapter, or for all weights, the gradients of the matrices in their order."""
 
 LossOf = Callable[[Sequence[int], Sequence[Tensor]], Tensor | None]
-"""From the numbers of rows and their log-probs ``(N, K)`` each to the number () that the backward pass starts from, if any."""
+"""From the numbers of rows and their log-probs ``(M,)`` each to the number () that the backward pass starts from, if any."""
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A row, and the tokens whose log-probs are wanted at each of its places: token i of the input predicts ``targets[i]``."""
+    """A row, and the targets whose log-probs are wanted: the token ``places[i]`` of the input predicts ``targets[i]``."""
 
     rendered: PlacedSequence
-    targets: Tensor  # (N, K) int64, in the vocabulary
+    places: Tensor  # (M,) int64, not decreasing
+    targets: Tensor  # (M,) int64, in the vocabulary
     adapter: Adapter | None
 
 
@@ -88,7 +89,13 @@ class AdapterTrainer:
         """See `rollout.adapters.new_adapter`."""
         return new_adapter(self.model, self.family, config, seed, self.device)
 
-    def run(self, rows: Sequence[ScoredRow], loss_of: LossOf, backward: bool = True) -> Gradients:
+    def run(
+        self,
+        rows: Sequence[ScoredRow],
+        loss_of: LossOf,
+        backward: bool = True,
+        between: Callable[[], None] | None = None,
+    ) -> Gradients:
         """Computes all rows, part by part, and the gradients of the adapters by the sum of what ``loss_of`` returns.
 
         The gradients are returned, and added to nothing, so that a pass that fails changes nothing.
@@ -96,9 +103,12 @@ class AdapterTrainer:
         Args:
             loss_of: called for each part with the numbers of its rows.
             backward: whether there may be gradients.
+            between: is called between two parts.
         """
         gradients: dict[Trainable, list[Tensor | None]] = {}
-        for part in self.parts(rows):
+        for place, part in enumerate(self.parts(rows)):
+            if place and between is not None:
+                between()
             mine = [rows[number] for number in part]
             with self.router.routed(runs_of(mine)):  # in the backward pass, too: it may compute layers again
                 with torch.set_grad_enabled(backward):
@@ -123,7 +133,7 @@ class AdapterTrainer:
         return parts
 
     def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
-        """Log-probs of each row's targets, ``(N, K)`` float32 each, by one pass over the base."""
+        """Log-probs of each row's targets, ``(M,)`` float32 each, by one pass over the base."""
         runs = runs_of(rows)
         return self._head(self._states([row.rendered for row in rows], runs), rows)
 
@@ -152,19 +162,21 @@ class AdapterTrainer:
         return states
 
     def _head(self, states: Tensor, rows: Sequence[ScoredRow]) -> list[Tensor]:
-        """Rows one after the other with the same adapter and number of targets go through the head together."""
+        """Rows one after the other with the same adapter go through the head together."""
         weight = self.family.lm_head(self.model).weight
         found: list[Tensor] = []
         start = 0
-        for (adapter, _), group in groupby(rows, lambda row: (row.adapter, row.targets.shape[1])):
+        for adapter, group in groupby(rows, lambda row: row.adapter):
             mine = list(group)
-            lengths = [len(row.rendered) for row in mine]
-            targets = torch.cat([row.targets for row in mine]).to(self.device)
+            ends = list(accumulate(len(row.rendered) for row in mine))
+            places = torch.cat([row.places + end - len(row.rendered) for row, end in zip(mine, ends, strict=True)])
+            targets = torch.cat([row.targets for row in mine])
             pair = None if adapter is None else adapter.pairs.get(self.family.head)
             scaling = 1.0 if adapter is None else adapter.config.scaling
-            part = states[start : start + len(targets)]
-            found += adapted_log_probs(part, weight, targets, pair, scaling).split(lengths)
-            start += len(targets)
+            part = states[start : start + ends[-1]]
+            log_probs = adapted_log_probs(part, weight, places, targets, pair, scaling)
+            found += log_probs.split([len(row.targets) for row in mine])
+            start += ends[-1]
         return found
 
 

@@ -1,8 +1,11 @@
 """`launch` starts the roles of a recipe on the backend that is chosen by name."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
@@ -19,6 +22,12 @@ BACKENDS = {
     "ray": "workers.cluster.ray_launcher:launch_ray",
 }
 """``(LaunchPlan, Phase, **options) -> Roles`` by name, as ``module:function``: imported when chosen, since Ray is optional."""
+
+WORKER_BACKENDS = {
+    "local": "workers.cluster.local_launcher:local_worker",
+    "ray": "workers.cluster.ray_launcher:ray_worker",
+}
+"""The same for `launch_worker`."""
 
 
 def launch(
@@ -47,13 +56,34 @@ def launch(
         InvalidConfig: the backend, the engine or an option is unknown, or the backend cannot run the layout.
         MissingPackage: the backend or the engine needs an extra that is not installed.
     """
-    if on not in BACKENDS:
-        raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(BACKENDS)}")
-    if on == "ray":
-        require_extra("ray", "on='ray'", "ray")
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
-    module, _, name = BACKENDS[on].partition(":")
     plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic)
-    roles: Roles = getattr(import_module(module), name)(plan, phase, **options)
+    roles: Roles = _function(BACKENDS, on)(plan, phase, **options)
     return roles
+
+
+def launch_worker(
+    make: Callable[[torch.device | None], Any], stack: ExitStack, on: str = "local", **options: Any
+) -> Any:
+    """Starts one worker that is no role of a recipe, and returns its group.
+
+    Args:
+        make: builds it, from its device; ``None``: any. For Ray it is pickled.
+        stack: ends what was started.
+        on, options: see `launch`.
+
+    Raises:
+        InvalidConfig, MissingPackage: see `launch`.
+    """
+    return _function(WORKER_BACKENDS, on)(make, stack, **options)
+
+
+def _function(backends: dict[str, str], on: str) -> Callable[..., Any]:
+    if on not in backends:
+        raise InvalidConfig(f"on={on!r} is unknown: choose one of {sorted(backends)}")
+    if on == "ray":
+        require_extra("ray", "on='ray'", "ray")
+    module, _, name = backends[on].partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found

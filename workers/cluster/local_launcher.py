@@ -1,13 +1,17 @@
 """Launches all roles in this process."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
 
 from dataproto.errors import InvalidConfig
 from workers.cluster.local_group import LocalGroup
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import ReferenceWorker
+from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
@@ -25,7 +29,7 @@ def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
         actor = ActorWorker(plan.actor)
     if plan.reference:
         with phase("loading the reference"):
-            optional["reference"] = LocalGroup(ReferenceWorker(plan.reference))
+            optional["reference"] = LocalGroup(reference_worker(plan.reference, actor))
     if plan.critic:
         with phase("loading the critic"):
             optional["critic"] = LocalGroup(CriticWorker(plan.critic))
@@ -35,6 +39,11 @@ def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
     with phase(engine_phase(plan.rollout.engine)):
         rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights))
     return Roles(LocalGroup(actor), rollout, optional)
+
+
+def local_worker(make: Callable[[torch.device | None], Any], stack: ExitStack) -> LocalGroup:
+    """See `workers.cluster.launcher.launch_worker`."""
+    return LocalGroup(make(None))
 
 
 def _reward_worker(reward: RewardFunction | ModelReward, model_path: str) -> RewardWorker:

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ from workers.ranks.dispatch_modes import (
     row_ranges,
     split_rows,
 )
-from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
+from workers.ranks.failures import FAILURE_GRACE_S, REPORT_GRACE_S, Failure, grace_period
+from workers.training.mini_batches import split_scoring
 
 PACKAGES = ("dataproto", "rollout", "workers", "recipes")
 LOCALHOST = "127.0.0.1"
@@ -256,6 +257,21 @@ def cpus_by_node() -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes()}
 
 
+def lost_nodes(ids: Collection[str]) -> list[str]:
+    """Those of the nodes that no longer answer. Ray itself takes seconds to notice that a node is lost."""
+    return sorted(node["NodeID"] for node in ray.nodes() if node["NodeID"] in ids and not _answers(node))
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    if not node["Alive"]:
+        return False
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), FAILURE_GRACE_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def get_all(refs: Sequence[ray.ObjectRef]) -> list[Any]:
     """The values of references that are ready."""
     return [ray.get(ref) for ref in refs]
@@ -318,6 +334,10 @@ class RayFuture:
         return self._error
 
 
+CONTIGUOUS = (split_rows, split_scoring)
+"""Splits whose parts are rows of the caller's batch in order, which messages can name."""
+
+
 class RayGroup:
     """One role on the processes of a pool, with the interface of `LocalGroup`."""
 
@@ -350,7 +370,7 @@ class RayGroup:
             wanted = mode.rank_zero_only or returns_result(pool.layout, rank)
             refs.append(host.call_and_store.remote(self._role, method, stored[part], wanted))
             parts.append(part)
-        counts = row_counts(calls) if mode.split is split_rows else []
+        counts = row_counts(calls) if mode.split in CONTIGUOUS else []
         ranges = row_ranges(counts)
         rows = [ranges[part] for part in parts] if ranges else []
 

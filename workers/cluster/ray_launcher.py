@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from math import ceil
 from typing import Any
 
+import torch
+
 from dataproto.errors import InvalidConfig
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
@@ -20,7 +22,7 @@ from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import ReferenceWorker
+from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
@@ -33,10 +35,7 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
     Raises:
         InvalidConfig: an option is unknown, or the cluster is too small.
     """
-    unknown = sorted(options.keys() - {field.name for field in fields(RayConfig)})
-    if unknown:
-        raise InvalidConfig(f"on='ray' has no options {unknown}: it has {[field.name for field in fields(RayConfig)]}")
-    config = RayConfig(**options)
+    config = _config(options)
     model_processes = plan.layout.world_size + config.rollout_processes
     pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
@@ -59,6 +58,24 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
         return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, rollout.release, devices)
 
 
+def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
+    """Starts a process with one device. See `workers.cluster.launcher.launch_worker`."""
+    config = _config(options)
+    pickle_unimportable_modules_by_value()
+    stack.enter_context(running_ray(config, 1))
+    pool = RayPool(Layout(), config, new_step_blobs())
+    stack.callback(pool.close)
+    return pool.build("worker", lambda host: make(host.device))
+
+
+def _config(options: dict[str, Any]) -> RayConfig:
+    """Raises `InvalidConfig` for an unknown option."""
+    unknown = sorted(options.keys() - {field.name for field in fields(RayConfig)})
+    if unknown:
+        raise InvalidConfig(f"on='ray' has no options {unknown}: it has {[field.name for field in fields(RayConfig)]}")
+    return RayConfig(**options)
+
+
 def _num_devices(processes: int, gpus: float) -> int:
     """GPUs of ``processes`` with ``gpus`` each (several may share one), or the number of processes if they have none.
 
@@ -74,7 +91,7 @@ def _build_optional(plan: LaunchPlan, pool: RayPool, stack: ExitStack, phase: Ph
         reference = plan.reference
         with phase("loading the reference"):
             optional["reference"] = pool.build(
-                "reference", lambda host: ReferenceWorker(reference, host.device, host.ranks)
+                "reference", lambda host: reference_worker(reference, host.roles["actor"])
             )
     if plan.critic is not None:
         critic = plan.critic

@@ -20,6 +20,7 @@ from workers.cluster.ray_group import (
     end_processes,
     get_all,
     last_phases,
+    lost_nodes,
     start_hosts,
     wait_all,
 )
@@ -137,6 +138,8 @@ class RayPool:
         lines += [
             f"{self.rank_name(rank, rows)} did not finish {describe_call(call, phases.get(rank))}" for rank in pending
         ]
+        lost = lost_nodes({self.placements[rank].node for rank in (*failures, *pending)})
+        lines += [f"{self.node_name(node)} is lost" for node in lost]
         limit = "" if failures else f" within {self.config.timeout_s:g} s"
         self.close(f"{call} failed{limit}: " + "; ".join(lines))
         trace = failures[causes[0]].traceback if causes else ""
@@ -156,6 +159,11 @@ class RayPool:
         """A rank, its process and its rows, for messages."""
         share = f", {rows[rank]}" if rows else ""
         return f"rank {rank} on {self.placements[rank].name}{share}"
+
+    def node_name(self, node: str) -> str:
+        """A node and the ranks on it, for messages."""
+        ranks = [rank for rank, place in enumerate(self.placements) if place.node == node]
+        return f"node {node[:8]} at {self.placements[ranks[0]].ip} with rank {', '.join(map(str, ranks))}"
 
     def close(self, reason: str = "the group was closed") -> None:
         """Ends the processes. Later calls raise with the reason; closing again does nothing."""

@@ -7,7 +7,7 @@ split over ranks by expert.
 
 import math
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
-from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count
+from workers.model.patches import hollow_parameter, replace_submodule, set_expert_count, turn_adapters
 
 BASE_LAYER = ".base_layer"  # peft inserts it between the name of an adapted layer and those of its parameters
 ADAPTER_NAME = "default"
+ADAPTERS_OFF = "_disable_adapters"  # the attribute of adapted layers, peft's and ours, that turns their adapters off
 
 
 def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig) -> None:
@@ -39,13 +40,16 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
     settings = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # any number scales
-        target_modules=list(_adapted_layers(model, family, config.lora_vision)),
+        target_modules=[f"model.{name}" for name in _adapted_layers(model, family, config.lora_vision)],
     )
+    # Of a mixture of experts peft takes layers named gate_proj or up_proj for experts, dense and shared ones too; in a plain
+    # module it takes them by their names.
+    plain = nn.ModuleDict({"model": model})
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME)
-        for name in expert_layers(model, family):
+        peft.inject_adapter_in_model(settings, plain, adapter_name=ADAPTER_NAME)
+        for name in family.expert_layers(model):
             adapted = AdaptedExperts(model.get_submodule(name), config.lora_rank, config.lora_alpha)
             replace_submodule(model, name, adapted)
 
@@ -56,12 +60,6 @@ def _adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterat
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and any(name.startswith(f"{root}.") for root in roots):
             yield name
-
-
-def expert_layers(model: nn.Module, family: VLMFamily) -> list[str]:
-    """Names of the modules that hold the experts of a mixture-of-experts layer."""
-    pattern = family.experts
-    return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
 
 
 class AdaptedExperts(nn.Module):
@@ -77,6 +75,7 @@ class AdaptedExperts(nn.Module):
         """Moves the weights out of ``experts``, which must hold only fused weights; it then computes with merged ones."""
         super().__init__()
         self.scaling = alpha / rank
+        self._disable_adapters = False  # as peft's layers call it
         self.weights = tuple(name for name, _ in experts.named_parameters())
         for name in self.weights:
             weight = experts.get_parameter(name)
@@ -100,7 +99,7 @@ class AdaptedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the experts with their merged weights."""
-        merged = {name: self.merged(name) for name in self.weights}
+        merged = {name: getattr(self, name) if self._disable_adapters else self.merged(name) for name in self.weights}
         out: Tensor = functional_call(self.compute[0], merged, args, kwargs)
         return out
 
@@ -108,6 +107,19 @@ class AdaptedExperts(nn.Module):
         """The merged weight ``name``, ``(experts, out, in)``."""
         down, up = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
         return torch.baddbmm(getattr(self, name), up, down, alpha=self.scaling)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """In here the model computes as it did before it had adapters."""
+    adapted = [layer for layer in model.modules() if hasattr(layer, ADAPTERS_OFF)]
+    for layer in adapted:
+        turn_adapters(layer, ADAPTERS_OFF, off=True)
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            turn_adapters(layer, ADAPTERS_OFF, off=False)
 
 
 def base_name(name: str) -> str | None:

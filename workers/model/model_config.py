@@ -11,6 +11,17 @@ from dataproto.errors import InvalidConfig
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How the losses of tokens become one number; see `workers.training.aggregation`."""
 
+Unsharded = Literal["auto", "nothing", "scoring", "weights", "gradients"]
+"""What FSDP leaves unsharded between micro-batches; each value includes those before it.
+
+- ``nothing``: a layer's weights are gathered for each use and freed, gradients are reduced after each micro-batch.
+- ``scoring``: in passes without gradients, weights are gathered once a call.
+- ``weights``: in updates, weights are gathered once an optimizer step.
+- ``gradients``: they add up unsharded, in float32, and are reduced once an optimizer step.
+- ``auto``: recipes choose by their forecast of the device's memory; elsewhere ``nothing``.
+"""
+UNSHARDED: tuple[Unsharded, ...] = ("nothing", "scoring", "weights", "gradients")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -23,13 +34,14 @@ class ModelConfig:
     token_budget: int = (
         16_384  # tokens of a micro-batch on each rank; ranks along sp share a micro-batch of sp times as many
     )
+    # the same in passes without gradients, which keep no activations; default: twice the token budget
+    scoring_token_budget: int | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
     compile: bool = False  # torch.compile for the repeated layers
     flash_attention: Literal["torch", "fa4"] = "torch"  # on CUDA: torch's kernel, or FlashAttention 4 (the extra "fa4")
-    reshard_after_forward: bool = (
-        True  # free a layer's gathered weights after each use; False: gather once for all micro-batches
-    )
+    # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that fits, by the forecast
+    unsharded: Unsharded = "auto"
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
     freeze_language: bool = False  # only the vision tower and its connector are trained
@@ -43,8 +55,9 @@ class ModelConfig:
     pipeline_layers: tuple[int, ...] | None = None  # decoder layers of each stage, in order; None: split evenly
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise InvalidConfig(f"token_budget={self.token_budget}: must be at least 1")
+        for name in ("token_budget", "scoring_token_budget"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidConfig(f"{name}={value}: must be at least 1")
         if self.lora_rank < 0 or self.lora_alpha <= 0:
             raise InvalidConfig(
                 f"lora_rank={self.lora_rank} must be at least 0 and lora_alpha={self.lora_alpha} above 0"
@@ -61,6 +74,24 @@ class ModelConfig:
             )
         if self.pipeline_chunks < 2:
             raise InvalidConfig(f'pipeline_chunks={self.pipeline_chunks}: "interleaved" needs at least 2')
+
+    def budget(self, backward: bool) -> int:
+        """Tokens of a micro-batch on each rank, with a backward pass or without.
+
+        >>> ModelConfig(token_budget=100).budget(backward=True), ModelConfig(token_budget=100).budget(backward=False)
+        (100, 200)
+        """
+        if backward:
+            return self.token_budget
+        return self.scoring_token_budget or 2 * self.token_budget
+
+    def leaves_unsharded(self, what: Unsharded) -> bool:
+        """Whether ``what`` stays unsharded from one micro-batch to the next.
+
+        >>> [ModelConfig(unsharded="weights").leaves_unsharded(what) for what in UNSHARDED]
+        [True, True, True, False]
+        """
+        return self.unsharded != "auto" and UNSHARDED.index(what) <= UNSHARDED.index(self.unsharded)
 
 
 @dataclass(frozen=True)

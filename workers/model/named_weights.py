@@ -21,7 +21,8 @@ BUCKET_BYTES = 1 << 29  # tensors are gathered together up to this size
 def named_weights(
     model: nn.Module, dtype: torch.dtype | None = None, in_float32: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (parameter name of the base model, full tensor) pairs, with adapters merged into the weights that they adapt.
+    """Yields (parameter name of the base model, full tensor) pairs, with adapters merged into the weights that they adapt. Last
+    come buffers that checkpoints hold, in their own dtype.
 
     Collective: all ranks of the model must iterate. Sharded tensors are gathered a bucket at a time.
 
@@ -50,6 +51,15 @@ def named_weights(
         bucket, filled = [], 0
         yield base, (merged_weight(model, name, full_tensor) if adapted else full_tensor(parameter, wanted)).to(wanted)
     yield from _gather_bucket(bucket, kind)
+    yield from named_buffers(model)
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of the buffers that checkpoints hold, such as the correction of a router's scores. No rank splits them."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer.detach()
 
 
 def _is_row_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
@@ -93,6 +103,7 @@ def all_named_weights(
         for name, weight in model.named_parameters()
         if (base := base_name(name))
     ]
+    entries += [(name, buffer.shape, buffer.dtype) for name, buffer in named_buffers(model)]
     yielded: set[str] = set()
     for rank, stage in enumerate(ranks.all_gather(entries, "pp")):
         mine = named_weights(model, dtype, in_float32) if rank == ranks.rank("pp") else None

@@ -12,10 +12,12 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
-from workers.model.image_blocks import image_blocks
+from workers.model.kept_features import KeptFeatures, Wanted
 from workers.model.logprobs import token_log_probs
+from workers.model.mixture import use_packed_experts
 from workers.model.patch_embedding import use_linear_patch_embedding
 from workers.model.recurrent import use_packed_recurrence
+from workers.model.segments.image_blocks import image_blocks
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ class PackedVLM(nn.Module):
     outputs: Callable[[Tensor, Tensor | None], Any] = Outputs
     """Builds the argument of a loss function from scores and entropies ``(B, R)``."""
 
+    routing_shape: tuple[int, int]
+    """Layers with experts, and experts of a token; 0 without any."""
+
+    replays_routing = False
+    """Whether tokens are sent to the experts that the rows' ``routed_experts`` name, instead of those that routers choose."""
+
     makes_logits = True
     """Whether the head computes logits over the vocabulary; a critic's does not."""
 
@@ -96,6 +104,7 @@ class PackedVLM(nn.Module):
         super().__init__()
         use_packed_attention(model)
         use_packed_recurrence(model, family)
+        self.routing_shape = use_packed_experts(model, family)
         use_linear_patch_embedding(model)
         self.model = model
         self.family = family
@@ -105,15 +114,31 @@ class PackedVLM(nn.Module):
         self.tokens = TokenShare()
         self.features: Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] = family.features
         self.score = token_log_probs
+        self.kept: KeptFeatures | None = None  # of a tower that is not trained
 
     def forward(
-        self, rows: PackedRows, media: Mapping[str, Tensor], spans: MediaSpans, entropy: bool = False
+        self,
+        rows: PackedRows,
+        media: Mapping[str, Tensor],
+        spans: MediaSpans,
+        entropy: bool = False,
+        wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``(N,)`` of the rows' response tokens and, with ``entropy``, entropies ``(N,)``."""
+        """Log-probs ``(N,)`` of the rows' response tokens and, with ``entropy``, entropies ``(N,)``.
+
+        With ``wanted``, ``media`` are those whose features are not kept.
+        """
         features = self.features(self.model, media) if media else None
+        if wanted is not None:
+            features = wanted.joined(features)
         mine, spans = self.tokens.rows(rows, spans)
         embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
         return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
+
+    def forget_features(self) -> None:
+        """Forgets kept features; called where a step ends, and where the weights of the tower may change."""
+        if self.kept is not None:
+            self.kept.clear()
 
     def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
         """The decoder's output ``(1, S, H)`` for this process's tokens; ``rows`` are those of `TokenShare.rows`."""
@@ -132,7 +157,14 @@ class PackedVLM(nn.Module):
             key_index=rows.key_index,
             **blocks,
             **self.tokens.attention(),
+            **self._routing(rows),
         )
+
+    def _routing(self, rows: PackedRows) -> dict[str, Tensor | None]:
+        """Keywords of `workers.model.mixture.routing.RoutedLayer`, which only layers of a mixture take."""
+        if self.family.experts is None:
+            return {}
+        return {"routed_experts": rows.routed_experts, "routed": rows.routed}
 
     def finish(self, hidden: Tensor, rows: PackedRows, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Log-probs ``(N,)`` and, with ``entropy``, entropies ``(N,)``, from states ``(1, S, H)``."""

@@ -17,7 +17,13 @@ REASONS = {
     ),
     "workers.model.lora": (
         "Fused experts have no linear layers that peft could wrap, and peft's own way to adapt parameters uses one matrix for "
-        "all experts, which cannot be split by expert."
+        "all experts, which cannot be split by expert. peft's own way to turn adapters off also changes which are trained."
+    ),
+    "workers.model.mixture.grouped_experts": (
+        "transformers' functions for experts scatter gradients in any order, and compute the tokens that only fill up a sequence."
+    ),
+    "workers.model.mixture.routing": (
+        "Layers of transformers hand their routers nothing but states: neither recorded experts, nor which tokens are padding."
     ),
     "workers.model.patch_embedding": (
         "Vision towers embed patches by a convolution; no option of theirs computes it as a matrix product."
@@ -40,6 +46,7 @@ REASONS = {
     "workers.parallel.expert": (
         "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."
     ),
+    "workers.parallel.fsdp": "FSDP2 has no function before torch 2.12 that drops gradients which it has not reduced yet.",
     "workers.parallel.pipeline": (
         "Models of transformers have no stages: a rank keeps some layers under their names, and only the last stage runs the "
         "final norm."
@@ -47,6 +54,18 @@ REASONS = {
     "workers.parallel.tensor": (
         "transformers' tensor parallelism replicates the tokens and the vision tower; split layers take the place of whole ones, "
         "and gather the tokens before."
+    ),
+    "workers.training.loading": (
+        "A weight that is never trained is stored in the dtype of the computation, but not all of a model are: `Module.to` casts "
+        "all of them."
+    ),
+    "workers.weights.hollow_model": (
+        "transformers fills models before they are spread over ranks; buffers and adapters need their values, and weights none, "
+        "before that."
+    ),
+    "workers.weights.sharded_export": (
+        "transformers reverts the conversions of a checkpoint's weights by those that the model was loaded with, or looks them "
+        "up in each call; here there is one call for each file."
     ),
     "workers.roles.critic": "No class of transformers has a vision tower and a value head, so the head for logits is removed.",
 }
@@ -88,9 +107,41 @@ def set_expert_count(experts: nn.Module, count: int) -> None:
     experts.num_experts = count  # type: ignore[assignment]
 
 
+def turn_adapters(layer: nn.Module, attribute: str, off: bool) -> None:
+    """Turns the adapters of a layer, peft's or ours, off or on."""
+    setattr(layer, attribute, off)
+
+
+def cast_parameter(weight: nn.Parameter, dtype: torch.dtype) -> None:
+    """Keeps a parameter in another dtype, in its place, also where it is tied."""
+    weight.data = weight.data.to(dtype)
+
+
+def drop_unreduced_gradient(weight: Any) -> None:
+    """Drops the gradient that FSDP has added up for one of its parameters without reducing it."""
+    weight.unsharded_accumulated_grad = None
+    if hasattr(weight, "_unsharded_param"):
+        weight._unsharded_param.grad = None
+
+
 def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
     """Lets ``owner`` find ``weight`` under ``name``, without the checks of a registration."""
     owner._parameters[name] = weight
+
+
+def place_buffer(owner: nn.Module, name: str, value: Tensor) -> None:
+    """Lets ``owner`` find ``value`` under ``name``, which holds a buffer."""
+    owner._buffers[name] = value
+
+
+def keep_value(tensor: Tensor) -> None:
+    """Tells transformers' initialisation to leave a parameter or buffer as it is."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def keep_conversions(model: nn.Module, conversions: list[Any]) -> None:
+    """Tells transformers by which conversions of weights ``model`` was loaded; a checkpoint is written by their reverse."""
+    model._weight_conversions = conversions  # type: ignore[assignment]
 
 
 def call_after_gradient(weight: Tensor, hook: Callable[[Tensor], None]) -> None:

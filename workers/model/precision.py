@@ -4,6 +4,9 @@
 - They are split over tp alone: autocast casts a weight at each use; states between layers stay in float32.
 - One process holds them (pp splits layers, not weights): `HalfWeights` puts a bfloat16 copy in the place of each parameter.
 
+A model that is never trained stores the bfloat16 weights alone, where these are all that it computes with
+(`workers.training.loading.store_in_half`).
+
 All three leave float32 parameters, gradients and moments to the optimizer, checkpoints and the weights that are handed to an
 engine. FSDP on a mesh of one could do the work of `HalfWeights`, but it would need a process group in a world of one, and it
 casts and frees weights for each layer and micro-batch, where `HalfWeights` casts each weight once for all micro-batches of a
@@ -102,8 +105,9 @@ class HalfWeights:
         ]
         weights = dict.fromkeys(weight for _, _, weight in places)
         self.copies = {weight: self._copy_of(weight) for weight in weights}
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.copies.values()), list(weights))
+        if weights:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.copies.values()), list(weights))
         try:
             for owner, name, weight in places:
                 place_parameter(owner, name, self.copies[weight])

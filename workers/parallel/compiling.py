@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidConfig
+from workers.model.mixture import fused_module
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import allow_recompilations, replace_forward
+from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
 from workers.ranks.mesh import Ranks
 
@@ -42,6 +44,9 @@ class CompiledLayers(Transform):
         check_compiler(next(module.parameters()).device)
         for layer in repeated_layers(module):
             replace_forward(layer, Compiled(layer.forward))
+        for experts in split_experts(module):  # which run outside of their layer's code
+            fused = fused_module(experts)
+            replace_forward(fused, Compiled(fused.forward))
         module.score = partial(module.score, compiled=True)
 
 

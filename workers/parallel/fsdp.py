@@ -7,12 +7,14 @@ group. Split experts (`workers.parallel.expert`) form separate groups, over fewe
 layers and the rest of such a mixer, which stays in float32. The tower's group is gathered by the
 tower's forward, so text-only batches never touch it.
 
-Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the loss of the mini-batch.
+Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the loss of the mini-batch. `Unsharded` says
+what stays unsharded from one micro-batch to the next.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +23,7 @@ from torch.distributed.tensor import Shard
 
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.patches import drop_unreduced_gradient
 from workers.model.precision import mixed_precision
 from workers.model.recurrent import recurrent_mixers
 from workers.parallel.expert import split_experts
@@ -54,21 +57,17 @@ class FullySharded(Transform):
             shard(
                 experts,
                 mesh=holders,
-                reshard_after_forward=options.reshard_after_forward,
+                reshard_after_forward=True,
                 shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
             )
         for mixer in recurrent_mixers(module.model, module.family).values():
             projections = [part for name, part in mixer.named_children() if "proj" in name]
-            shard(projections, reshard_after_forward=options.reshard_after_forward)
-            shard(
-                mixer,
-                mp_policy=mixed_precision("float32", mesh.device_type),
-                reshard_after_forward=options.reshard_after_forward,
-            )
+            shard(projections, reshard_after_forward=True)
+            shard(mixer, mp_policy=mixed_precision("float32", mesh.device_type), reshard_after_forward=True)
         tower = module.family.vision_tower
         towers = () if tower is None else (module.model.get_submodule(tower),)
         for block in (*repeated_layers(module), *towers):
-            shard(block, reshard_after_forward=options.reshard_after_forward)
+            shard(block, reshard_after_forward=True)
         shard(module, reshard_after_forward=False)
         for part in sharded_parts(module):
             part.set_gradient_divide_factor(1.0)
@@ -80,22 +79,35 @@ class FullySharded(Transform):
             part.reshard()
 
     @contextmanager
-    def keep_gathered(self, module: PackedVLM) -> Iterator[None]:
-        """With ``reshard_after_forward=False`` weights stay gathered from one micro-batch to the next in here."""
-        if self.options.reshard_after_forward:
+    def keep_gathered(self, module: PackedVLM, backward: bool) -> Iterator[None]:
+        """Weights that ``options.unsharded`` names stay gathered from one micro-batch to the next in here."""
+        if not self.options.leaves_unsharded("weights" if backward else "scoring"):
             yield
             return
-        self._reshard_after_backward(module, False)
+        self._reshard_after_use(module, False)
         try:
             yield
         finally:
-            self._reshard_after_backward(module, True)
+            self._reshard_after_use(module, True)
             self.reshard(module)
 
     @staticmethod
-    def _reshard_after_backward(module: PackedVLM, reshard: bool) -> None:
+    def _reshard_after_use(module: PackedVLM, reshard: bool) -> None:
         for part in sharded_parts(module):
             part.set_reshard_after_backward(reshard, recurse=False)
+            if part is not module:  # the root stays gathered until the pass ends
+                part.set_reshard_after_forward(reshard, recurse=False)
+
+    def before_backward(self, module: PackedVLM, last: bool) -> None:
+        """Where gradients stay unsharded, only the last backward pass of a call reduces them."""
+        if self.options.leaves_unsharded("gradients"):
+            module.set_requires_gradient_sync(last)  # type: ignore[operator]
+
+    def drop_gradients(self, module: PackedVLM) -> None:
+        """Drops gradients that are not reduced yet."""
+        if self.options.leaves_unsharded("gradients"):
+            module.set_requires_gradient_sync(True)  # type: ignore[operator]
+            drop_unreduced_gradients(module)
 
 
 def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
@@ -106,6 +118,15 @@ def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
     """
     sizes = (here, *weight.shape[1:])
     return Shard(next((dim for dim, size in enumerate(sizes) if size % holders == 0), 1))
+
+
+def drop_unreduced_gradients(module: nn.Module) -> None:
+    """Drops the gradients that FSDP has added up without reducing them."""
+    for part in sharded_parts(module):
+        state: Any = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or (state._fsdp_param_group,)  # one group before torch 2.12
+        for weight in (weight for group in groups if group is not None for weight in group.fsdp_params):
+            drop_unreduced_gradient(weight)
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -57,8 +57,6 @@ class PipelineParallel(Transform):
         replace_forward(norm, partial(_after_last_layers, norm.forward, layers, bounds[-1]))
         self.staged = StagedForward(module, tuple(bounds), numbers, layers)
         replace_forward(module, self.staged)
-        if ranks.size("dp", "sp") == ranks.size("tp") == 1:  # otherwise a later transform moves it
-            module.to(mesh.device_type)
 
     def run(self, feed: Feed, device: torch.device, options: PassOptions) -> None:
         """Passes over all micro-batches; every rank of the pipeline calls it."""

@@ -2,14 +2,14 @@
 split layers each rank has only a part of the tokens (arXiv:2205.05198, "sequence parallelism").
 
 An attention or MLP first gathers the tokens of all ranks and computes this rank's part of the heads or features for them. The
-results of the ranks are summed, and each rank keeps the sums of its own tokens. So residual stream, norms, deep vision features,
-routers and whole experts are computed, and kept for the backward pass, once for each token in a tp group
+results of the ranks are summed, and each rank keeps the sums of its own tokens. So residual stream, norms, deep vision features
+and routers are computed, and kept for the backward pass, once for each token in a tp group
 (`workers.parallel.tokens`).
 
 Split weights are DTensors over tp, so that FSDP2, checkpoints and weight export treat them as any other weights; a layer computes
 with the part that it holds. Embedding and head are split over the vocabulary. Key-value projections with fewer heads than ranks
-stay whole and compute the heads that a rank's queries use. Fused experts, which the plan names as parameters, stay whole, as do
-norms and the vision tower, whose images are split instead (`workers.parallel.vision_split`).
+stay whole and compute the heads that a rank's queries use. Experts are split by their number (`workers.parallel.expert`). Norms
+stay whole, as does the vision tower, whose images are split instead (`workers.parallel.vision_split`).
 
 Each weight that stays whole takes part in a share of the work, of tokens, heads or images, and gets a part of its gradient on
 each rank: `TensorParallel.sum_gradients` adds the parts, once for each optimizer step.
@@ -77,8 +77,6 @@ class TensorParallel(Transform):
         for parent in parents.values():
             call_before_forward(parent, partial(_gather_input, peers=peers))
         module.score = partial(split_token_log_probs, peers=peers)
-        if ranks.size("dp", "sp") == 1:  # otherwise FSDP moves the rest
-            module.to(mesh.device_type)
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up the gradients of parameters that every rank of tp holds whole."""
@@ -87,11 +85,12 @@ class TensorParallel(Transform):
 
 
 def partial_parameters(module: PackedVLM) -> list[nn.Parameter]:
-    """Parameters that every rank of a tp group holds whole, with a part of their gradient: all that are not split over tp.
+    """Parameters that every rank of a tp group holds whole, with a part of their gradient: all that are not split over tp, as
+    experts are along ep.
 
     A critic's head is none of them: it reads the states of all tokens.
     """
-    return [parameter for parameter in module.model.parameters() if "tp" not in _axes(parameter)]
+    return [parameter for parameter in module.model.parameters() if not {"tp", "ep"} & {*_axes(parameter)}]
 
 
 def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
@@ -270,7 +269,6 @@ class _Split:
                 f"layout.tp={self.peers.size} does not divide dimension {dim} of the parameter {tuple(whole.shape)} of {name}"
             )
         if id(whole) not in self.done:
-            data = whole.detach().to(self.mesh.device_type)
-            part = distribute_tensor(data, self.mesh, [Shard(dim)], src_data_rank=None)
+            part = distribute_tensor(whole.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
             self.done[id(whole)] = whole, nn.Parameter(part, requires_grad=whole.requires_grad)
         return self.done[id(whole)][1]

@@ -52,12 +52,15 @@ class SplitTokens(TokenShare):
         length = part * self._size(self.tp)
         start = length * (0 if self.sp is None else self.sp.rank)
         whole = fill_up(rows, length * self._size(self.sp))
+        first = start + part * (0 if self.tp is None else self.tp.rank)
+        experts, routed = whole.routed_experts, whole.routed
         mine = replace(
             whole,
             input_ids=whole.input_ids[..., start : start + length],
             position_ids=whole.position_ids[..., start : start + length],
+            routed_experts=None if experts is None else experts[first : first + part],
+            routed=None if routed is None else routed[first : first + part],
         )
-        first = start + part * (0 if self.tp is None else self.tp.rank)
         return mine, spans.window(first, first + part).to(mine.input_ids.device)
 
     def num_states(self, tokens: int) -> int:

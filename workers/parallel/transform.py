@@ -53,9 +53,15 @@ class Transform:
         Transforms add up different parameters, so their order does not matter; all ranks use the same order.
         """
 
-    def keep_gathered(self, module: PackedVLM) -> AbstractContextManager[None]:
+    def keep_gathered(self, module: PackedVLM, backward: bool) -> AbstractContextManager[None]:
         """A context around all micro-batches of one call, in which gathered weights may stay gathered."""
         return nullcontext()
+
+    def before_backward(self, module: PackedVLM, last: bool) -> None:
+        """Called before each backward pass of a call; ``last`` for that of its last micro-batch."""
+
+    def drop_gradients(self, module: PackedVLM) -> None:
+        """Drops gradients that a transform holds beside those of the parameters; called after errors."""
 
     def reshard(self, module: PackedVLM) -> None:
         """Frees gathered weights; called after passes without backward passes, and after errors."""

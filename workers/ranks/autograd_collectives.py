@@ -31,15 +31,7 @@ class Peers(NamedTuple):
 
 def exchange(x: Tensor, peers: Peers) -> Tensor:
     """``(size, ...)``: part i goes to rank i, and part i of the result comes from rank i (all-to-all)."""
-    equal = [1] * peers.size
-    return exchange_tokens(x, equal, equal, peers)
-
-
-def exchange_tokens(x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
-    """``(sum(sent), ...)``: the first ``sent[0]`` rows go to rank 0 and so on. Returns the rows from all ranks in their order,
-    ``(sum(received), ...)``. Both may be empty.
-    """
-    return cast(Tensor, _ExchangeTokens.apply(x, sent, received, peers.name))
+    return cast(Tensor, _Exchange.apply(x, peers))
 
 
 def gather_shared(x: Tensor, peers: Peers) -> Tensor:
@@ -67,12 +59,6 @@ def all_gather_tensor(x: Tensor, peers: Peers) -> Tensor:
     return _done(_c10d.all_gather_into_tensor(x.contiguous(), peers.size, peers.name))
 
 
-def all_to_all(x: Tensor, peers: Peers) -> Tensor:
-    """`exchange` without gradient."""
-    equal = [1] * peers.size
-    return _all_to_all(x, equal, equal, peers.name)
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, with gradient; all of a tensor that is not a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -89,19 +75,20 @@ def _reduce_scatter(x: Tensor, peers: Peers) -> Tensor:
     return _done(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", peers.size, peers.name))
 
 
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
-    return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, name))
+def _all_to_all(x: Tensor, peers: Peers) -> Tensor:
+    equal = [1] * peers.size
+    return _done(_c10d.all_to_all_single(x.contiguous(), equal, equal, peers.name))
 
 
-class _ExchangeTokens(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
-        ctx.settings = received, sent, name
-        return _all_to_all(x, sent, received, name)
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return _all_to_all(x, peers)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradient, *ctx.settings), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradient, ctx.peers), None
 
 
 class _GatherShared(torch.autograd.Function):

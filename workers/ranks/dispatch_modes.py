@@ -65,7 +65,7 @@ def split_rows(call: Arguments, parts: int) -> list[Arguments]:
 def _parts(value: Any, parts: int) -> Sequence[Any]:
     if not isinstance(value, DataProto):
         return [value] * parts
-    bounds = _even_bounds(_row_sizes(value), parts)
+    bounds = even_bounds(_row_sizes(value), parts)
     return [value[start:stop] for start, stop in pairwise(bounds)]
 
 
@@ -96,10 +96,10 @@ def _row_sizes(data: DataProto) -> np.ndarray:
     return np.asarray(data["attention_mask"].sum(1).cpu(), dtype=np.float64) + 1.0
 
 
-def _even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
+def even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
     """Bounds that split rows of ``sizes`` ``(B,)``, in order, into parts with similar sums, none empty if there are enough rows.
 
-    >>> _even_bounds(np.array([1, 1, 1, 3]), 2), _even_bounds(np.array([5]), 2)
+    >>> even_bounds(np.array([1, 1, 1, 3]), 2), even_bounds(np.array([5]), 2)
     ([0, 3, 4], [0, 1, 1])
     """
     ends = np.cumsum(sizes)
@@ -113,7 +113,10 @@ def _even_bounds(sizes: np.ndarray, parts: int) -> list[int]:
 
 
 def join_rows(results: Sequence[Any]) -> Any:
-    """Concatenates batches (rollouts are padded to the widest, see `DataProto.concat`); of other results returns the first."""
+    """Concatenates batches of contiguous parts; of other results returns the first.
+
+    Rollouts are padded to the widest, see `DataProto.concat`.
+    """
     if not isinstance(results[0], DataProto):
         return results[0]
     return DataProto.concat([result for result in results if len(result)] or list(results[:1]))

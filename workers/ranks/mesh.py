@@ -143,8 +143,11 @@ def init_ranks(layout: Layout, device: torch.device) -> Ranks:
 
 
 def _init_expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """Divides dp x sp into "edp" x "ep": ranks along "ep" hold different experts, ranks along "edp" hold the same ones."""
-    if layout.ep == 1:
+    """Divides dp x sp x tp into "edp" x "ep": ranks along "ep", those of ep x tp, hold different experts, ranks along "edp" hold
+    the same ones.
+    """
+    holders = layout.ep * layout.tp
+    if holders == 1:
         return None
-    shape = (layout.pp, layout.dp * layout.sp // layout.ep, layout.ep, layout.tp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "edp", "ep", "tp"))["edp", "ep"]
+    shape = (layout.pp, layout.dp * layout.sp // layout.ep, holders)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "edp", "ep"))["edp", "ep"]

@@ -16,8 +16,8 @@ from workers.ranks.autograd_collectives import local_part
 from workers.training.aggregation import denominator, token_weights
 from workers.training.forward_pass import LossFn
 from workers.training.loss_sums import LossSums, joined_means
-from workers.training.row_checks import check_rows
-from workers.training.training_model import TrainingModel, check_update
+from workers.training.row_checks import check_rows, check_update
+from workers.training.training_model import TrainingModel
 
 
 class AccumulatedUpdate:

@@ -6,9 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from dataproto import DataProto
 from dataproto.columns import require
+from dataproto.vlm import VLMFamily
+from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch, split_rows
 from workers.roles.model_worker import PolicyConfig, PolicyWorker, TrainedWorker
 from workers.roles.step_by_step import (
@@ -42,6 +45,12 @@ class ActorWorker(TrainedWorker, PolicyWorker):
     """
 
     role = "actor"
+
+    def wrap(self, model: PreTrainedModel, family: VLMFamily) -> PackedVLM:
+        """The packed model around a loaded one. It uses the experts that an engine has recorded, if rows have them."""
+        module = super().wrap(model, family)
+        module.replays_routing = family.experts is not None
+        return module
 
     @dispatch(split=split_rows, join=join_passes)
     def forward(self, data: DataProto, loss_fn: LossFn, per_token: bool = False) -> PassOutput:
@@ -84,6 +93,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         Args:
             params: of this step; without them the configured ones and their schedule.
         """
+        self.module.forget_features()
         return self.model.step(params)
 
     @dispatch("all")
@@ -94,7 +104,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
     @dispatch("all")
     def load_state(self, directory: Path) -> None:
         """Reads what `save_state` wrote, to the last bit, and clears the gradients."""
-        self.model.load(directory)
+        self.load(directory)
 
     def _pass(self, data: DataProto, loss_fn: LossFn, per_token: bool, backward: bool) -> PassOutput:
         model = self.model

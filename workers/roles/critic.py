@@ -13,8 +13,9 @@ from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import remove_submodule
-from workers.ranks.dispatch_modes import dispatch
+from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.roles.model_worker import ModelWorker, TrainedWorker
+from workers.training.mini_batches import split_scoring
 from workers.training.optimizer import OptimizerConfig
 
 
@@ -76,7 +77,7 @@ class ValueWorker(ModelWorker):
         critic.value_head.requires_grad_(self.trains)
         return critic
 
-    @dispatch("dp")
+    @dispatch(split=split_scoring, join=join_rows)
     def values(self, data: DataProto, into: str = "values") -> DataProto:
         """Values of the responses as column ``into`` ``(B, R)`` float32, 0 where ``response_mask`` is 0.
 

@@ -15,11 +15,11 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.ranks.dispatch_modes import dispatch
+from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.ranks.mesh import Ranks
 from workers.roles.accumulated_update import AccumulatedUpdate
 from workers.training.forward_pass import LossFn
-from workers.training.mini_batches import ROW, split_update
+from workers.training.mini_batches import ROW, split_scoring, split_update
 from workers.training.training_model import TrainingModel, Updated
 
 
@@ -103,9 +103,12 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
-        with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
-            for rows, sums in update.minibatches():
-                self.model.run(rows, loss_fn, sums, entropy)
+        try:
+            with self.model.updating(data, minibatch, epochs, aggregation, entropy) as update:
+                for rows, sums in update.minibatches():
+                    self.model.run(rows, loss_fn, sums, entropy)
+        finally:
+            self.module.forget_features()
         return update.result
 
     @dispatch(split=split_update, join=join_updates)
@@ -141,6 +144,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             InvalidConfig: there are no parts with a response token.
         """
+        self.module.forget_features()
         update, self._open_update = self._open_update, None
         if update is None:
             raise InvalidConfig("there is no update to finish: call accumulate first")
@@ -170,6 +174,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
         """
+        self.module.forget_features()
         self.model.load(directory)
 
 
@@ -199,7 +204,7 @@ class PolicyWorker(ModelWorker):
         """The packed model around a loaded one."""
         return PackedVLM(model, family, self.config.temperature)
 
-    @dispatch("dp")
+    @dispatch(split=split_scoring, join=join_rows)
     def log_probs(self, data: DataProto, into: str = "old_log_probs", entropy: bool = False) -> DataProto:
         """Log-probs of the responses as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
 
@@ -218,7 +223,7 @@ class ReferenceWorker(PolicyWorker):
 
     role = "reference"
 
-    @dispatch("dp")
+    @dispatch(split=split_scoring, join=join_rows)
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
         """As the actor's, into ``ref_log_prob``."""
         return super().log_probs(data, into, entropy)

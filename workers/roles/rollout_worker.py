@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
+from dataproto.vlm import VLMFamily
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
-from rollout.engine import SamplingParams, create_engine
+from rollout.engine import SamplingParams, create_engine, returns_experts
 from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -49,6 +50,14 @@ class RolloutConfig:
     engine: str = "hf"
     options: dict[str, Any] = field(default_factory=dict)
     prompts: dict[str, Any] = field(default_factory=dict)  # of the `PromptBuilder` of episodes, such as max_pixels
+    replay_routing: bool = (
+        True  # the actor uses the experts that the engine chose, if the engine can tell (arXiv:2510.11370)
+    )
+
+
+def replays_routing(config: RolloutConfig, family: VLMFamily) -> bool:
+    """Whether responses come with the experts of their tokens, which the actor then uses."""
+    return config.replay_routing and family.experts is not None and returns_experts(config.engine)
 
 
 def split_prompts(call: Arguments, parts: int) -> list[Arguments]:
@@ -81,9 +90,10 @@ class RolloutWorker:
         self.ranks = ranks = ranks or Ranks()
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
-        self.engine = create_engine(config.engine, config.model_path, **config.options)
-        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self.family = checkpoint_family(config.model_path)
+        options = {"routed_experts": True} if replays_routing(config, self.family) else {}
+        self.engine = create_engine(config.engine, config.model_path, **options | config.options)
+        self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self._calls = 0
         self._held = HeldEpisodes()
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)

@@ -11,29 +11,23 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dataproto.errors import CheckpointError
-from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name
-from workers.model.named_weights import all_named_weights, meta_copy
 from workers.model.packed_model import PackedVLM
 from workers.ranks.failures import raise_first
 from workers.ranks.mesh import Ranks
-from workers.training.checkpoint_files import read_state, stored_names, write_state, write_state_behind
+from workers.training.checkpoint_files import read_state, run_behind, stored_names, write_state, write_state_behind
 from workers.training.optimizer import Moments, Optimizer, new_moments
+from workers.weights import ShardedExport
 
 _STEP = re.compile(r"global_step_(\d+)")
 
@@ -134,25 +128,32 @@ class Saving:
     def __init__(self) -> None:
         self._writes: list[Future[Any]] = []
 
-    def save_all(self, directory: Path, module: PackedVLM, optimizer: Optimizer, ranks: Ranks, behind: bool) -> None:
+    def save_all(
+        self,
+        directory: Path,
+        module: PackedVLM,
+        optimizer: Optimizer,
+        ranks: Ranks,
+        behind: bool,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Writes ``huggingface/``, a checkpoint that `from_pretrained` reads, and ``training/``, the training state.
 
-        The training state is a distributed checkpoint: every rank writes its own part, and any other layout can read it. With
-        ``behind`` the state is copied to the host now and written in the background, until `finish`.
+        Every rank writes its own part of both, and any other layout can read them. With ``behind`` the state is copied to the
+        host now and written in the background, until `finish`.
+
+        Args:
+            dtype: of the weights in ``huggingface/``, by default their own; see `ShardedExport`.
         """
-        weights = {}
-        for name, weight in all_named_weights(module.model, ranks):
-            if ranks.is_first:  # the others take part and keep nothing
-                weights[name] = weight.cpu().clone() if behind else weight.cpu()
-        # First the part that all ranks do together: the export may fail on the first rank alone.
-        self.save_training(directory, module, optimizer, behind)
-        if ranks.is_first:
-            weights |= saved_buffers(module.model) | unused_weights(module.model, module.family)
-            export = partial(meta_copy(module.model).save_pretrained, directory / "huggingface", state_dict=weights)
+        export = ShardedExport(directory / "huggingface", module.model, module.family, ranks, dtype)
+        export.collect(behind)
+        try:
+            self.save_training(directory, module, optimizer, behind)
+        finally:  # the other ranks wait there
             if behind:
-                self._writes.append(_EXPORTS.submit(export))
+                self._writes.append(run_behind(export.finish))
             else:
-                export()
+                export.finish()
 
     def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, behind: bool) -> None:
         """Writes ``training/`` alone."""
@@ -167,49 +168,6 @@ class Saving:
         writes, self._writes = self._writes, []
         wait(writes)
         raise_first([error for each in writes if (error := each.exception()) is not None])
-
-
-def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Constants of the model that its checkpoints hold, under the names of the base model."""
-    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found = ((base_name(name), value) for name, value in model.state_dict().items() if name not in held)
-    return {name: value.cpu() for name, value in found if name}
-
-
-def unused_weights(model: PreTrainedModel, family: VLMFamily) -> dict[str, torch.Tensor]:
-    """The weights of the checkpoint that ``model`` was loaded from and that it does not use; see `VLMFamily.unused_weights`.
-
-    Empty if the checkpoint is no longer there.
-    """
-    source = str(model.config._name_or_path)
-    if not family.unused_weights or not source:
-        return {}
-    found: dict[str, torch.Tensor] = {}
-    for file in weight_files(source):
-        with safe_open(file, framework="pt") as content:
-            for name in content.keys():  # noqa: SIM118
-                if any(fnmatchcase(name, pattern) for pattern in family.unused_weights):
-                    found[name] = content.get_tensor(name)
-    return found
-
-
-def weight_files(source: str) -> list[str]:
-    """The safetensors files of a checkpoint directory or of a hub name that was downloaded before."""
-    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, **_IF_PRESENT)
-    if index is None:
-        file = cached_file(source, SAFE_WEIGHTS_NAME, **_IF_PRESENT)
-        return [] if file is None else [file]
-    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return [file for name in names if (file := cached_file(source, name, **_IF_PRESENT)) is not None]
-
-
-_IF_PRESENT: dict[str, Any] = {
-    "local_files_only": True,
-    "_raise_exceptions_for_missing_entries": False,
-    "_raise_exceptions_for_gated_repo": False,
-    "_raise_exceptions_for_connection_errors": False,
-}
-_EXPORTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
 
 
 def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer, ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import io
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import EnumMeta
 from functools import cache
@@ -48,18 +48,23 @@ def write_state(state: dict[str, Any], directory: Path, group: ProcessGroup | No
 
 
 def write_state_behind(state: dict[str, Any], directory: Path) -> "Future[None]":
-    """As `write_state`, of a copy of ``state``, in the background. Every rank calls it.
-
-    States are written one after the other, in the order of the calls: two at a time would mix up their collectives on their
-    process group if a rank is slower than the others.
-    """
+    """As `write_state`, of a copy of ``state``, in the background; see `run_behind`."""
     copy = tree_map(
         lambda value: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value, state
     )
-    return _BEHIND.submit(write_state, copy, directory, _group_behind() if distributed.is_initialized() else None)
+    return run_behind(lambda group: write_state(copy, directory, group))
 
 
-_BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `write_state_behind`
+def run_behind(write: Callable[[ProcessGroup | None], None]) -> "Future[None]":
+    """Calls ``write`` in the background with a process group of all ranks, ``None`` if there is none. Every rank calls it.
+
+    Calls follow one another in their order: two at a time would mix up their collectives on that group if a rank is slower than
+    the others.
+    """
+    return _BEHIND.submit(write, _group_behind() if distributed.is_initialized() else None)
+
+
+_BEHIND = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `run_behind`
 
 
 @cache

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.columns import RowMedia, media_parts
-from dataproto.packing import PackedRows, pack_rows, prompt_sharing, unpack_cells
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, RowMedia, media_parts
+from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
 from workers.model.packed_model import PackedVLM
@@ -35,18 +35,25 @@ def forward_rows(
     device: torch.device,
     entropy: bool = False,
     tower: bool = False,
+    length: int = 0,
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
     """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
 
     Args:
         tower: run the vision tower even if the rows have no media, on a dummy image without effect.
+        length: fill the packed rows up to this number of tokens.
         phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
     """
     with phase("prepare"):
-        moved, media, places = to_forward(*prepare_rows(module, rows, tower), device)
+        packed, inputs, spans = prepare_rows(module, rows, tower)
+        wanted = None
+        if module.kept is not None:
+            wanted = module.kept.wanted(placed_media(module, rows, sharing(module, rows)))
+            inputs = wanted.inputs or dummy_media(module, tower)
+        moved, media, places = to_forward(fill_up(packed, length), inputs, spans, device)
     with phase("forward"):
-        scores, entropies = module(moved, media, places, entropy)
+        scores, entropies = module(moved, media, places, entropy, wanted)
     shape = tuple(rows["response_mask"].shape)
     return module.outputs(
         unpack_cells(scores, moved.response_cells, shape),
@@ -69,7 +76,18 @@ def pack(module: PackedVLM, rows: DataProto, shared: Tensor) -> PackedRows:
     packed = pack_rows(ids, mask, positions, responses, token_types(module, rows), shared)
     if "targets" in rows:
         packed = replace(packed, targets=rows["targets"].flatten()[packed.response_cells])
+    if module.replays_routing and ROUTED_EXPERTS in rows:
+        packed = replace(packed, routed_experts=recorded_experts(rows, shared))
     return packed
+
+
+def recorded_experts(rows: DataProto, shared: Tensor) -> Tensor:
+    """The experts ``(T, M, k)`` of the rows' packed tokens; rows where ``shared (B,)`` is true come without their prompt."""
+    prompts, responses = rows[PROMPT_ROUTED_EXPERTS], rows[ROUTED_EXPERTS]
+    parts = []
+    for row, behind in enumerate(shared.tolist()):
+        parts += [responses[row]] if behind else [prompts[row], responses[row]]
+    return torch.cat(parts)
 
 
 def place_media(
@@ -79,14 +97,31 @@ def place_media(
 
     With ``tower``, rows without media get a dummy image whose features are not used.
     """
+    media = module.family.distinct_media(placed_media(module, rows, shared), module.model.config)
+    spans = media_spans(packed.token_types, media, packed.cu_seqlens)
+    return media.inputs or dummy_media(module, tower), spans
+
+
+def placed_media(module: PackedVLM, rows: DataProto, shared: Tensor) -> list[RowMedia]:
+    """The media of each packed row: of one that shares its prompt, those behind it."""
     inputs = list(media_of(rows))
     if bool(shared.any()):
         for row, split in enumerate(split_at_prompt(module, rows)):
             if split is not None and shared[row]:
                 inputs[row] = split[1]
-    media = module.family.distinct_media(inputs, module.model.config)
-    spans = media_spans(packed.token_types, media, packed.cu_seqlens)
-    return media.inputs or (module.family.dummy_media(module.model.config) if tower else {}), spans
+    return inputs
+
+
+def dummy_media(module: PackedVLM, tower: bool) -> dict[str, Tensor]:
+    """An image whose features are not used, for a tower that has to run without media."""
+    return module.family.dummy_media(module.model.config) if tower else {}
+
+
+def needs_tower(module: PackedVLM, parts: Sequence[DataProto]) -> list[bool]:
+    """Whether each micro-batch of a call has media whose features are not kept from those before it."""
+    if module.kept is None:
+        return [has_media(part) for part in parts]
+    return module.kept.plan([media_of(part) for part in parts])
 
 
 def to_forward(

@@ -1,22 +1,24 @@
 """Checkpoints into packed models, whole or spread over ranks."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
+from workers.model.kept_features import KeptFeatures, keeps_features
 from workers.model.lora import add_adapters
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.model.patches import cast_parameter
+from workers.model.precision import compute_dtype
+from workers.model.recurrent import recurrent_mixers
 from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
+from workers.weights import all_tensors, fill, hollow_model, make_room, stand_ins
 
 Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
 
@@ -24,59 +26,39 @@ Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
 def load_packed(
     config: Any, device: torch.device, ranks: Ranks, trains: bool, wrap: Wrap
 ) -> tuple[PackedVLM, list[Transform]]:
-    """Loads a checkpoint directory (or hub name) in float32 and spreads it over ``ranks``, ready for packed forwards.
+    """Loads a checkpoint directory (or hub name) and spreads it over ``ranks``, ready for packed forwards.
 
-    Where FSDP spreads it, the first rank (of each pipeline stage) reads the checkpoint into its host memory and the others
-    receive their parts; with tensor parallelism or offload each rank reads it, and keeps its own part.
+    The weights are in float32 if they are to be trained, else in the numbers that the model computes with.
+
+    The model is spread without its weights; then each rank reads its own parts of them, one after the other, to its device. So
+    every rank needs the checkpoint, and none ever holds the whole model unless it keeps it.
 
     Args:
         config: an `ModelConfig` with a ``model_path``.
         wrap: the packed model around a loaded one.
+
+    Raises:
+        InvalidConfig: there is no such checkpoint, or it does not fit the options.
+        CheckpointError: the checkpoint is damaged, incomplete, or of another model than its config says.
+        RankFailure: another rank cannot read it.
     """
     family = checkpoint_family(config.model_path)
-    one_reads = ranks.size("dp", "sp") > 1 == ranks.size("tp") and not config.offload
-    reader = ranks.rank("dp") == ranks.rank("sp") == 0
-    if one_reads and not reader:
-        model = hollow_model(config.model_path)
-    else:
-        model = family.model_class().from_pretrained(config.model_path, dtype=torch.float32, attn_implementation="sdpa")
-    freeze(model, family, config, trains)
-    if ranks.mesh is None:
-        model.to(device)  # type: ignore[arg-type]
-    module = wrap(model, family)
+    with ranks.fail_together():
+        model, files, sources = hollow_model(config.model_path, family)
+    if not trains and compute_dtype(config.dtype, device.type) == torch.bfloat16:
+        store_in_half(model, family, ranks)
+    with stand_ins(model):
+        freeze(model, family, config, trains)
+        module = wrap(model, family)
     use_packed_attention(model, config.flash_attention)  # instead of the default kernel
-    weights = module.state_dict() if one_reads and reader else {}
     transforms = parallelize(module, ranks, config)
-    if one_reads:
-        receive(module, weights, device, ranks)
+    hollow = {name for name, tensor in all_tensors(module) if tensor.device.type == "meta"}
+    make_room(module, device, parameters_on=torch.device("cpu") if config.offload else device)
+    with ranks.fail_together():
+        fill(module, "model.", files, sources, hollow)
+    if trains and ranks.size("pp") == 1 and keeps_features(model, family):
+        module.kept = KeptFeatures(family, model.config)
     return module, transforms
-
-
-def hollow_model(model_path: str) -> PreTrainedModel:
-    """The checkpoint's model without storage, on the meta device."""
-    config = AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        model: PreTrainedModel = (
-            family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-        )
-    return model.eval()
-
-
-def receive(module: nn.Module, weights: dict[str, Any], device: torch.device, ranks: Ranks) -> None:
-    """Fills sharded parameters, and buffers, with those of the first rank of dp x sp, one after the other."""
-    if not weights:
-        module.to_empty(device=device)
-    group = ranks.group("dp", "sp")
-    send = partial(distributed.broadcast, src=distributed.get_global_rank(group, 0), group=group)  # type: ignore[arg-type]
-    for name, parameter in module.named_parameters():
-        whole = weights[name].to(device) if weights else torch.empty(parameter.shape, device=device)
-        send(whole)
-        sharded: Any = parameter.data
-        shape, offset = compute_local_shape_and_global_offset(whole.shape, sharded.device_mesh, sharded.placements)
-        part = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
-        sharded.to_local().copy_(whole[part])
-    for buffer in module.buffers():
-        send(buffer)
 
 
 def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, trains: bool) -> None:
@@ -97,6 +79,23 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, train
     if trains and (config.freeze_vision or config.freeze_language):
         for path in family.vision_parts:
             model.get_submodule(path).requires_grad_(config.freeze_language)
+
+
+def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> None:
+    """Casts the weights of a model that is never trained to bfloat16, in place; its results stay the same to the bit.
+
+    Weights that the layout computes with in float32 keep it: those of the family, those of recurrent mixers under FSDP beside
+    their projections, and all under autocast.
+    """
+    sharded = ranks.size("dp", "sp") > 1
+    if ranks.size("tp") > 1 and not sharded:
+        return
+    kept = {id(weight) for name, weight in model.named_parameters() if family.in_float32(name)}
+    for mixer in recurrent_mixers(model, family).values() if sharded else ():
+        kept |= {id(weight) for name, weight in mixer.named_parameters() if "proj" not in name.partition(".")[0]}
+    for weight in model.parameters():
+        if id(weight) not in kept and weight.dtype == torch.float32:
+            cast_parameter(weight, torch.bfloat16)
 
 
 def checkpoint_family(model_path: str) -> VLMFamily:

@@ -20,7 +20,7 @@ from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
 from dataproto.vlm import MediaSpans
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import has_media, media_of, pack, place_media, sharing, to_forward
+from workers.training.forward_pass import media_of, needs_tower, pack, place_media, sharing, to_forward
 
 NOTHING = slice(0, 0)
 
@@ -32,6 +32,7 @@ class MicroBatch:
     index: slice | Tensor  # the rows of the batch; empty for an inert micro-batch
     rows: DataProto  # at least one row; that of an inert micro-batch has no response token
     tower: bool  # whether to run the vision tower: some rank has media in its micro-batch of this number
+    length: int = 0  # packed tokens that it is filled up to, where ranks exchange tokens; 0: it is not
 
     @property
     def inert(self) -> bool:
@@ -57,8 +58,21 @@ def micro_batches(
     parts = [as_index(rows) for rows in plan]
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
-    tower = ranks.any_of([has_media(part) for part in rows], "dp")
-    return [MicroBatch(*each) for each in zip(indices, rows, tower, strict=True)]
+    tower = ranks.any_of(needs_tower(module, rows), "dp")
+    lengths = common_lengths(rows, module, ranks)
+    return [MicroBatch(*each) for each in zip(indices, rows, tower, lengths, strict=True)]
+
+
+def common_lengths(parts: Sequence[DataProto], module: PackedVLM, ranks: Ranks) -> list[int]:
+    """The packed tokens of the longest micro-batch of each number, where ranks with other rows share experts."""
+    if ranks.size("ep") == 1 or ranks.size("dp") == 1:
+        return [0] * len(parts)
+    here = []
+    for rows in parts:
+        kept = rows["attention_mask"].clone()
+        kept[sharing(module, rows), : kept.shape[1] - rows["response_mask"].shape[1]] = 0
+        here.append(int(kept.sum()))
+    return [max(lengths) for lengths in zip(*ranks.all_gather(here, "dp"), strict=True)]
 
 
 def _plan(data: DataProto, module: PackedVLM, token_budget: int, ranks: Ranks) -> list[np.ndarray]:
@@ -178,6 +192,7 @@ class MicroBatchFeed:
         self.packed = [pack(module, part.rows, sharing(module, part.rows)) for part in parts]
         self.count = len(parts)
         self.length = max((rows.input_ids.shape[-1] for rows in self.packed), default=0)
+        self.length = max(self.length, *(part.length for part in parts), 0)
         self.has_media = any(part.tower for part in parts)
 
     def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:

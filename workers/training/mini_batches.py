@@ -1,6 +1,7 @@
 """Mini-batches of an update, cut from the whole batch, and each rank's share of their rows."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import InvalidColumn, InvalidConfig
 from dataproto.planning import balance, cut_minibatches, places_in_groups
-from workers.ranks.dispatch_modes import Arguments
+from workers.ranks.dispatch_modes import Arguments, even_bounds
 from workers.ranks.mesh import Ranks
 
 TOLERANCE = 1.1
@@ -55,6 +56,38 @@ def share_out(data: DataProto, parts: int, minibatch: int | None = None) -> list
     numbered = data[:]
     numbered[MINIBATCH], numbered[ROW] = numbers, np.arange(len(data))
     return [numbered[np.concatenate(share)] for share in shares]
+
+
+def split_scoring(call: Arguments, parts: int) -> list[Arguments]:
+    """The call ``method(data, ...)`` for each of ``parts`` data-parallel ranks: contiguous rows of about equal work.
+
+    Samples of a prompt that are next to each other stay together as in `share_out`.
+    """
+    data = call.args[0] if call.args else call.kwargs["data"]
+    shares = [data[start:stop] for start, stop in pairwise(scoring_bounds(data, parts))]
+    if call.args:
+        return [Arguments((share, *call.args[1:]), call.kwargs) for share in shares]
+    return [Arguments((), call.kwargs | {"data": share}) for share in shares]
+
+
+def scoring_bounds(data: DataProto, parts: int) -> list[int]:
+    """Where `split_scoring` cuts: between prompts, or between rows if a part would have `TOLERANCE` times the average work.
+
+    >>> rows = {"attention_mask": torch.ones(8, 2), "response_mask": torch.ones(8, 1)}
+    >>> [scoring_bounds(DataProto.from_dict(rows, {"uid": list(uids)}), 2) for uids in ("aabbccdd", "aaaaaaab")]
+    [[0, 4, 8], [0, 4, 8]]
+    """
+    groups = np.asarray(data["uid"] if "uid" in data else np.arange(len(data)))
+    own, lead = row_work(data)
+    first = np.append(True, groups[1:] != groups[:-1])[: len(data)]  # the first row of its prompt
+    work, starts = own + np.where(first, lead, 0.0), np.flatnonzero(first)
+    if len(starts) >= parts:
+        bounds = [*starts, len(data)]
+        cuts = [int(bounds[cut]) for cut in even_bounds(np.add.reduceat(work, starts), parts)]
+        busiest = max(float(work[start:stop].sum()) for start, stop in pairwise(cuts))
+        if busiest <= TOLERANCE * work.sum() / parts:
+            return cuts
+    return even_bounds(work, parts)
 
 
 def row_work(data: DataProto) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,6 @@
-"""Checks of a batch before the first forward pass, which refuse rows that the model cannot have produced, and of its scores."""
+"""Checks of a batch before the first forward pass, which refuse rows that the model cannot have produced, of its scores, and of
+the arguments of an update.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +9,11 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.columns import require
-from dataproto.errors import InvalidColumn, MediaMismatch, NonFiniteLogits
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
+from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
+from dataproto.ragged import RaggedTensor
 from workers.model.packed_model import PackedVLM
+from workers.training.aggregation import check_mode
 from workers.training.forward_pass import TRAINING_COLUMNS, media_of, token_types
 
 
@@ -30,6 +34,7 @@ def check_rows(data: DataProto, module: PackedVLM) -> None:
     check_attended(data)
     check_vocabulary(data, module.model.config.get_text_config().vocab_size)
     check_responses(data, module.banned_ids)
+    check_routed_experts(data, module)
     check_media(data, module)
 
 
@@ -92,6 +97,34 @@ def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:
             f"row {row}, response position {column}: token {int(responses[row, column])} is banned from sampling, so it has "
             "no log-prob under the policy; set response_mask to 0 there"
         )
+
+
+def check_routed_experts(data: DataProto, module: PackedVLM) -> None:
+    """Each attended token of a model that replays routing has the experts of each layer."""
+    if not module.replays_routing or ROUTED_EXPERTS not in data:
+        return
+    require(data, PROMPT_ROUTED_EXPERTS)
+    width = data["response_mask"].shape[1]
+    attended = data["attention_mask"]
+    experts = module.family.expert_count(module.model.config.get_text_config())
+    for name, mask in (
+        (PROMPT_ROUTED_EXPERTS, attended[:, : attended.shape[1] - width]),
+        (ROUTED_EXPERTS, attended[:, attended.shape[1] - width :]),
+    ):
+        column: RaggedTensor = data[name]
+        if column.tail != module.routing_shape:
+            raise InvalidColumn(
+                f"{name!r} has {tuple(column.tail)} layers and choices a token, the model {module.routing_shape}: leave the "
+                "column out, or take rows of an engine with this model"
+            )
+        wrong = (column.lengths != mask.sum(1)).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise InvalidColumn(
+                f"{name!r}, row {row}: {int(column.lengths[row])} tokens, of {int(mask[row].sum())} attended"
+            )
+        if len(column.storage) and not 0 <= int(column.storage.min()) <= int(column.storage.max()) < experts:
+            raise InvalidColumn(f"{name!r} names experts outside of the model's {experts}")
 
 
 def check_media(data: DataProto, module: PackedVLM) -> None:
@@ -169,3 +202,12 @@ pixels, hold NaN or infinity
             f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
             "pixels, hold NaN or infinity"
         )
+
+
+def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM) -> None:
+    """Raises `InvalidConfig` for an update that this model cannot make, whatever the rows."""
+    if epochs < 1:
+        raise InvalidConfig(f"epochs={epochs}: must be at least 1")
+    check_mode(aggregation)
+    if entropy and not module.makes_logits:
+        raise InvalidConfig("entropy=True: a critic has no entropy")

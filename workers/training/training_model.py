@@ -16,21 +16,20 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.packing import MAX_TOKENS
 from workers.model.named_weights import all_named_weights, float32_weights
-from workers.model.packed_model import PackedVLM
 from workers.model.precision import Precision
 from workers.parallel.pipeline import PipelineParallel
 from workers.parallel.pipeline_stages import PassOptions
 from workers.ranks.mesh import Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
-from workers.training.aggregation import check_mode, denominator, token_weights
+from workers.training.aggregation import denominator, token_weights
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
-from workers.training.forward_pass import LossFn, forward_rows, rows_to_device
+from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_to_device
 from workers.training.loading import Wrap, load_packed
-from workers.training.loss_sums import LossSums, averages
+from workers.training.loss_sums import LossSums, averages, zero_loss
 from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
-from workers.training.row_checks import check_finite, check_rows
+from workers.training.row_checks import check_finite, check_rows, check_update
 
 log = logging.getLogger(__name__)
 
@@ -125,26 +124,28 @@ class TrainingModel:
         """
         with self.ranks.fail_together():
             check_rows(data, self.module)
-        shape = tuple(data["response_mask"].shape)
-        columns = {name: torch.zeros(shape) for name in (into, "entropys")[: 1 + entropy]}
+        names = (into, "entropys")[: 1 + entropy]
+        found = torch.zeros(len(names), *data["response_mask"].shape, device=self.device)
         self.module.eval()
 
         def keep(part: MicroBatch, outputs: Any) -> Tensor:
             if not part.inert:
-                columns[into][part.index] = outputs.scores.cpu()
+                rows = index_on(part.index, self.device)
+                found[0, rows] = outputs.scores
                 if entropy:
-                    columns["entropys"][part.index] = outputs.entropy.cpu()
+                    found[1, rows] = outputs.entropy
             return outputs.scores.new_zeros(())
 
-        with torch.no_grad(), self.precision.compute(), self._keep_gathered():
-            parts = self.micro_batches(data)
+        with torch.no_grad(), self.precision.compute(), self._keep_gathered(backward=False):
+            parts = self.micro_batches(data, backward=False)
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, keep, entropy)
             else:
                 for part in parts:
                     keep(part, self._outputs(part, entropy))
         self._reshard()
-        columns = self.ranks.broadcast_from_last(columns, "pp")
+        on_host = found.cpu()  # once a call: the host prepares micro-batches while the device computes
+        columns = self.ranks.broadcast_from_last(dict(zip(names, on_host, strict=True)), "pp")
         with self.ranks.fail_together():
             check_finite(columns[into], data, into)
         return DataProto.from_dict(columns)
@@ -176,13 +177,15 @@ class TrainingModel:
             torch.set_grad_enabled(backward),
             self.precision.compute(),
             self._clear_gradients_on_error(backward),
-            self._keep_gathered(),
+            self._keep_gathered(backward),
         ):
-            parts = self.micro_batches(data)
+            parts = self.micro_batches(data, backward)
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, conclude, entropy, backward)
                 parts = []
-            for part in parts:  # as `conclude`, with one frame less between a caller and the loss function
+            for number, part in enumerate(
+                parts
+            ):  # as `conclude`, with one frame less between a caller and the loss function
                 outputs = self._outputs(part, entropy)
                 with self.accounting.phase("forward"):
                     if part.inert:
@@ -191,6 +194,8 @@ class TrainingModel:
                         loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
                         total = sums.add(part.index, outputs.scores, loss, metrics)
                 if backward:
+                    for transform in self.transforms:
+                        transform.before_backward(self.module, last=number == len(parts) - 1)
                     with self.accounting.phase("backward"):
                         total.backward()
         if not backward:
@@ -198,16 +203,24 @@ class TrainingModel:
         sums.take_from_last_stage(self.ranks)
         return sums
 
-    def micro_batches(self, data: DataProto) -> list[MicroBatch]:
-        """Parts of which each rank has at most ``token_budget`` tokens: ranks along sp share the tokens of one part.
+    def micro_batches(self, data: DataProto, backward: bool = True) -> list[MicroBatch]:
+        """Parts of which each rank has at most `ModelConfig.budget` tokens: ranks along sp share the tokens of one part.
 
-        Where only the tower is trained, each part runs it: without media nothing would have a gradient.
+        Where only the tower is trained, each part runs it: without media nothing would have a gradient. Where gradients are
+        reduced once, the last part runs it if another does: FSDP reduces the gradients of what the last one has used.
         """
-        parts = micro_batches(data, self.module, self.config.token_budget * self.ranks.size("sp"), self.ranks)
-        return [replace(part, tower=True) for part in parts] if self.config.freeze_language else parts
+        config = self.config
+        parts = micro_batches(data, self.module, config.budget(backward) * self.ranks.size("sp"), self.ranks)
+        if config.freeze_language:
+            return [replace(part, tower=True) for part in parts]
+        if backward and config.leaves_unsharded("gradients") and any(part.tower for part in parts):
+            parts[-1] = replace(parts[-1], tower=True)
+        return parts
 
     def _outputs(self, part: MicroBatch, entropy: bool) -> Any:
-        return forward_rows(self.module, part.rows, self.device, entropy, part.tower, self.accounting.phase)
+        return forward_rows(
+            self.module, part.rows, self.device, entropy, part.tower, part.length, self.accounting.phase
+        )
 
     def _run_pipeline(
         self,
@@ -222,10 +235,10 @@ class TrainingModel:
             pipeline.run(MicroBatchFeed(self.module, parts, self.device, conclude), self.device, options)
 
     @contextmanager
-    def _keep_gathered(self) -> Iterator[None]:
+    def _keep_gathered(self, backward: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for transform in self.transforms:
-                stack.enter_context(transform.keep_gathered(self.module))
+                stack.enter_context(transform.keep_gathered(self.module, backward))
             yield
 
     def _reshard(self) -> None:
@@ -239,6 +252,8 @@ class TrainingModel:
         except BaseException:
             if backward:
                 self.optimizer.adamw.zero_grad(set_to_none=True)
+                for transform in self.transforms:
+                    transform.drop_gradients(self.module)
             self._reshard()
             raise
 
@@ -293,11 +308,13 @@ class TrainingModel:
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.
 
+        The checkpoint has the dtype that the model computes in, the training state float32.
+
         Raises:
             CheckpointError: a rank could not write.
         """
         if export:
-            self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind)
+            self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind, self.precision.dtype)
         else:
             self.saving.save_training(directory, self.module, self.optimizer, behind)
 
@@ -385,18 +402,3 @@ class Update:
         model.skipped.append(SkippedStep(model.optimizer.steps - 1, grad_norm, tuple(rows)))
         if model.ranks.is_first:
             log.warning("%s", model.skipped[-1])
-
-
-def zero_loss(outputs: Any) -> Tensor:
-    """The loss () of a micro-batch without tokens: zero, for the backward pass that other ranks need."""
-    total: Tensor = outputs.scores.sum()
-    return total
-
-
-def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM) -> None:
-    """Raises `InvalidConfig` for an update that this model cannot make, whatever the rows."""
-    if epochs < 1:
-        raise InvalidConfig(f"epochs={epochs}: must be at least 1")
-    check_mode(aggregation)
-    if entropy and not module.makes_logits:
-        raise InvalidConfig("entropy=True: a critic has no entropy")

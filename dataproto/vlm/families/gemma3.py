@@ -78,6 +78,7 @@ class Gemma3(VLMFamily):
     """Gemma 3 with a vision tower."""
 
     model_type = "gemma3"
+    published = ("Gemma-3-4B", "Gemma-3-12B", "Gemma-3-27B")
     media_layout = Squares()
     image_text = ("\n\n<start_of_image>", "<end_of_image>\n\n")
     mrope = False

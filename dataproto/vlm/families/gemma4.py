@@ -111,6 +111,7 @@ class Gemma4(VLMFamily):
     """Gemma 4, dense, without per-layer embeddings and without audio."""
 
     model_type = "gemma4"
+    published = ("Gemma-4-31B",)
     media_layout = PlacedPatches()
     image_text = ("<|image>", "<image|>")
     mrope = False
@@ -118,7 +119,6 @@ class Gemma4(VLMFamily):
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
     mergers = ("model.embed_vision",)
-    unused_weights = ("*.layer_scalar", "*.vision_tower.std_*")  # constants, which an export keeps
 
     def check_supported(self, config: Any) -> None:
         """Refuses what the larger dense models do not have: experts, per-layer embeddings, audio and clipped towers."""

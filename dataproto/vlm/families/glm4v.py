@@ -1,5 +1,5 @@
-"""GLM-4.1V: patches with grids and multimodal rotary positions as in Qwen2-VL, but images only. Its placeholder of a video frame
-is that of an image, so Hugging Face's forward cannot distinguish the images of a row from its videos.
+"""GLM-4.1V, 4.5V and 4.6V: patches with grids and multimodal rotary positions as in Qwen2-VL, but images only. The placeholder of
+a video frame is that of an image, so Hugging Face's forward cannot distinguish the images of a row from its videos.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidMedia
-from dataproto.vlm.costs import frame_pairs, patch_weights, tower_flops
-from dataproto.vlm.family import DECODER_PLAN, VLMFamily
+from dataproto.vlm.costs import attention_weights, dense_layer_weights, frame_pairs, patch_weights, tower_flops
+from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media_layout import PatchGrids
+
+NO_CLASS = "vLLM has no class for it; GLM-4.6V is of type glm4v_moe, which it has"
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,10 @@ class _ImageGrids(PatchGrids):
 
 
 class GLM4V(VLMFamily):
-    """GLM-4.1V, dense."""
+    """GLM-4.1V, and GLM-4.6V-Flash, which is of the same type."""
 
     model_type = "glm4v"
+    published: tuple[str, ...] = ("GLM-4.1V-9B", "GLM-4.6V-Flash")
     media_layout = _ImageGrids()
     mergers = ("model.visual.downsample", "model.visual.merger")
     tensor_plan = (
@@ -64,3 +67,56 @@ class GLM4V(VLMFamily):
             width=width,
             pairs=[frame_pairs(grids)] * int(vision.depth),
         )
+
+
+class GLM4VMoe(GLM4V):
+    """GLM-4.5V and GLM-4.6V: after the first dense layers a mixture of experts, and experts that all tokens share.
+
+    The router takes the best experts of the best groups by sigmoid scores with a correction, which is no parameter: it is kept as
+    the checkpoint has it, in float32, and no gradient reaches it.
+    """
+
+    model_type = "glm4v_moe"
+    published: tuple[str, ...] = ("GLM-4.5V", "GLM-4.6V")
+    experts = "model.language_model.layers.*.mlp.experts"
+    tensor_plan = (
+        *DECODER_PLAN,
+        *EXPERT_PLAN,
+        ("model.language_model.layers.*.mlp.shared_experts.gate_proj", "colwise"),
+        ("model.language_model.layers.*.mlp.shared_experts.up_proj", "colwise"),
+        ("model.language_model.layers.*.mlp.shared_experts.down_proj", "rowwise"),
+    )
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Attention, the router, the experts that a token is sent to and the shared ones; the first layers are dense."""
+        if layer < int(text.first_k_dense_replace):
+            return dense_layer_weights(text)
+        experts = 3 * int((text.num_experts_per_tok + text.n_shared_experts) * text.moe_intermediate_size)
+        return attention_weights(text) + int(text.hidden_size) * (int(text.n_routed_experts) + experts)
+
+    def expert_count(self, text: Any) -> int:
+        """As GLM's configs name it."""
+        return int(text.n_routed_experts)
+
+    def expert_weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Sigmoid scores, without the correction that only chooses, scaled to a sum and by a factor."""
+        scores = logits.sigmoid().gather(-1, chosen)
+        if router.norm_topk_prob:
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return scores * float(router.routed_scaling_factor)
+
+
+class GLM46V(GLM4V):
+    """The class of transformers that takes GLM's language models by their type, with the dense one."""
+
+    model_type = "glm46v"
+    published: tuple[str, ...] = ()
+    not_in_vllm = NO_CLASS
+
+
+class GLM46VMoe(GLM4VMoe):
+    """The same with the mixture of experts."""
+
+    model_type = "glm46v+glm4v_moe_text"
+    published: tuple[str, ...] = ()
+    not_in_vllm = NO_CLASS

@@ -155,6 +155,7 @@ class Idefics3(VLMFamily):
     """Idefics3."""
 
     model_type = "idefics3"
+    published: tuple[str, ...] = ("Idefics3",)
     media_layout = TILES = SquareTiles()
     image_text = ("<fake_token_around_image><global-img>", "<fake_token_around_image>")
     typed_content = True
@@ -204,6 +205,15 @@ class Idefics3(VLMFamily):
         features = self.feature_counts(self.dummy_media(config), config)[0]
         return {"processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": features}}
 
+    def rollout_media(self, media: Mapping[str, Tensor], config: Any) -> Mapping[str, Tensor]:
+        """Tiles ``(tiles, 3, size, size)``, all of whose pixels count, and the number of tiles of each image ``(images,)``."""
+        tiles = media["pixel_values"].flatten(0, 1)
+        return {
+            "pixel_values": tiles,
+            "pixel_attention_mask": torch.ones(len(tiles), *tiles.shape[2:], dtype=torch.bool),
+            "num_patches": media["image_tiles"].prod(1) + 1,
+        }
+
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a tile; the connector is one matrix."""
         vision = config.vision_config
@@ -221,6 +231,7 @@ class SmolVLM(Idefics3):
     """SmolVLM and SmolVLM2: Idefics3 with a smaller tower and more patches joined into a feature, and with videos."""
 
     model_type = "smolvlm"
+    published: tuple[str, ...] = ("SmolVLM", "SmolVLM2")
     frames_as_images = True
 
     def frame_captions(self, seconds: Sequence[float], duration: float) -> list[str]:

@@ -1,5 +1,5 @@
-"""InternVL 2.5 to 3.5, the dense models in Hugging Face's format: an image is cut into tiles of one size and a thumbnail, each
-tile takes a fixed number of tokens, and positions are one-dimensional.
+"""InternVL 2.5 to 3.5, dense and mixture of experts, in Hugging Face's format: an image is cut into tiles of one size and a
+thumbnail, each tile takes a fixed number of tokens, and positions are one-dimensional.
 """
 
 import math
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import InvalidMedia, MediaMismatch
-from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.costs import sparse_layer_weights
+from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media_layout import MediaLayout, check_limits
 from dataproto.vlm.placeholders import Ids
 
@@ -78,6 +79,7 @@ class InternVL(VLMFamily):
     """InternVL, dense."""
 
     model_type = "internvl"
+    published: tuple[str, ...] = ("InternVL2.5", "InternVL3", "InternVL3.5")
     media_layout = Tiles()
     image_text = ("<img>", "</img>")
     mrope = False
@@ -90,6 +92,11 @@ class InternVL(VLMFamily):
         output = model.model.get_image_features(media["pixel_values"], return_dict=True, **vision_kwargs)
         features: Tensor = output.pooler_output.flatten(0, 1)
         return features
+
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The number of tokens of a tile."""
+        features = int(self.feature_counts(self.dummy_media(config), config)[0])
+        return {"processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": features}}
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """A tile has a class token besides its patches; the projector does not read it."""
@@ -110,3 +117,16 @@ class InternVL(VLMFamily):
             if found:
                 break
         return name, weight
+
+
+class InternVLMoe(InternVL):
+    """InternVL with Qwen3's mixture of experts. That of gpt-oss is refused, see `dataproto.vlm.family_registry`."""
+
+    model_type = "internvl+qwen3_moe"
+    published: tuple[str, ...] = ("InternVL3.5-30B-A3B", "InternVL3.5-241B-A28B")
+    experts = "model.language_model.layers.*.mlp.experts"
+    tensor_plan = (*DECODER_PLAN, *EXPERT_PLAN)
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Attention, router and the experts that a token is sent to; some layers may be dense."""
+        return sparse_layer_weights(text, layer)

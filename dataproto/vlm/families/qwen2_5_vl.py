@@ -16,6 +16,7 @@ class Qwen25VL(Qwen2VL):
     """Qwen2.5-VL; names of weights in checkpoints are those of Qwen2-VL."""
 
     model_type = "qwen2_5_vl"
+    published = ("Qwen2.5-VL",)
 
     def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
         """Time steps are ``tokens_per_second * seconds`` positions apart, rounded down. Seconds are 1 by default."""

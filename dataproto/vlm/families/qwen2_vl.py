@@ -15,6 +15,7 @@ class Qwen2VL(VLMFamily):
     """Qwen2-VL: the defaults of `VLMFamily`."""
 
     model_type = "qwen2_vl"
+    published = ("Qwen2-VL",)
 
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """Checkpoints keep the names from before the decoder became a submodule."""

@@ -1,5 +1,6 @@
-"""Qwen3.5: three of four decoder layers are recurrent (Gated DeltaNet, arXiv:2412.06464), the others attend, with a gate on their
-output. Tower and prompts are those of Qwen3-VL, without its deep features.
+"""Qwen3.5, and Qwen3.6 and 3.8, which share its classes: three of four decoder layers are recurrent (Gated DeltaNet,
+arXiv:2412.06464), the others attend, with a gate on their output. Tower and prompts are those of Qwen3-VL, without its deep
+features.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from dataproto.vlm.costs import (
     patch_weights,
     tower_flops,
 )
-from dataproto.vlm.family import DECODER_PLAN, TensorPlan, VLMFamily
+from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, TensorPlan, VLMFamily
 from dataproto.vlm.mrope import Pieces
 
 CHUNK = 64  # tokens whose updates of a recurrent state are computed together
@@ -32,9 +33,10 @@ RECURRENT_PLAN: TensorPlan = (
 
 
 class Qwen35(VLMFamily):
-    """Qwen3.5, dense."""
+    """Qwen3.5, dense, and the dense models of Qwen3.6 and Qwen3.8, whose checkpoints are of the same type."""
 
     model_type = "qwen3_5"
+    published: tuple[str, ...] = ("Qwen3.5", "Qwen3.6-27B", "Qwen3.8-27B")
     videos_by_frame = True
     recurrent_mixers = "model.language_model.layers.*.linear_attn"
     float32_weights = (
@@ -91,11 +93,11 @@ class Qwen35Moe(Qwen35):
     """Qwen3.5 with a mixture of experts in every layer, and one expert that all tokens share."""
 
     model_type = "qwen3_5_moe"
+    published: tuple[str, ...] = ("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B")
     experts = "model.language_model.layers.*.mlp.experts"
     tensor_plan = (
         *(entry for entry in Qwen35.tensor_plan if ".mlp." not in entry[0]),
-        ("model.language_model.layers.*.mlp.experts.gate_up_proj", "packed_colwise"),
-        ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
+        *EXPERT_PLAN,
         ("model.language_model.layers.*.mlp.shared_expert.gate_proj", "colwise"),
         ("model.language_model.layers.*.mlp.shared_expert.up_proj", "colwise"),
         ("model.language_model.layers.*.mlp.shared_expert.down_proj", "rowwise"),

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.vlm.costs import (
-    attention_weights,
-    dense_layer_weights,
-    frame_pairs,
-    merger_weights,
-    patch_weights,
-    tower_flops,
-)
-from dataproto.vlm.family import DECODER_PLAN, VLMFamily
+from dataproto.vlm.costs import frame_pairs, merger_weights, patch_weights, sparse_layer_weights, tower_flops
+from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media import MediaSpans
 from dataproto.vlm.mrope import Pieces
 
@@ -25,6 +18,7 @@ class Qwen3VL(VLMFamily):
     """Qwen3-VL, dense."""
 
     model_type = "qwen3_vl"
+    published: tuple[str, ...] = ("Qwen3-VL",)
     mergers = ("model.visual.merger", "model.visual.deepstack_merger_list")
     videos_by_frame = True
 
@@ -77,20 +71,13 @@ class Qwen3VLMoe(Qwen3VL):
     """Qwen3-VL with a mixture of experts."""
 
     model_type = "qwen3_vl_moe"
+    published: tuple[str, ...] = ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B")
     experts = "model.language_model.layers.*.mlp.experts"
-    tensor_plan = (
-        *DECODER_PLAN,
-        ("model.language_model.layers.*.mlp.experts.gate_up_proj", "packed_colwise"),
-        ("model.language_model.layers.*.mlp.experts.down_proj", "rowwise"),
-    )
+    tensor_plan = (*DECODER_PLAN, *EXPERT_PLAN)
 
     def layer_weights(self, text: Any, layer: int) -> int:
         """Attention, router and the experts that a token is sent to; some layers may be dense."""
-        sparse = layer not in (text.mlp_only_layers or ()) and (layer + 1) % text.decoder_sparse_step == 0
-        if not sparse:
-            return dense_layer_weights(text)
-        experts = 3 * int(text.num_experts_per_tok * text.moe_intermediate_size)
-        return attention_weights(text) + int(text.hidden_size) * (int(text.num_experts) + experts)
+        return sparse_layer_weights(text, layer)
 
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """Checkpoints hold the weights of experts as ``(experts, in, out)``, the model as ``(experts, out, in)``."""

@@ -99,21 +99,25 @@ class Llama(TextOnly):
     """Llama 2 and 3, and models of its architecture, such as SmolLM2."""
 
     model_type = "llama"
+    published = ("Llama 2", "Llama 3", "SmolLM2")
 
 
 class Mistral(TextOnly):
     """Mistral 7B, with a sliding window (v0.1) or without."""
 
     model_type = "mistral"
+    published = ("Mistral 7B",)
 
 
 class Qwen2(TextOnly):
     """Qwen2 and Qwen2.5, dense."""
 
     model_type = "qwen2"
+    published = ("Qwen2", "Qwen2.5")
 
 
 class Qwen3(TextOnly):
     """Qwen3, dense."""
 
     model_type = "qwen3"
+    published = ("Qwen3",)

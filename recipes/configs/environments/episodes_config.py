@@ -96,7 +96,7 @@ class EpisodeRunConfig(PolicyGradientConfig):
         if not self.rollout.in_order:
             raise InvalidConfig(
                 "--last-pictures makes several rows of an episode, but samples that go on after their step have one: leave out "
-                "--rollout options"
+                "--rollout.over-ask, --rollout.ahead and --rollout.early-update"
             )
 
     @property

@@ -53,7 +53,7 @@ TINY = ZoomConfig(
     algorithm=EpisodeAlgorithmConfig(n=4, kl_coef=0.0, entropy_coef=0.01),
     optimizer=OptimizerConfig(lr=5e-4, betas=(0.9, 0.95), schedule="linear", warmup_steps=5),
     critic_optimizer=OptimizerConfig(lr=1e-3, schedule="linear", warmup_steps=5),
-    run=RunConfig(steps=200, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
+    run=RunConfig(steps=150, eval_every=25, save_every=50, output_dir=OUTPUT_DIR),
 )
 REAL = ZoomConfig(data=DataConfig(batch_size=64, eval_rows=256, max_prompt_length=2048, max_response_length=512))
 

@@ -1,4 +1,4 @@
-"""The options of samples that go on after their step."""
+"""The options of rollouts: which samples are decoded when, and what comes with them."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from dataproto.errors import InvalidConfig
 
 @dataclass(frozen=True)
 class CarryingConfig:
-    """Which samples are decoded when. By default a step decodes the samples of its own prompts to their end."""
+    """Which samples are decoded when, and what comes with them. By default a step decodes the samples of its own prompts to their
+    end.
+    """
 
     # groups decoded at a time, in batch sizes, from 1 to 2: a step ends when its batch of groups is whole, the rest go on later
     over_ask: float = 1.0
@@ -18,6 +20,9 @@ class CarryingConfig:
     early_update: bool = False  # a part's gradients are computed while the next parts are decoded
     max_staleness: int | None = (
         None  # updates after which a begun group is waited for; default: 1, or 2 if over-ask is above 1 with ahead
+    )
+    replay_routing: bool = (
+        True  # the actor uses the experts that the engine chose, with a mixture and in-order responses
     )
 
     def __post_init__(self) -> None:

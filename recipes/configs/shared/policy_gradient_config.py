@@ -39,6 +39,8 @@ class DataConfig:
     max_response_length: int = 2048  # tokens; longer responses are cut
     min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
     max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
+    # of the chat template, in training and evaluation: NAME VALUE ..., such as enable_thinking false
+    template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
     on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
     keys: tyro.conf.OmitArgPrefixes[ColumnKeys] = field(default_factory=ColumnKeys)
     instruction: str = INSTRUCTION  # added to the problem of a row in EasyR1's schema, or to the text of --prompt-key
@@ -61,6 +63,14 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class RolloutOptions(CarryingConfig):
+    """Which tokens are sampled, beside ``temperature``, ``top_p`` and ``top_k`` of the algorithm, and which samples when."""
+
+    min_p: float = 0.0  # sample from tokens with at least this share of the likeliest token's probability; 0: from all
+    stop: tuple[str, ...] = ()  # texts that end a response, in the evaluation too; the response keeps the text
+
+
+@dataclass(frozen=True)
 class PolicyGradientConfig:
     """All options of a run; written to config.json in its directory."""
 
@@ -75,7 +85,7 @@ class PolicyGradientConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     max_restarts: int = 0  # how often to restart from the last checkpoint after a worker has failed
     keep_rollouts: int = 64  # rows of each step, in whole groups, kept in output_dir for the viewer; 0: none
-    rollout: CarryingConfig = field(default_factory=CarryingConfig)  # samples that go on after their step
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
     data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
     run: tyro.conf.OmitArgPrefixes[RunConfig] = field(default_factory=RunConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -83,16 +93,15 @@ class PolicyGradientConfig:
 
     def __post_init__(self) -> None:
         check_placement(self)
+        self.sampling()  # raises for invalid sampling options
         if not self.rollout.in_order:
             needs = self._needs_own_prompts(), self._needs_whole_batches()
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
         if self.run.epochs is not None and not self.data.data_path:
             raise InvalidConfig("epochs without data_path: drawn problems do not repeat; give --steps")
-        minibatch, batch = self.algorithm.minibatch, self.data.batch_size
-        if minibatch is not None and minibatch > batch:
-            raise InvalidConfig(f"algorithm.minibatch={minibatch} is more than the {batch} prompts of batch_size")
-        if self.rollout.parts > batch:
-            raise InvalidConfig(f"rollout.parts={self.rollout.parts} is more than the {batch} prompts of batch_size")
+        parts, batch = self.rollout.parts, self.data.batch_size
+        if parts > batch:
+            raise InvalidConfig(f"rollout.parts={parts} is more than the {batch} prompts of batch_size")
         longest = self.data.max_response_length
         buffer = self.algorithm.overlong_tokens(longest)
         if buffer > longest:
@@ -113,7 +122,8 @@ class PolicyGradientConfig:
             reasons.append("a critic learns from whole batches")
         if algorithm.updates(self.data.batch_size) > 1:
             reasons.append(
-                f"algorithm.minibatch={algorithm.minibatch}, epochs={algorithm.epochs} make several updates a step"
+                f"algorithm.minibatch={algorithm.minibatch}, epochs={algorithm.epochs} make several updates a step "
+                "(--algorithm.minibatch None makes one)"
             )
         return reasons + algorithm.needs_whole_batches
 
@@ -144,12 +154,13 @@ class PolicyGradientConfig:
 
     def sampling(self) -> SamplingParams:
         """How responses are sampled for training."""
-        return self.algorithm.sampling(self.data.max_response_length, self.run.seed)
+        sampling = self.algorithm.sampling(self.data.max_response_length, self.run.seed)
+        return replace(sampling, min_p=self.rollout.min_p, stop=self.rollout.stop)
 
     def eval_sampling(self) -> SamplingParams:
         """How held-out problems are answered: greedily, or ``data.eval_samples`` times, the same streams in each evaluation."""
         if self.data.eval_samples == 1:
-            return SamplingParams(temperature=0, max_tokens=self.data.max_response_length)
+            return SamplingParams(temperature=0, max_tokens=self.data.max_response_length, stop=self.rollout.stop)
         return replace(self.sampling(), n=self.data.eval_samples)
 
 

@@ -24,6 +24,8 @@ class RowsConfig:
     max_response_length: int = 128  # tokens of an answer to a held-out question; 0: none is asked
     min_pixels: int | None = None  # smaller images are enlarged; default: as the checkpoint says
     max_pixels: int | None = None  # larger images are shrunk; default: as the checkpoint says
+    # of the chat template, in training and evaluation: NAME VALUE ..., such as enable_thinking false
+    template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
     on_bad_row: OnBadRow = "stop"  # at an unusable row: stop, or skip it and take the next good one
     num_workers: int = 0  # processes that prepare rows ahead
 

@@ -7,7 +7,8 @@ from dataproto.extras import lazy_names
 if TYPE_CHECKING:
     from recipes.serve.engine.engine_options import EngineOptions
     from recipes.serve.engine.in_process import InProcessEngine, engine_from_json
+    from recipes.serve.engine.placed_engine import PlacedEngine, placed_engine_from_json
 
-__all__ = ["EngineOptions", "InProcessEngine", "engine_from_json"]
+__all__ = ["EngineOptions", "InProcessEngine", "PlacedEngine", "engine_from_json", "placed_engine_from_json"]
 
 __getattr__ = lazy_names(__name__, __file__)

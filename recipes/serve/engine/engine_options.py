@@ -18,7 +18,9 @@ class EngineOptions:
     max_lora_rank: int = 64
     max_samplers: int = 32  # snapshots whose adapters stay in memory; others are read from their files again
     max_num_seqs: int = 256  # answers that are decoded at the same time
-    max_targets: int = 2**24  # targets of all rows of a pass, tokens x targets of each, zeros of sparse ones included
+    max_targets: int = (
+        2**24
+    )  # log-probs that a pass returns: tokens x targets of all rows, those that sparse ones do not list included
     image_bytes: int = 512 << 20  # memory for processed images
     sampler: Literal["hf", "vllm"] = "hf"  # the engine that samples
     vllm_memory_share: float = 0.5  # of the device, for vLLM's weights and KV cache

@@ -1,15 +1,15 @@
 """`InProcessEngine`: the backend of the server that computes in this process, on its CPU or its first CUDA device."""
 
 import json
-import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig
 from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import (
     OPTIMIZER_FILE,
@@ -21,17 +21,17 @@ from recipes.serve.backend import (
     PassResult,
     SampleRequest,
     SampleResult,
+    nothing,
 )
 from recipes.serve.engine.base_model import BaseModel, context_length
 from recipes.serve.engine.engine_options import EngineOptions
 from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
 from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
 from recipes.serve.engine.samplers import Samplers
+from recipes.serve.link import failure_of, server_failure
 from rollout.adapters import Adapter, AdapterConfig
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class TrainedModel:
     base_model: str
     base: BaseModel
     trained: TrainedMatrices
-    stand_in: bool  # for a replayed pass: limits do not count it
 
     @property
     def adapter(self) -> Adapter | None:
@@ -95,17 +94,17 @@ class InProcessEngine:
 
     # Training
 
-    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, stand_in: bool = False) -> None:
+    def create(self, model_id: str, base_model: str, lora: LoraSpec | None, *, replayed: bool = False) -> None:
         """See `Backend.create`."""
         if model_id in self._models:
             raise InvalidConfig(f"model {model_id!r} exists already")
-        if not stand_in:
+        if not replayed:
             self._check_limits(lora)
-        self._models[model_id] = self._new_model(base_model, lora, stand_in)
+        self._models[model_id] = self._new_model(base_model, lora)
 
     def _check_limits(self, lora: LoraSpec | None) -> None:
         full = lora is None or lora.rank == 0
-        models = [model for model in self._models.values() if not model.stand_in]
+        models = self._models.values()
         if full and not self.options.full_finetuning:
             raise InvalidConfig("rank=0 trains all weights: start the engine with full_finetuning, or choose a rank")
         if full and any(model.adapter is None for model in models):
@@ -115,36 +114,39 @@ class InProcessEngine:
         if len(models) >= self.options.max_models:
             raise InvalidConfig(f"{len(models)} models are trained already, the most that there may be (--max-models)")
 
-    def _new_model(self, base_model: str, lora: LoraSpec | None, stand_in: bool) -> TrainedModel:
+    def _new_model(self, base_model: str, lora: LoraSpec | None) -> TrainedModel:
         if lora is None or lora.rank == 0:
-            return self._all_weights(base_model, stand_in)
+            return self._all_weights(base_model)
         base = self.base(base_model)
         config = AdapterConfig(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
         adapter = base.trainer.new_adapter(config, lora.seed or 0)
         trained = TrainedAdapter(adapter, base.trainer.model, base.trainer.family)
-        return TrainedModel(base_model, base, trained, stand_in)
+        return TrainedModel(base_model, base, trained)
 
-    def _all_weights(self, base_model: str, stand_in: bool) -> TrainedModel:
+    def _all_weights(self, base_model: str) -> TrainedModel:
         """A copy of a base model whose weights are trained."""
         self._check_name(base_model)
         base = BaseModel(self.paths[base_model], self.options, self.device, trains_weights=True)
         assert base.trainer.weights is not None
         trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
-        return TrainedModel(base_model, base, trained, stand_in)
+        return TrainedModel(base_model, base, trained)
 
-    def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
+    def passes(
+        self, passes: Sequence[Pass], *, replayed: bool = False, between: Callable[[], None] = nothing
+    ) -> list[PassResult | Failure]:
         """See `Backend.passes`."""
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
+        most = None if replayed else self.options.max_targets
         for number, given in enumerate(passes):
             try:
                 model = self._model(given.model_id)
-                one = open_pass(number, given, model.base, model.adapter, self.options.max_targets)
+                one = open_pass(number, given, model.base, model.adapter, most)
                 opened.setdefault(model.base, []).append(one)
-            except DataProtoError as error:
-                results[number] = Failure(str(error), "user")
-        for base, group in opened.items():
-            gradients, found = run_passes(base, group)
+            except Exception as error:
+                results[number] = failure_of(error)
+        computed = [run_passes(base, group, between) for base, group in opened.items()]
+        for gradients, found in computed:
             results |= found
             for model in self._models.values():
                 if model.trained.source in gradients:
@@ -215,9 +217,9 @@ class InProcessEngine:
             base, adapter = found
             opened = open_sample(request, base, adapter)
         except CheckpointError as error:  # its files were there when it was opened
-            self._ready.append((request.request_id, Failure(str(error), "server")))
-        except DataProtoError as error:
-            self._ready.append((request.request_id, Failure(str(error), "user")))
+            self._ready.append((request.request_id, server_failure(error)))
+        except Exception as error:
+            self._ready.append((request.request_id, failure_of(error)))
         else:
             self._open.setdefault(base, {}).update(dict.fromkeys(opened.numbers, opened))
         return True
@@ -236,11 +238,10 @@ class InProcessEngine:
         try:
             completions = [each for each in base.poll() if each.request in group]
         except Exception as error:
-            log.exception("a decoding step failed")
-            message = f"sampling failed: {type(error).__name__}: {error}"
+            failure = failure_of(error)
             names = list(dict.fromkeys(each.request.request_id for each in group.values()))
             self.abort(names)
-            return [(name, Failure(message, "server")) for name in names]
+            return [(name, failure) for name in names]
         ready: list[SampleResult | tuple[str, Failure]] = []
         wrong = {group[each.request].request.request_id: each.error for each in completions if each.error is not None}
         ready += [(name, Failure(str(reason), "user")) for name, reason in wrong.items()]
@@ -268,8 +269,9 @@ class InProcessEngine:
 
 
 def engine_from_json(text: str) -> InProcessEngine:
-    """An engine of options as JSON, as a process gets them: ``models`` (paths by name; null: the name itself) and those of
-    `EngineOptions`.
+    """An engine in this process, of options as JSON.
+
+    They are ``models`` (paths by name; null: the name itself) and those of `EngineOptions`.
 
     Raises:
         InvalidConfig: the text is no such JSON; names what is wrong.
@@ -277,9 +279,16 @@ def engine_from_json(text: str) -> InProcessEngine:
     >>> engine_from_json('{"models": {"tiny": "path/to/tiny"}, "max_models": 8}').options.max_models
     8
     """
+    models, options, _ = read_options(text)
+    return InProcessEngine(models, options)
+
+
+def read_options(text: str, *others: str) -> tuple[dict[str, str], EngineOptions, dict[str, Any]]:
+    """The models, options and ``others`` of JSON. Raises `InvalidConfig`."""
     try:
         given = json.loads(text)
         models = {str(name): str(path or name) for name, path in given.pop("models").items()}
-        return InProcessEngine(models, EngineOptions(**given))
+        rest = {name: given.pop(name) for name in others}
+        return models, EngineOptions(**given), rest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidConfig(f"the options of the engine cannot be read: {error}") from error

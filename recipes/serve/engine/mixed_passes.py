@@ -1,8 +1,7 @@
 """Passes of several adapters and losses as one packed batch."""
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,14 +13,15 @@ from recipes.algorithms.datum_losses import DATUM_LOSSES, THRESHOLDS, loss_optio
 from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.engine.base_model import BaseModel
 from recipes.serve.engine.datum_inputs import READ_BY_LOSS, DatumInputs, read_inputs
+from recipes.serve.link import failure_of
 from rollout.adapters import Adapter
 from rollout.prompts import TokenSequence
 from workers.adapters.adapter_trainer import Gradients, ScoredRow
 from workers.adapters.trained_adapter import Trainable
 
-log = logging.getLogger(__name__)
-Rows = Mapping[int, Sequence[ScoredRow]]
-"""The rows of passes, by the numbers of the passes."""
+Results = dict[int, PassResult | Failure]
+"""By the numbers of the passes."""
+Between = Callable[[], None]
 
 
 @dataclass
@@ -35,7 +35,7 @@ class OpenPass:
     adapter: Adapter | None  # None: all weights are trained
     sequences: list[TokenSequence] = field(default_factory=list)
     inputs: list[DatumInputs] = field(default_factory=list)
-    log_probs: dict[int, Tensor] = field(default_factory=dict)  # of a row (N, K)
+    log_probs: dict[int, Tensor] = field(default_factory=dict)  # of a row's targets (M,)
     total: float = 0.0
     error: DataProtoError | None = None
 
@@ -45,15 +45,15 @@ class OpenPass:
 
     def result(self) -> PassResult:
         """Log-probs of all targets, 0 for those that have none, and the sum of the loss."""
-        outputs = []
-        for number, inputs in enumerate(self.inputs):
-            values = self.log_probs[number].where(inputs.known, 0.0)
-            outputs.append({"logprobs": (values[:, 0] if inputs.flat else values).numpy()})
+        outputs = [{"logprobs": inputs.output(self.log_probs[row]).numpy()} for row, inputs in enumerate(self.inputs)]
         return PassResult(outputs, {"loss:sum": self.total})
 
 
-def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None, max_targets: int) -> OpenPass:
+def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None, max_targets: int | None) -> OpenPass:
     """Reads a pass.
+
+    Args:
+        max_targets: of its rows; ``None``: a pass that has been computed before, to which no limit applies.
 
     Raises:
         InvalidConfig: the loss or one of its options is unknown.
@@ -66,7 +66,8 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None
     for place, datum in enumerate(given.data):
         try:
             sequence = base.sequence(ModelInput(datum.chunks))
-            base.check_context(len(sequence))
+            if max_targets is not None:
+                base.check_context(len(sequence))
             inputs = read_inputs(datum.inputs, given.loss, columns, len(sequence), base.vocabulary, room)
         except DataProtoError as error:
             raise InvalidRow(place, str(error)) from error
@@ -75,37 +76,27 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None
             raise InvalidRow(place, f"its loss inputs are {names}, those of row 0 {others}")
         opened.sequences.append(sequence)
         opened.inputs.append(inputs)
-        room -= inputs.targets.numel()
+        room = None if room is None else room - inputs.size
     return opened
 
 
-def run_passes(base: BaseModel, passes: Sequence[OpenPass]) -> tuple[Gradients, dict[int, PassResult | Failure]]:
+def run_passes(base: BaseModel, passes: Sequence[OpenPass], between: Between) -> tuple[Gradients, Results]:
     """Computes passes in one packed batch. A pass that fails adds no gradient and does not fail the others.
+
+    Args:
+        between: is called between the parts of the batch.
 
     Returns:
         The gradients, and the result of each pass by its number.
     """
-    placed = iter(base.renderer.placed([sequence for each in passes for sequence in each.sequences]))
-    rows = {
-        each.number: [ScoredRow(next(placed), inputs.targets, each.adapter) for inputs in each.inputs]
-        for each in passes
-    }
-    return _run(base, passes, rows)
-
-
-def _run(base: BaseModel, passes: Sequence[OpenPass], rows: Rows) -> tuple[Gradients, dict[int, PassResult | Failure]]:
-    failed: dict[int, PassResult | Failure] = {}
-    left = list(passes)
+    left, failed = list(passes), Results()
     while left:
         try:
-            gradients = _attempt(base, left, rows)
+            gradients = _attempt(base, left, between)
         except Exception as error:  # such as too little memory
             if len(left) > 1:
-                return _one_by_one(base, left, rows, failed)
-            log.exception("a pass failed")
-            failed[left[0].number] = Failure(
-                f"the pass could not be computed: {type(error).__name__}: {error}", "server"
-            )
+                return _one_by_one(base, left, between, failed)
+            failed[left[0].number] = failure_of(error)
             break
         wrong = [each for each in left if each.error is not None]
         if not wrong:
@@ -116,11 +107,11 @@ def _run(base: BaseModel, passes: Sequence[OpenPass], rows: Rows) -> tuple[Gradi
 
 
 def _one_by_one(
-    base: BaseModel, passes: Sequence[OpenPass], rows: Rows, results: dict[int, PassResult | Failure]
-) -> tuple[Gradients, dict[int, PassResult | Failure]]:
+    base: BaseModel, passes: Sequence[OpenPass], between: Between, results: Results
+) -> tuple[Gradients, Results]:
     gradients: dict[Trainable, list[Tensor | None]] = {}
     for each in passes:
-        found, result = _run(base, [each], rows)
+        found, result = run_passes(base, [each], between)
         for adapter, new in found.items():
             old = gradients.get(adapter, [None] * len(new))
             gradients[adapter] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
@@ -128,11 +119,16 @@ def _one_by_one(
     return gradients, results
 
 
-def _attempt(base: BaseModel, passes: Sequence[OpenPass], rows: Rows) -> Gradients:
+def _attempt(base: BaseModel, passes: Sequence[OpenPass], between: Between) -> Gradients:
     """Fills in the passes; one that fails gets its ``error``, and then the gradients are of no use."""
-    places = [(each, row) for each in passes for row in range(len(rows[each.number]))]
+    places = [(each, row) for each in passes for row in range(len(each.inputs))]
     for each in passes:
         each.clear()
+    placed = base.renderer.placed([each.sequences[row] for each, row in places])
+    scored = [
+        ScoredRow(rendered, each.inputs[row].places, each.inputs[row].targets, each.adapter)
+        for rendered, (each, row) in zip(placed, places, strict=True)
+    ]
 
     def loss_of(numbers: Sequence[int], log_probs: Sequence[Tensor]) -> Tensor | None:
         totals = []
@@ -150,8 +146,7 @@ def _attempt(base: BaseModel, passes: Sequence[OpenPass], rows: Rows) -> Gradien
                     totals.append(total)
         return torch.stack(totals).sum() if totals else None
 
-    scored = [rows[each.number][row] for each, row in places]
-    return base.trainer.run(scored, loss_of, any(each.backward for each in passes))
+    return base.trainer.run(scored, loss_of, any(each.backward for each in passes), between)
 
 
 def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:
@@ -167,11 +162,11 @@ def _loss(opened: OpenPass, log_probs: Mapping[int, Tensor]) -> Tensor:
     formula, columns = DATUM_LOSSES[opened.loss]
 
     def joined(name: str) -> Tensor:
-        return torch.cat([each.values[name].flatten() for each in inputs]).to(device)
+        return torch.cat([each.values[name] for each in inputs]).to(device)
 
     given = {name: joined(name) for name in THRESHOLDS if name in inputs[0].values}
-    learned = torch.cat([each.learned.flatten() for each in inputs]).to(device)
-    policy = torch.cat([values.flatten() for values in log_probs.values()]).where(learned, 0.0)
+    learned = torch.cat([each.learned for each in inputs]).to(device)
+    policy = torch.cat(list(log_probs.values())).where(learned, 0.0)
     tokens = formula(policy, *(joined(READ_BY_LOSS[column]) for column in columns), **{**opened.options, **given})
     total = tokens.where(learned, 0.0).sum()
     for row, values in opened.log_probs.items():

@@ -104,8 +104,12 @@ class Barriers:
         asked = read(CreateModel, parse_json(body))
         if asked.optimizer_config != {"type": "adamw"}:
             raise InvalidRequest(f"optimizer {asked.optimizer_config.get('type')!r} is not supported: there is adamw")
-        await self.link.call("create", model_id=run.id, base_model=run.base_model, lora=run.spec)
+        await self._new_model(run, replayed=entry.state != "queued")
         return self._created(run, {"model_id": run.id, "type": "create_model"})
+
+    async def _new_model(self, run: Run, *, replayed: bool) -> None:
+        model = {"model_id": run.id, "base_model": run.base_model, "lora": run.spec}
+        await self.link.call("create", **model, replayed=replayed)
 
     def _created(self, run: Run, answer: dict[str, Any]) -> Done:
         run.state = "live"
@@ -127,7 +131,8 @@ class Barriers:
         new = entry.seq == 0
         if new:
             run.base_model, run.lora = base, None if lora is None else text(lora)
-            await self._create_from(run, checkpoint.directory, optimizer=asked.optimizer)
+            replayed = entry.state != "queued"
+            await self._create_from(run, checkpoint.directory, optimizer=asked.optimizer, replayed=replayed)
         else:
             await self._load_from(run, checkpoint.directory, optimizer=asked.optimizer)
         answer = {"path": asked.path, "model_id": run.id, "type": "load_weights"}
@@ -137,9 +142,9 @@ class Barriers:
         place = self.catalogue.place(directory)
         await self.link.call("load", model_id=run.id, directory=place, optimizer=optimizer)
 
-    async def _create_from(self, run: Run, directory: str, *, optimizer: bool) -> None:
+    async def _create_from(self, run: Run, directory: str, *, optimizer: bool, replayed: bool) -> None:
         """Makes an adapter with saved weights. One that cannot be loaded takes no place in the engine."""
-        await self.link.call("create", model_id=run.id, base_model=run.base_model, lora=run.spec)
+        await self._new_model(run, replayed=replayed)
         try:
             await self._load_from(run, directory, optimizer=optimizer)
         except CallFailed:
@@ -292,7 +297,7 @@ class Barriers:
 
     async def restore(self, run: Run) -> None:
         """Brings the engine to a run's snapshot."""
-        await self._create_from(run, str(run.snapshot), optimizer=True)
+        await self._create_from(run, str(run.snapshot), optimizer=True, replayed=True)
 
 
 SAVED = {

@@ -1,13 +1,17 @@
-"""Results that clients wait for."""
+"""Results that clients wait for: protobuf for passes and samples, JSON for the rest and for failures."""
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from recipes.serve.backend import Failure, PassResult
 from recipes.serve.ledger.journal import Outcome
+from recipes.serve.wire import write_pass_result
 
+PROTOBUF = "application/x-protobuf"
 ACTIVE, PAUSED = "active", "paused_capacity"
 
 
@@ -120,3 +124,19 @@ class Futures:
         old = [each for each in self.pending.values() if each.outcome is not None and each.finished < finished_before]
         for each in old:
             self._drop(each)
+
+
+def pass_outcome(result: PassResult | Failure) -> Outcome:
+    """What the client of a pass gets."""
+    if isinstance(result, Failure):
+        return failed(result.message, result.category)
+    return Outcome(write_pass_result(result), PROTOBUF)
+
+
+def failed(message: str, category: str) -> Outcome:
+    """What the client of a failed request gets: status 200 with the error, which the SDK raises with its category.
+
+    >>> failed("rank=0", "user").result
+    b'{"error": "rank=0", "category": "user"}'
+    """
+    return Outcome(json.dumps({"error": message, "category": category}).encode(), failed=True)

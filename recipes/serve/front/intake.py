@@ -27,15 +27,18 @@ class Intake:
         self.database, self.limits, self.lanes, self.enter = database, limits, lanes, enter
         self._accepting: dict[str, tuple[str, asyncio.Task[None]]] = {}
 
-    async def accept(self, run: Run, seq: int, kind: str, body: bytes) -> str:
+    async def accept(self, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0) -> str:
         """Takes in a request, and returns its id as soon as it is on disk. One that came before has the same id.
+
+        Args:
+            tokens: of a pass.
 
         Raises:
             Refused: another request has this number, or too much waits.
         """
         request_id, digest = f"{run.id}:{seq}", hashlib.sha256(kind.encode() + b"\0" + body).hexdigest()
         if request_id not in self._accepting:
-            entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time())
+            entry = Entry(request_id, run.id, seq, kind, body, len(body), time.time(), tokens=tokens)
             task = asyncio.create_task(self._take_in(run, entry, digest))
             self._accepting[request_id] = (digest, task)
             task.add_done_callback(lambda _: self._accepting.pop(request_id))

@@ -1,31 +1,37 @@
-"""Samples in flight: they are kept in memory, and sent again to an engine that starts anew."""
+"""Samples that wait or are drawn: they are kept in memory, and sent again to an engine that starts anew."""
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
 from recipes.serve.backend import Failure
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
-from recipes.serve.front.futures import Futures
-from recipes.serve.front.outcomes import PROTOBUF, failed
+from recipes.serve.front.fair_share import FairShare
+from recipes.serve.front.futures import PROTOBUF, Futures, failed
 from recipes.serve.ledger.directories import remove_directory
 from recipes.serve.ledger.journal import Outcome
 from recipes.serve.ledger.records import Sampler
 from recipes.serve.link import CallFailed, EngineLink, EngineLost
 from recipes.serve.refusals import Refused
 from recipes.serve.serve_config import ServeConfig
-from recipes.serve.wire import SampleCall, write_sample_result
+from recipes.serve.wire import UNTOLD_IMAGE_TOKENS, SampleCall, write_sample_result
 
 log = logging.getLogger("dataproto.serve")
 MOST_OPEN = 64  # adapters that the engine holds for sampling; more if all have requests
+UNTOLD_ANSWER_TOKENS = 1024  # what an answer without max_tokens counts
+SENT_AHEAD = (
+    2  # as many times the samples that the engine decodes at a time are sent to it; the others wait for their share
+)
 
 
 @dataclass
 class Flight:
-    """A request for samples that is being computed."""
+    """A request for samples that waits or is being computed."""
 
     call: SampleCall
     owner: str
@@ -39,6 +45,20 @@ class Flight:
     @property
     def key(self) -> str:
         return self.call.request.sampler_id
+
+    @property
+    def tokens(self) -> int:
+        """What the request counts in its client's share: the prompt, and the longest answers that were asked for."""
+        request = self.call.request
+        answer = request.sampling.max_tokens or UNTOLD_ANSWER_TOKENS
+        return sum(map(chunk_tokens, request.chunks)) + request.num_samples * answer
+
+
+def chunk_tokens(chunk: Chunk) -> int:
+    """Tokens of a chunk, as far as they are told."""
+    if isinstance(chunk, ImageChunk):
+        return max(chunk.expected_tokens or 0, 0) or UNTOLD_IMAGE_TOKENS
+    return chunk.length if isinstance(chunk, EncodedTextChunk) else 0
 
 
 def engine_key(sampler: Sampler) -> str:
@@ -57,6 +77,8 @@ class Samples:
         self.flights: dict[str, Flight] = {}
         self._open: dict[str, None] = {}  # samplers of the engine, the latest used last
         self._retired: set[str] = set()
+        self._share: FairShare[str] = FairShare()
+        self._due: deque[str] = deque()  # requests that were chosen, and are sent as soon as there is room
         self._sending = asyncio.Lock()
         self._ready = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,7 +102,7 @@ class Samples:
         self.flights[request] = Flight(
             call, sampler.owner, sampler.base_model, sampler.directory, sampler.session, size
         )
-        self._start(self._send(request))
+        self._start(self._send_due())
 
     def _reason(self) -> str:
         if not self._ready:
@@ -99,8 +121,8 @@ class Samples:
         """Sends all requests to an engine that has just started."""
         self._ready = True
         self._open.clear()
-        for request in self.flights:
-            self._start(self._send(request))
+        self._due.clear()
+        self._start(self._send_due())
 
     def _lost(self) -> None:
         self._ready = False
@@ -120,6 +142,7 @@ class Samples:
             self.counters.add("sampled_tokens", tokens)
             self.counters.add("samples", len(result.samples))
             self.futures.resolve(request, Outcome(write_sample_result(result, flight.call), PROTOBUF))
+        self._start(self._send_due())
         self._start(self._close_unused())
 
     def cancel(self, request: str) -> None:
@@ -127,6 +150,7 @@ class Samples:
         if self.flights.pop(request, None) is not None:
             self.futures.resolve(request, failed("the client cancelled the request", "user"))
             self._start(self._post("abort", request_ids=[request]))
+            self._start(self._send_due())
 
     def cancel_session(self, session: str) -> None:
         """Drops all requests of a session."""
@@ -138,22 +162,51 @@ class Samples:
         self._retired.add(directory)
         self._start(self._close_unused())
 
-    async def _send(self, request: str) -> None:
+    async def _send_due(self) -> None:
+        """Sends requests, a fair share of each session, as long as the engine has room."""
         async with self._sending:
-            flight = self.flights.get(request)
-            if flight is None or flight.sent or not self._ready:
-                return
-            if flight.tries >= 3:
-                self.received(request, Failure("the engine ended 3 times at this request", "server"))
-                return
-            try:
-                await self._open_sampler(flight)
-                flight.sent = True
-                await self.link.post("submit", request=flight.call.request)
-            except CallFailed as error:
-                self.received(request, error.failure)
-            except EngineLost:
-                flight.sent = False
+            while self._ready and self._has_room() and (request := self._next()) is not None:
+                try:
+                    await self._send(request, self.flights[request])
+                except EngineLost:  # all are sent again when there is a new one
+                    if request in self.flights:
+                        self.flights[request].sent = False
+                    return
+
+    def _has_room(self) -> bool:
+        sent = sum(each.call.request.num_samples for each in self.flights.values() if each.sent)
+        return sent < SENT_AHEAD * self.config.engine.max_num_seqs
+
+    def _next(self) -> str | None:
+        if not self._due:
+            self._due.extend(self._share.choose(self._waiting()))
+        while self._due:
+            request = self._due.popleft()
+            if request in self.flights and not self.flights[request].sent:
+                return request
+        return None
+
+    def _waiting(self) -> dict[str, Iterator[tuple[str, int]]]:
+        """The requests of each session that were not sent, with their tokens."""
+        found: dict[str, list[str]] = {}
+        for request, each in self.flights.items():
+            if not each.sent:
+                found.setdefault(each.session, []).append(request)
+        return {
+            session: ((request, self.flights[request].tokens) for request in requests)
+            for session, requests in found.items()
+        }
+
+    async def _send(self, request: str, flight: Flight) -> None:
+        if flight.tries >= 3:
+            self.received(request, Failure("the engine ended 3 times at this request", "server"))
+            return
+        try:
+            await self._open_sampler(flight)
+            flight.sent = True
+            await self.link.post("submit", request=flight.call.request)
+        except CallFailed as error:
+            self.received(request, error.failure)
 
     async def _open_sampler(self, flight: Flight) -> None:
         if flight.key not in self._open:

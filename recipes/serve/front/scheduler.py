@@ -1,4 +1,4 @@
-"""Carries out the requests of all runs, in the order of each, and again after a crash."""
+"""Carries out the requests of all runs, in the order of each."""
 
 import asyncio
 import logging
@@ -6,16 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from recipes.serve.backend import Failure, Pass
+from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.front.barriers import Barriers, Done, remove_run_files
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
-from recipes.serve.front.futures import Futures
+from recipes.serve.front.fair_share import FairShare
+from recipes.serve.front.futures import Futures, failed, pass_outcome
 from recipes.serve.front.intake import Intake
 from recipes.serve.front.lanes import Lane
-from recipes.serve.front.outcomes import failed, pass_outcome
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.database import Database
 from recipes.serve.ledger.directories import remove_directory
@@ -31,10 +31,14 @@ ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
+Results: TypeAlias = list[PassResult | Failure]
 
 
 class Scheduler:
-    """One round after the other: passes of all runs together, then updates, then the rest."""
+    """One round after the other: passes of all runs together, then updates, then the rest.
+
+    Of the passes that wait, a round has a fair share of each client: see `FairShare`. A client is a session.
+    """
 
     def __init__(
         self,
@@ -49,9 +53,10 @@ class Scheduler:
         self.link, self.database, self.catalogue, self.futures = link, database, catalogue, futures
         self.barriers, self.config, self.counters = barriers, config, counters
         self.lanes: dict[str, Lane] = {}
-        self.on_ready: Callable[[], Awaitable[None]]
+        self.on_connected: Callable[[], Awaitable[None]]  # to an engine that holds no run
         self._round_number = database.run_now(journal.last_round)
         self.accept = Intake(database, config.limits, self.lanes, self._enter).accept
+        self._share: FairShare[Entry] = FairShare()
         self._tries: Counter[tuple[str, ...]] = Counter()
         self._wake = asyncio.Event()
         for run in catalogue.runs.values():
@@ -93,8 +98,7 @@ class Scheduler:
         while True:
             try:
                 await self.link.connect()
-                await self._replay()
-                await self.on_ready()
+                await self.on_connected()
                 await self._rounds()
             except EngineLost:
                 self.counters.add("engine_losses")
@@ -128,21 +132,30 @@ class Scheduler:
         now = time.monotonic()
         lanes = [lane for lane in self.lanes.values() if lane.not_before <= now]
         await self._fail_gaps(lanes)
-        passes = [entry for lane in lanes for entry in lane.passes(ROUND_BYTES)]
-        if passes:
-            await self._passes(passes)
+        passes = self._share_of_each(lanes)
+        for group in [[each] for each in passes] if any(each.alone for each in passes) else [passes]:
+            await self._passes(group)
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
         for entry in steps:
-            await self._contained(self.lanes[entry.run], self._barrier(entry))
+            await self._contained(self.lanes[entry.run], self.barrier(entry))
         others = [
             head for lane in lanes if (head := lane.head()) is not None and head.kind not in ("pass", "optim_step")
         ]
         for entry in others:
-            await self._contained(self.lanes[entry.run], self._barrier(entry))
+            await self._contained(self.lanes[entry.run], self.barrier(entry))
         ended = [lane for lane in lanes if lane.ending and not lane.entries]
         for lane in ended:
             await self._contained(lane, self._end(lane))
         return bool(passes or steps or others or ended)
+
+    def _share_of_each(self, lanes: Sequence[Lane]) -> list[Entry]:
+        """The passes of the next round; of a client with several runs the one that has waited longest comes first."""
+        waiting: dict[str, list[tuple[Entry, int]]] = {}
+        due = [passes for lane in lanes if (passes := lane.passes(ROUND_BYTES))]
+        for passes in sorted(due, key=lambda passes: passes[0].created):
+            session = self.lanes[passes[0].run].run.session
+            waiting.setdefault(session, []).extend((each, each.tokens) for each in passes)
+        return self._share.choose(waiting)
 
     async def _contained(self, lane: Lane, work: Awaitable[None]) -> None:
         """Does work for one run. An error, of a full disk say, delays this run alone; one that repeats fails the request."""
@@ -165,7 +178,7 @@ class Scheduler:
                 f"request {missing} of {lane.run.id} has not come within {self.config.gap_seconds:g} s (--gap-seconds)"
             )
             outcomes = [failed(f"{message}: request {seq} waited for it", "user") for seq in late]
-            await self._finish_all([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
+            await self.finish_all([(lane.entries[seq], each) for seq, each in zip(late, outcomes)])
 
     # Passes
 
@@ -180,30 +193,37 @@ class Scheduler:
                 ready.append(entry)
             except Exception as error:
                 failure = failure_of(error)
-                await self._finish(entry, failed(failure.message, failure.category))
-        if not ready or not await self._begin(ready):
+                await self.finish(entry, failed(failure.message, failure.category))
+        if not ready or not await self.begin(ready):
             return
         began = time.monotonic()
-        try:
-            results = await self.link.call("passes", passes=passes)
-        except CallFailed as error:
-            results = [error.failure] * len(ready)
+        results = await self.results(passes)
         self.counters.add("pass_seconds", time.monotonic() - began)
         self.counters.add("passes", len(passes))
         self.counters.add("pass_rows", sum(len(each.data) for each in passes))
-        await self._finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
+        await self.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
 
-    async def _begin(self, entries: Sequence[Entry]) -> bool:
-        """Records a round before it is computed; ``False`` if the engine has ended at it too often, and it has failed."""
+    async def results(self, passes: Sequence[Pass], *, replayed: bool = False) -> Results:
+        """What a joint computation of passes comes to. If it fails as a whole, each pass is computed alone, so that only the
+        guilty one fails.
+        """
+        try:
+            found: Results = await self.link.call("passes", passes=passes, replayed=replayed)
+        except CallFailed as error:
+            if len(passes) == 1:
+                return [error.failure]
+            return [result for each in passes for result in await self.results([each], replayed=replayed)]
+        return found
+
+    async def begin(self, entries: Sequence[Entry]) -> bool:
+        """Records a round before it is computed; ``False`` if the engine has ended at it too often.
+
+        Then its only request fails, and several are taken out of the round, to be computed alone.
+        """
         ids = tuple(entry.id for entry in entries)
         self._tries[ids] += 1
         if self._tries[ids] > MOST_TRIES:
-            queued = [entry for entry in entries if entry.state == "queued"]
-            await self.database.run(journal.withdraw([entry.id for entry in queued]))
-            for entry in queued:
-                await self._finish(
-                    entry, failed(f"the engine or the server failed {MOST_TRIES} times at this request", "server")
-                )
+            await self._dissolve([entry for entry in entries if entry.state == "queued"])
             return False
         if entries[0].round is None:
             self._round_number += 1
@@ -212,11 +232,22 @@ class Scheduler:
                 entry.round, entry.place = self._round_number, place
         return True
 
+    async def _dissolve(self, entries: Sequence[Entry]) -> None:
+        await self.database.run(journal.withdraw([entry.id for entry in entries]))
+        if len(entries) == 1:
+            message = f"the engine or the server failed {MOST_TRIES} times at this request"
+            await self.finish(entries[0], failed(message, "server"))
+            return
+        for entry in entries:
+            waiting = self.lanes[entry.run].entries[entry.seq]
+            waiting.round, waiting.place, waiting.alone = None, None, True
+
     # All other requests
 
-    async def _barrier(self, entry: Entry) -> None:
+    async def barrier(self, entry: Entry) -> None:
+        """Carries out a request that is no pass."""
         lane = self.lanes[entry.run]
-        if not await self._begin([entry]):
+        if not await self.begin([entry]):
             return
         body = await self.database.run(journal.body_of(entry.id))
         try:
@@ -228,7 +259,7 @@ class Scheduler:
         except Exception as error:
             await self._failed_barrier(lane, entry, failure_of(error))
         else:
-            await self._finish(entry, done.outcome(), *done.jobs)
+            await self.finish(entry, done.outcome(), *done.jobs)
             done.after()
             if entry.kind in ("optim_step", "load"):
                 await self._snapshot(lane, entry.seq, forced=entry.kind == "load")
@@ -238,7 +269,7 @@ class Scheduler:
         if lane.run.state == "new":  # it could not be created
             lane.run.state = "failed"
             jobs.append(put(lane.run))
-        await self._finish(entry, failed(failure.message, failure.category), *jobs)
+        await self.finish(entry, failed(failure.message, failure.category), *jobs)
 
     async def _snapshot(self, lane: Lane, seq: int, *, forced: bool) -> None:
         """Writes the run's state behind an update, where no gradient stands, if it is time."""
@@ -287,10 +318,11 @@ class Scheduler:
         done.after()
         return True
 
-    async def _finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
-        await self._finish_all([(entry, outcome)], *jobs)
+    async def finish(self, entry: Entry, outcome: Outcome, *jobs: Job) -> None:
+        """Writes an outcome, and gives it to who waits for it."""
+        await self.finish_all([(entry, outcome)], *jobs)
 
-    async def _finish_all(self, finished: Sequence[tuple[Entry, Outcome]], *jobs: Job) -> None:
+    async def finish_all(self, finished: Sequence[tuple[Entry, Outcome]], *jobs: Job) -> None:
         """Writes outcomes in one commit, and gives them to who waits for them."""
         now = time.time()
         outcomes = [journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now) for entry, outcome in finished]
@@ -305,75 +337,3 @@ class Scheduler:
                 del self._tries[ids]
             self.counters.add("failed_requests" if outcome.failed else "finished_requests")
             self.futures.resolve(entry.id, outcome)
-
-    # After a crash
-
-    async def _replay(self) -> None:
-        """Brings an engine that holds no run to where the journal is."""
-        began = time.monotonic()
-        for lane in list(self.lanes.values()):
-            if lane.run.state == "live" and lane.run.snapshot is not None:
-                await self._or_give_up([lane.run.id], self.barriers.restore(lane.run))
-        rounds = await self.database.run(journal.rounds_to_replay)
-        for entries in rounds:
-            await self._or_give_up([entry.run for entry in entries], self._repeat(entries))
-        if rounds:
-            log.info("replayed %d rounds in %.1f s", len(rounds), time.monotonic() - began)
-
-    async def _or_give_up(self, run_ids: Sequence[str], work: Awaitable[None]) -> None:
-        """Does work for runs. If it cannot be done they fail, and the others go on."""
-        try:
-            await work
-        except EngineLost:
-            raise
-        except Exception as error:
-            failure = failure_of(error)
-            log.exception("runs %s cannot be restored", ", ".join(run_ids))
-            for lane in [self.lanes[each] for each in run_ids if each in self.lanes]:
-                lane.run.state = "failed"
-                await self.database.run(put(lane.run))
-                for entry in list(lane.entries.values()):
-                    await self._finish(entry, failed(f"the run cannot be restored: {failure.message}", "server"))
-                self.lanes.pop(lane.run.id, None)
-                await self.link.call("release", model_id=lane.run.id)
-
-    async def _repeat(self, entries: Sequence[Entry]) -> None:
-        first = entries[0]
-        unfinished = any(entry.state == "queued" for entry in entries)
-        if first.kind == "pass":
-            if not unfinished or await self._begin(entries):
-                await self._repeat_passes(entries)
-        elif first.run in self.lanes:
-            lane = self.lanes[first.run]
-            if unfinished:
-                await self._barrier(lane.entries[first.seq])
-            elif first.state == "done":
-                await self.barriers.repeat(lane.run, first, await self.database.run(journal.body_of(first.id)))
-
-    async def _repeat_passes(self, entries: Sequence[Entry]) -> None:
-        """Computes passes again in the same group. For a run that is further, an adapter of the same kind takes its place."""
-        passes: list[Pass] = []
-        stand_ins: dict[str, str] = {}
-        for entry in entries:
-            body = await self.database.run(journal.body_of(entry.id))
-            each = await asyncio.to_thread(read_pass, body, self.config.limits)
-            run = self.catalogue.runs[entry.run]
-            if entry.state != "queued" and (run.state != "live" or entry.seq <= run.snapshot_seq):
-                each = await self._with_stand_in(each, run, stand_ins)
-            passes.append(each)
-        try:
-            results = await self.link.call("passes", passes=passes)
-        except CallFailed as error:
-            results = [error.failure] * len(passes)
-        for model in stand_ins.values():
-            await self.link.call("release", model_id=model)
-        for entry, result in zip(entries, results):
-            if entry.state == "queued":
-                await self._finish(self.lanes[entry.run].entries[entry.seq], pass_outcome(result))
-
-    async def _with_stand_in(self, each: Pass, run: Run, stand_ins: dict[str, str]) -> Pass:
-        if run.id not in stand_ins:
-            stand_ins[run.id] = f"{run.id}:stand-in"
-            model = {"model_id": stand_ins[run.id], "base_model": run.base_model, "lora": run.spec}
-            await self.link.call("create", **model, stand_in=True)
-        return replace(each, model_id=stand_ins[run.id])

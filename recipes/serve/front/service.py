@@ -9,6 +9,7 @@ from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.futures import Futures
 from recipes.serve.front.lifecycle import Lifecycle
+from recipes.serve.front.recovery import Recovery
 from recipes.serve.front.sample_queue import Samples
 from recipes.serve.front.scheduler import Scheduler
 from recipes.serve.keys import Keys, read_keys
@@ -44,13 +45,15 @@ class Service:
         self.scheduler = Scheduler(
             self.link, self.database, self.catalogue, self.futures, barriers, config, self.counters
         )
-        self.scheduler.on_ready = self._ready
+        self.recovery = Recovery(self.scheduler, barriers)
+        self.scheduler.on_connected = self._connected
         self.lifecycle = Lifecycle(self.catalogue, self.scheduler, self.samples, self.futures, config)
         self._capabilities: Capabilities | None = None
         self._described = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def _ready(self) -> None:
+    async def _connected(self) -> None:
+        await self.recovery.run()
         self._capabilities = await self.link.call("describe")
         self._described.set()
         self.samples.ready()

@@ -16,7 +16,7 @@ from dataproto.errors import FileFormatError
 log = logging.getLogger("dataproto.serve")
 Result = TypeVar("Result")
 Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
-VERSION = 1
+VERSION = 2
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, owner TEXT, created REAL, state TEXT, project TEXT, display_name TEXT, metadata TEXT, tags TEXT);
@@ -24,8 +24,8 @@ CREATE TABLE runs (
     id TEXT PRIMARY KEY, number INTEGER, session TEXT, owner TEXT, base_model TEXT, lora TEXT, metadata TEXT, created REAL,
     last_request REAL, state TEXT, next_seq INTEGER, snapshot_seq INTEGER, snapshot TEXT);
 CREATE TABLE requests (
-    id TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, digest TEXT, body BLOB, size INTEGER, created REAL, round INTEGER,
-    place INTEGER, state TEXT, result BLOB, media TEXT, finished REAL, fetched REAL);
+    id TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, digest TEXT, body BLOB, size INTEGER, tokens INTEGER, created REAL,
+    round INTEGER, place INTEGER, state TEXT, result BLOB, media TEXT, finished REAL, fetched REAL);
 CREATE UNIQUE INDEX request_numbers ON requests (run, seq);
 CREATE INDEX request_rounds ON requests (round) WHERE round IS NOT NULL;
 CREATE TABLE checkpoints (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from recipes.serve.ledger.records import Job
 
-MEMBERS = "id, run, seq, kind, body, size, created, round, place, state"
+MEMBERS = "id, run, seq, kind, body, size, tokens, created, round, place, state"
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Entry:
     round: int | None = None
     place: int | None = None
     state: str = "queued"
+    tokens: int = 0  # of a pass
+    alone: bool = False  # not written: it is computed in a round of its own
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,12 @@ def find(request_id: str) -> Callable[[sqlite3.Connection], tuple[str, str, Outc
 
 def accept(entry: Entry, digest: str) -> Job:
     """Writes a new request."""
-    values = (entry.id, entry.run, entry.seq, entry.kind, digest, entry.body, entry.size, entry.created, entry.state)
-    return lambda db: db.execute(
-        "INSERT INTO requests (id, run, seq, kind, digest, body, size, created, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        values,
-    )
+    values = {
+        name: getattr(entry, name)
+        for name in ("id", "run", "seq", "kind", "body", "size", "tokens", "created", "state")
+    }
+    names, marks = ", ".join(["digest", *values]), ", ".join("?" * (1 + len(values)))
+    return lambda db: db.execute(f"INSERT INTO requests ({names}) VALUES ({marks})", [digest, *values.values()])
 
 
 def begin_round(number: int, ids: Sequence[str]) -> Job:

@@ -1,35 +1,77 @@
 """The process that computes: it carries out the calls of the front process, one at a time, on a `Backend`.
 
-Between two calls that take long it makes a decoding step of all samples in flight.
+While both have work, training and sampling have the same time: a call that trains, or a part of a joint pass, is followed by
+decoding steps until these have taken as long.
 """
 
 import importlib
 import logging
 import os
-import queue
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dataproto.errors import DataProtoError, InvalidConfig
-from recipes.serve.backend import Backend, SampleRequest
+from recipes.serve.backend import Backend, Failure, SampleRequest, SampleResult
 from recipes.serve.link.frames import SIZES, frame_sizes, pack, unpack
 from recipes.serve.link.incidents import failure_of
 
 log = logging.getLogger("dataproto.serve.engine")
-LONG = ("passes", "optim_step", "save", "load", "export", "create")
-SHORT = ("describe", "release", "open_sampler", "close_sampler", "submit", "abort", "reset")
+SAMPLING = ("open_sampler", "close_sampler", "submit", "abort")
+TRAINING = ("describe", "create", "passes", "optim_step", "save", "load", "export", "release", "reset")
 Incoming = tuple[socket.socket, dict[str, Any]]
+
+
+class Calls:
+    """Calls that wait: those for samples, and the others; each kind in its order."""
+
+    def __init__(self) -> None:
+        self._sampling: deque[Incoming] = deque()
+        self._training: deque[Incoming] = deque()
+        self._news = threading.Condition()
+
+    def put(self, call: Incoming) -> None:
+        """Adds a call. Those before a ``reset`` are dropped: they are of a front process that has gone."""
+        method = call[1]["method"]
+        with self._news:
+            if method == "reset":
+                self._sampling.clear()
+                self._training.clear()
+            (self._sampling if method in SAMPLING else self._training).append(call)
+            self._news.notify()
+
+    def wait(self) -> None:
+        """Returns when there is a call."""
+        with self._news:
+            self._news.wait_for(lambda: self._sampling or self._training)
+
+    def next_for_samples(self) -> Incoming | None:
+        """Takes a call out, or ``None`` if none waits."""
+        with self._news:
+            return self._sampling.popleft() if self._sampling else None
+
+    def next_for_training(self) -> Incoming | None:
+        """As `next_for_samples`."""
+        with self._news:
+            return self._training.popleft() if self._training else None
 
 
 class EngineProcess:
     """Serves one backend on a Unix socket, to one front process at a time."""
 
-    def __init__(self, backend: Backend, path: Path) -> None:
-        self.backend = backend
-        self.calls: queue.Queue[Incoming] = queue.Queue()
+    def __init__(self, backend: Backend, path: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        """
+        Args:
+            clock: seconds, in which training and sampling have equal shares.
+        """
+        self.backend, self.clock = backend, clock
+        self.calls = Calls()
+        self._lead = 0.0  # seconds that training has had more than sampling, while both had work
+        self._mark = 0.0  # when the current part of a joint pass began
         self._models: set[str] = set()
         self._samplers: set[str] = set()
         self._flying: dict[str, socket.socket] = {}
@@ -45,19 +87,36 @@ class EngineProcess:
             self.step()
 
     def step(self) -> None:
-        """Waits for a call unless samples are in flight, carries out the short calls and one long one, and decodes a step."""
-        long_done = False
-        while not long_done:
-            try:
-                connection, message = self.calls.get(block=not self._flying)
-            except queue.Empty:
-                break
-            long_done = message["method"] in LONG
-            self._carry_out(connection, message)
-            if self.calls.empty():
-                break
-        if self._flying:
+        """Waits for a call unless samples are in flight, carries out calls until samples have their turn, and decodes a step."""
+        if not self._flying:
+            self._lead = 0.0
+            self.calls.wait()
+        self._take_samples_in()
+        while self._lead <= 0 and (call := self.calls.next_for_training()) is not None:
+            self._mark = self.clock()
+            self._carry_out(*call)
+            self._lead += self.clock() - self._mark
+            self._take_samples_in()
+            if not self._flying:
+                return
+        if self._lead <= 0:  # nothing that trains waits: its share is not saved up
+            self._lead = 0.0
+        self._decode()
+
+    def _between_parts(self) -> None:
+        """Lets samples have their share in the midst of a joint pass."""
+        self._lead += self.clock() - self._mark
+        self._take_samples_in()
+        while self._flying and self._lead > 0:
             self._decode()
+            self._take_samples_in()
+        if not self._flying:
+            self._lead = 0.0
+        self._mark = self.clock()
+
+    def _take_samples_in(self) -> None:
+        while (call := self.calls.next_for_samples()) is not None:
+            self._carry_out(*call)
 
     def reset(self) -> None:
         """Forgets all models, samplers and samples in flight."""
@@ -81,10 +140,12 @@ class EngineProcess:
     def _called(self, connection: socket.socket, method: str, arguments: dict[str, Any]) -> Any:
         if method == "reset":
             return self.reset()
-        if method not in LONG + SHORT:
+        if method not in SAMPLING + TRAINING:
             raise InvalidConfig(f"there is no method {method!r}")
         if method == "submit":
             return self._submit(connection, arguments["request"])
+        if method == "passes":
+            return self.backend.passes(**arguments, between=self._between_parts)
         result = getattr(self.backend, method)(**arguments)
         if method == "create":
             self._models.add(arguments["model_id"])
@@ -103,17 +164,23 @@ class EngineProcess:
             self._finish(request.request_id, failure_of(error))
 
     def _decode(self) -> None:
-        try:
-            done = self.backend.poll()
-        except Exception as error:
-            failure = failure_of(error)
-            self.backend.abort(list(self._flying))
-            for request in list(self._flying):
-                self._finish(request, failure)
+        """A decoding step of all samples in flight, if there are any."""
+        if not self._flying:
             return
+        began = self.clock()
+        done = self._polled()
+        self._lead -= self.clock() - began
         for result in done:
             request, value = result if isinstance(result, tuple) else (result.request_id, result)
             self._finish(request, value)
+
+    def _polled(self) -> list[SampleResult | tuple[str, Failure]]:
+        try:
+            return self.backend.poll()
+        except Exception as error:
+            failure = failure_of(error)
+            self.backend.abort(list(self._flying))
+            return [(request, failure) for request in self._flying]
 
     def _finish(self, request: str, value: Any) -> None:
         connection = self._flying.pop(request, None)

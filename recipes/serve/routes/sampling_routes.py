@@ -7,7 +7,7 @@ import time
 from starlette.responses import Response
 
 from dataproto.errors import CheckpointError
-from recipes.serve.front.outcomes import failed
+from recipes.serve.front.futures import failed
 from recipes.serve.front.sample_queue import engine_key
 from recipes.serve.ledger.directories import check_directory
 from recipes.serve.ledger.records import Sampler

@@ -94,7 +94,7 @@ async def _new_run(
 async def forward_backward(call: Call) -> Response:
     header = await asyncio.to_thread(read_header, call.body) if call.large else read_header(call.body)
     run = call.service.catalogue.run(header.model_id, call.owner)
-    return await _accepted(call, run, _numbered(header.seq_id), "pass", call.body)
+    return await _accepted(call, run, _numbered(header.seq_id), "pass", call.body, header.tokens)
 
 
 async def optim_step(call: Call) -> Response:
@@ -140,9 +140,9 @@ def _numbered(seq: int) -> int:
     return seq
 
 
-async def _accepted(call: Call, run: Run, seq: int, kind: str, body: bytes) -> Response:
+async def _accepted(call: Call, run: Run, seq: int, kind: str, body: bytes, tokens: int = 0) -> Response:
     call.notes |= {"run": run.id, "seq": seq}
-    request_id = await call.service.scheduler.accept(run, seq, kind, body)
+    request_id = await call.service.scheduler.accept(run, seq, kind, body, tokens)
     return answer({"request_id": request_id, "model_id": run.id})
 
 

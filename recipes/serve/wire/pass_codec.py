@@ -17,14 +17,17 @@ from recipes.serve.wire.image_limits import check_images
 from recipes.serve.wire.protobuf_messages import ForwardBackwardOutput, ForwardBackwardRequest
 
 OUTPUT_TYPE = "ArrayRecord"
+UNTOLD_IMAGE_TOKENS = 1024
+"""What an image without ``expected_tokens`` counts in a client's share of the engine."""
 
 
 @dataclass(frozen=True)
 class PassHeader:
-    """Where a pass belongs."""
+    """Where a pass belongs, and how many tokens it has."""
 
     model_id: str
     seq_id: int
+    tokens: int
 
 
 def parse(body: bytes) -> Any:
@@ -36,13 +39,25 @@ def parse(body: bytes) -> Any:
 
 
 def read_header(body: bytes) -> PassHeader:
-    """The run of a pass and its number. Raises `Refused` if the body is malformed."""
+    """The run of a pass, its number and its size. Raises `Refused` if the body is malformed."""
     message = parse(body)
-    return PassHeader(message.model_id, message.seq_id)
+    return PassHeader(
+        message.model_id, message.seq_id, sum(_tokens(chunk) for each in message.data for chunk in each.model_input)
+    )
 
 
-def read_pass(body: bytes, limits: LimitsConfig) -> Pass:
+def _tokens(chunk: Any) -> int:
+    """Tokens of a chunk; of an image those that are expected, which are checked when it is read."""
+    if chunk.WhichOneof("chunk") != "image":
+        return len(chunk.encoded_text.tokens) // 4
+    return max(chunk.image.expected_tokens, 0) or UNTOLD_IMAGE_TOKENS
+
+
+def read_pass(body: bytes, limits: LimitsConfig | None) -> Pass:
     """The pass of a body.
+
+    Args:
+        limits: ``None`` for one that has been computed before.
 
     Raises:
         InvalidRequest: names the datum and what is wrong with it.
@@ -50,10 +65,11 @@ def read_pass(body: bytes, limits: LimitsConfig) -> Pass:
     message = parse(body)
     if not message.data:
         raise InvalidRequest("a pass needs at least one datum")
-    if len(message.data) > limits.max_data:
+    if limits is not None and len(message.data) > limits.max_data:
         raise InvalidRequest(f"{len(message.data)} data in a pass: at most {limits.max_data} (--max-data)")
     data = [_read_datum(each, number) for number, each in enumerate(message.data)]
-    check_images((chunk for datum in data for chunk in datum.chunks), limits)
+    if limits is not None:
+        check_images((chunk for datum in data for chunk in datum.chunks), limits)
     return Pass(message.model_id, data, message.loss_fn, _loss_config(message), message.forward_only)
 
 

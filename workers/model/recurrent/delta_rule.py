@@ -39,10 +39,7 @@ def gated_delta_rule(
     g, b = (_chunks(x.float().unsqueeze(-1), chunk) for x in (decay, rate))  # (N, H, chunks, C, 1)
 
     total = g.cumsum(-2)  # log of the decay from the start of the chunk
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    between = (
-        (total - total.transpose(-1, -2)).masked_fill(~lower, -torch.inf).exp()
-    )  # from token j to token i, (.., C, C)
+    between = _decays_between(g)
     system = (k * b) @ k.transpose(-1, -2) * between
     # Each token's correction depends on those before it in the chunk: a triangular system (section 3.3 of the paper).
     both = torch.linalg.solve_triangular(
@@ -50,8 +47,8 @@ def gated_delta_rule(
     )
     written, erased = both.split([v.shape[-1], k.shape[-1]], dim=-1)
     inside = q @ k.transpose(-1, -2) * between
-    reads, left = q * total.exp(), (total[..., -1:, :] - total).exp()
-    keys, whole = (k * left).transpose(-1, -2), total[..., -1:, :].exp()
+    reads, left = q * total.exp(), between[..., -1:, :]
+    keys, whole = k.transpose(-1, -2) * left, total[..., -1:, :].exp()
     outputs = []
     for place in range(q.shape[2]):
         new = written[:, :, place] - erased[:, :, place] @ state
@@ -59,6 +56,17 @@ def gated_delta_rule(
         state = state * whole[:, :, place] + keys[:, :, place] @ new
     out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
     return out.transpose(1, 2).to(dtype), state
+
+
+def _decays_between(g: Tensor) -> Tensor:
+    """The decay from token j to token i of a chunk, ``(.., C, C)``, 0 for j > i; ``g`` are logs of each token's, ``(.., C, 1)``.
+
+    Their logs are sums over the tokens after j up to i, as in Mamba-2's segmented sum (arXiv:2405.21060, listing 1).
+    Differences of sums from the start of the chunk would cost digits, most of them in gradients where the decay is strong.
+    """
+    after = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).tril(-1)  # i > j
+    sums = torch.where(after, g, 0.0).cumsum(-2)
+    return sums.masked_fill(after.transpose(-1, -2), -torch.inf).exp()
 
 
 def _unit_length(x: Tensor) -> Tensor:

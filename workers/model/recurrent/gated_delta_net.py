@@ -83,7 +83,7 @@ class PackedGatedDeltaNet:
         if peers is not None:
             share = HeadShare(peers.rank, peers.size).inside(share)
             parts = self._all_tokens(parts, peers)
-        out = self._mix(parts, share, Pieces.of(cu_seq_lens_q, cu_seq_lens_k, key_index))  # (T, h, E)
+        out = self._mix(parts, share, cu_seq_lens_q, cu_seq_lens_k, key_index)  # (T, h, E)
         if peers is not None:
             out = exchange(out.unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)  # (S, heads, E)
         normed = mixer.norm(out.reshape(-1, mixer.head_v_dim), gate.reshape(-1, mixer.head_v_dim))
@@ -103,9 +103,17 @@ class PackedGatedDeltaNet:
         return [torch.cat(qkv_parts, dim=1), rate, step]
 
     @torch.compiler.disable
-    def _mix(self, parts: list[Tensor], share: HeadShare, pieces: Pieces) -> Tensor:
+    def _mix(
+        self,
+        parts: list[Tensor],
+        share: HeadShare,
+        cu_seqlens: Tensor,
+        key_cu_seqlens: Tensor | None,
+        key_index: Tensor | None,
+    ) -> Tensor:
         """Values ``(T, h, E)`` that the heads of ``share`` read, from their projections ``(T, .)``."""
         mixer = self.mixer
+        pieces = Pieces.of(cu_seqlens, key_cu_seqlens, key_index)
         qkv, rate, step = parts
         mixed = silu(packed_convolution(qkv, channels(mixer, mixer.conv1d.weight.squeeze(1), share), pieces))
         keys, values = share.of(mixer.num_k_heads), share.of(mixer.num_v_heads)

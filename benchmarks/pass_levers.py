@@ -1,0 +1,201 @@
+"""Scoring passes and updates of one step, before and after each lever: seconds, MFU and memory, in one table.
+
+    OMP_NUM_THREADS=1 python benchmarks/pass_levers.py --device cpu --size tiny --prompts 4
+    python benchmarks/pass_levers.py --size 3b --compile                                            # one H200
+    torchrun --nproc-per-node 2 benchmarks/pass_levers.py --size 7b --compile --checkpointing full  # two
+
+Rows are those of a Geometry3K step: prompts of 361 tokens with one image of 225, five samples of 512 tokens each, in four
+mini-batches. Weights are random. ``--parts scoring,update`` chooses. MFU counts what a pass over the rows that it is given
+requires. A part that runs out of memory says so, and the others go on.
+"""
+
+# ruff: noqa: E402
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # its dataproto.py is not the library
+sys.path.insert(0, str(HERE.parent))
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks.train_step import Bench, policy_loss, table
+from benchmarks.workload import SIZES, Shape, make_batch
+from dataproto import DataProto
+from dataproto.planning import cut_minibatches
+from workers.model.model_config import ModelConfig
+from workers.roles.actor import ActorWorker
+from workers.roles.model_worker import PolicyConfig, ReferenceWorker
+from workers.training.accounting import required_work, whole_work
+from workers.training.mini_batches import share_out
+
+STEP = Shape(text=(134, 134), images=(1, 1), side=(15, 15), response=(512, 512), typical_response=10**6)
+TINY_STEP = Shape(text=(13, 13), images=(1, 1), side=(4, 4), response=(50, 50), typical_response=10**6, total=410)
+MINIBATCHES = 4
+
+
+class Levers(Bench):
+    """One actor, whose options change between the lines of the table."""
+
+    def rows(self) -> DataProto:
+        shape = TINY_STEP if self.arguments.size.startswith("tiny") else STEP
+        return make_batch(self.config, shape, self.arguments.prompts * self.world, self.arguments.samples, seed=1)
+
+    def reference(self) -> ReferenceWorker:
+        """A frozen model with random weights, loaded as `Bench.actor` loads the actor."""
+        a = self.arguments
+        config = PolicyConfig(
+            self.model_path,
+            token_budget=a.token_budget,
+            dtype=a.dtype,
+            compile=a.compile,
+            flash_attention=a.flash_attention,
+        )
+
+        def random_model(*_: object, **__: object) -> Any:
+            with self.device:
+                return transformers.AutoModelForImageTextToText.from_config(
+                    self.config, attn_implementation="sdpa", dtype=torch.float32
+                )
+
+        with mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model):
+            return ReferenceWorker(config, self.device, self.ranks)
+
+    def line(self, name: str, worker: Any, rows: DataProto, forwards: int, call: Callable[[DataProto], Any]) -> None:
+        """A line of the table: medians of ``call`` on this rank's rows, after warm-up."""
+        with self.attempt(name):
+            share, seconds = share_out(rows, self.ranks.size("dp"), self.minibatch)[self.ranks.rank("dp")], []
+            for number in range(self.arguments.warmup + self.arguments.steps):
+                self.synchronize()
+                start = time.perf_counter()
+                call(share)
+                self.synchronize()
+                seconds.append(time.perf_counter() - start)
+                self.say(f"{name} {number}: {seconds[-1]:.3f} s")
+            work = whole_work(self.ranks.all_gather(required_work(worker.module, rows), "pp"))
+            passes = 1 if worker.model._optimizer is None else 3  # of the work that it counts
+            work = replace(work, vision=work.vision / passes * forwards, language=work.language / passes * forwards)
+            if not worker.trains:
+                work = replace(work, language=work.language / 2)  # it counts gradients that pass through
+            taken = median(seconds[self.arguments.warmup :])
+            self.record(name, [{"seconds": taken, "tokens": work.tokens, **self.mfu(work, taken)}])
+
+    def scoring(self, actor: ActorWorker, rows: DataProto) -> None:
+        budget, later = self.arguments.token_budget, later_rows(rows, self.minibatch)
+        once = {"scoring_token_budget": 2 * budget, "unsharded": "scoring"}
+        lines: list[tuple[str, dict[str, Any], DataProto, bool]] = [
+            ("as before: the host waits each micro-batch", {"scoring_token_budget": budget}, rows, True),
+            ("results stay on the device", {"scoring_token_budget": budget}, rows, False),
+            ("twice the budget", {"scoring_token_budget": 2 * budget}, rows, False),
+            ("and weights gathered once", once, rows, False),
+            ("four times the budget, gathered once", once | {"scoring_token_budget": 4 * budget}, rows, False),
+            ("and only the mini-batches after the first", once, later, False),
+        ]
+        for name, options, chosen, waits in lines:
+            if self.world > 1 or "gathered once" not in name:
+                with changed(actor, **options), waiting(actor, waits):
+                    self.line(f"old log-probs, {name}", actor, chosen, 1, actor.log_probs)
+        reference = self.reference()
+        with changed(reference, **once):
+            self.line("reference, bfloat16 weights, all of this", reference, rows, 1, reference.log_probs)
+
+    def update(self, actor: ActorWorker, rows: DataProto) -> None:  # type: ignore[override]
+        lines = {
+            "four updates, nothing unsharded": "nothing",
+            "and weights gathered once": "weights",
+            "and gradients reduced once": "gradients",
+        }
+        for name, kept in list(lines.items())[: None if self.world > 1 else 1]:
+            with changed(actor, unsharded=kept):
+                self.line(name, actor, rows, 3, lambda share: actor.update(share, policy_loss, entropy=True))
+
+
+def later_rows(rows: DataProto, minibatch: int) -> DataProto:
+    return rows[np.sort(np.concatenate(cut_minibatches(rows["uid"], minibatch)[1:]))]
+
+
+@contextmanager
+def changed(worker: Any, **options: Any) -> Iterator[None]:
+    """The worker with other options; those named here are read at each call."""
+    model = worker.model
+    before = model.config
+    set_options(model, replace(before, **options))
+    try:
+        yield
+    finally:
+        set_options(model, before)
+
+
+def set_options(model: Any, options: ModelConfig) -> None:
+    model.config = options
+    for transform in model.transforms:
+        transform.options = options
+
+
+@contextmanager
+def waiting(worker: Any, waits: bool) -> Iterator[None]:
+    """With ``waits`` the host waits for the device after each forward pass, as a copy to the host does."""
+    hook = None
+    if waits and worker.model.device.type == "cuda":
+        hook = worker.module.register_forward_hook(lambda *_: torch.cuda.synchronize())
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", default="scoring,update", help="comma-separated, see above")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts on each device (default: 64)")
+    parser.add_argument("--samples", type=int, default=5, help="of each prompt (default: 5)")
+    parser.add_argument("--steps", type=int, default=3, help="measured, of each line (default: 3)")
+    parser.add_argument("--warmup", type=int, default=1, help="before them (default: 1)")
+    parser.add_argument("--token-budget", type=int, default=16_384, help="of a micro-batch, on each rank")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--checkpointing", default="full", choices=["none", "selective", "full"])
+    parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--layout", help="degrees, such as tp=2 (default: dp over all processes)")
+    fixed = {"optimizer": True, "freeze_vision": False, "unsharded": "nothing", "scoring_token_budget": None}
+    parser.set_defaults(**fixed)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = arguments_of()
+    if arguments.size == "7b" and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        arguments.optimizer = False  # its state does not fit on one device
+    bench = Levers(arguments)
+    bench.minibatch = -(-arguments.prompts * bench.world // MINIBATCHES)
+    actor, rows = bench.actor(), bench.rows()
+    bench.model_path = actor.config.model_path
+    if "scoring" in arguments.parts:
+        bench.scoring(actor, rows)
+    if "update" in arguments.parts:
+        bench.update(actor, rows)
+    if bench.rank == 0:
+        name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
+        print(f"{bench.world} x {name}, torch {torch.__version__}: {vars(arguments)}")
+        print(table(bench.figures))
+    if bench.world > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

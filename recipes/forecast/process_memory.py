@@ -1,0 +1,33 @@
+"""What this process holds in memory, on a CPU: the interpreter and libraries beside the tensors of the roles."""
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+LIBRARY_PAGES = 34 * 2**20
+"""Pages of the libraries that the first pass, decoding and optimizer step touch: the growth of a process over its first step of a
+model whose tensors are small, with ``MALLOC_MMAP_THRESHOLD_=65536``, so that freed tensors do not count."""
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Bytes of this process in memory, or their peak so far."""
+    if peak:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return resident_bytes(peak=True)
+
+
+def begin_peak() -> None:
+    """Lets `peak_bytes` count from now on, where the system can do that (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """The most bytes of this process in memory since `begin_peak`, or since its start where that did nothing."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return resident_bytes(peak=True)

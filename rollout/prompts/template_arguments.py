@@ -1,0 +1,56 @@
+"""What a chat template reads beside messages, such as ``tools`` and ``enable_thinking``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dataproto.errors import InvalidConfig
+
+OWN = frozenset({"messages", "add_generation_prompt"})
+"""What each prompt sets itself."""
+
+
+class _Generation(Extension):
+    """The blocks ``{% generation %}`` of templates, with which transformers marks what an assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """The names that a chat template reads and does not set itself.
+
+    >>> sorted(template_variables("{% set x = 1 %}{% if enable_thinking is defined %}{{ messages[x].content }}{% endif %}"))
+    ['enable_thinking', 'messages']
+    """
+    environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols, _Generation])
+    environment.globals |= dict.fromkeys(
+        ("raise_exception", "strftime_now")
+    )  # transformers gives them to each template
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+
+
+def check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Checks that the tokenizer's chat template reads what it is given.
+
+    Raises:
+        InvalidConfig: it does not read one of the names, or there is no template that can be read.
+    """
+    try:
+        known = template_variables(tokenizer.get_chat_template(tools=arguments.get("tools"))) - OWN
+    except (ValueError, jinja2.TemplateError) as error:
+        raise InvalidConfig(
+            f"template_arguments: the checkpoint has no chat template to give them to: {error}"
+        ) from error
+    for name in arguments:
+        if name not in known:
+            takes = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing beside the messages"
+            raise InvalidConfig(f"template_arguments: the chat template does not use {name!r}; {takes}")

@@ -1,0 +1,65 @@
+"""Recorded experts for rows of tests."""
+
+import torch
+from transformers import AutoConfig
+
+from dataproto import RaggedTensor
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
+from dataproto.vlm import family_of
+from helpers.checkpoints import write_checkpoint
+from helpers.tiny_models import tiny_model
+
+
+def with_routes(config, data, seed=0):
+    """The rows with other experts than a router would choose, drawn at random; rows of equal prompts share theirs."""
+    text, generator = config.get_text_config(), torch.Generator().manual_seed(seed)
+    layers = text.num_hidden_layers - getattr(text, "first_k_dense_replace", 0)
+    experts = family_of(config).expert_count(text)
+
+    def draw(tokens):
+        shares = torch.rand(int(tokens), layers, experts, generator=generator)
+        return shares.topk(text.num_experts_per_tok, dim=-1).indices.to(torch.uint8)
+
+    attended, width = data["attention_mask"], data["response_mask"].shape[1]
+    prompts: dict[tuple[int, ...], torch.Tensor] = {}
+    rows = []
+    for ids, mask in zip(data["input_ids"], attended[:, : attended.shape[1] - width], strict=True):
+        key = tuple(ids[: len(mask)][mask.bool()].tolist())
+        if key not in prompts:
+            prompts[key] = draw(len(key))
+        rows.append(prompts[key])
+    recorded = data[:]
+    recorded[PROMPT_ROUTED_EXPERTS] = RaggedTensor.from_list(rows)
+    responses = attended[:, attended.shape[1] - width :].sum(1)
+    recorded[ROUTED_EXPERTS] = RaggedTensor.from_list([draw(count) for count in responses])
+    return recorded
+
+
+def routes_of(data, row):
+    """The experts ``(n, M, k)`` of all tokens of a row."""
+    return torch.cat([data[PROMPT_ROUTED_EXPERTS][row], data[ROUTED_EXPERTS][row]])
+
+
+def write_like_a3b(path, width=32):
+    """A checkpoint with 128 experts of a ``width``, 8 of a token, tiny layers, and experts that weigh as much as attention."""
+    checkpoint = write_checkpoint("qwen3_vl_moe", path)
+    config = AutoConfig.from_pretrained(checkpoint)
+    text = config.text_config
+    text.num_experts, text.num_experts_per_tok, text.num_hidden_layers, text.moe_intermediate_size = 128, 8, 4, width
+    model = tiny_model("qwen3_vl_moe", config=config)
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            layer.mlp.experts.down_proj.mul_(8.0)
+    model.save_pretrained(checkpoint)
+    return checkpoint
+
+
+def differences_with_and_without(actor, data):
+    """Mean differences of the engine's log-probs to the actor's: with the recorded experts, and with the actor's own."""
+    plain = data[:]
+    plain.pop(non_tensor_batch_keys=[PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS])
+    mask = data["response_mask"].bool()
+    return [
+        float((actor.log_probs(rows)["old_log_probs"] - data["rollout_log_probs"])[mask].abs().mean())
+        for rows in (data, plain)
+    ]

@@ -1,0 +1,95 @@
+"""What the tests show for each family: lists that they run over, and the table of `docs/models.md` that is made from them.
+
+`python -m helpers.shown_models` in ``tests`` prints the table.
+"""
+
+from dataproto.vlm import family_of
+from helpers.tiny_models import FURTHER_TYPES, MODEL_TYPES, TEXT_TYPES, WINDOWED_TYPES
+
+PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm", "gemma3", "gemma4", "qwen3")
+"""Families of the tests of pipelines."""
+LAYOUT_TYPES = (*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3", "gemma4")
+"""Families that are left to the long tests in at least one layout."""
+VLLM_TYPES = (
+    *(
+        "qwen3_vl_moe",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_vl",
+        "qwen3",
+        "llama",
+        "qwen2",
+        "mistral",
+        "smolvlm",
+        "idefics3",
+    ),
+    *("glm4v", "glm4v_moe", "internvl", "internvl+qwen3_moe"),
+)
+"""Families of which vLLM samples the tokens of the other engine, with log-probs within 1e-4 in float32."""
+VLLM_HALF_TYPES = ("qwen3_5",)
+"""Families whose kernels of vLLM for the CPU compute in bfloat16 alone: log-probs within 0.05."""
+VLLM_TEXT_TYPES = WINDOWED_TYPES
+"""Families of which vLLM on a CPU samples text alone, with log-probs within 1e-4, and refuses prompts with images."""
+MEASURED_ON_H200 = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl_moe": "Qwen3-VL-30B-A3B", "smolvlm": "dataproto make-vlm"}
+"""Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
+
+NOT_SUPPORTED = "no"
+FIELD = (
+    ("Qwen3.5, Qwen3.6, Qwen3.8", "51 %", ("qwen3_5", "qwen3_5_moe")),
+    ("Gemma 3, Gemma 4", "17 %", ("gemma3", "gemma4")),
+    ("Kimi K2.5 and later", "7 %", ()),
+    ("Qwen3-VL", "6 %", ("qwen3_vl", "qwen3_vl_moe")),
+    ("Qwen2-VL, Qwen2.5-VL", EARLIER := "about 10 % with Qwen3-VL", ("qwen2_vl", "qwen2_5_vl")),
+    ("InternVL", EARLIER, ("internvl", "internvl+qwen3_moe")),
+    ("GLM-4.1V, GLM-4.5V, GLM-4.6V", EARLIER, ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")),
+    ("SmolVLM, Idefics3", EARLIER, ("smolvlm", "idefics3")),
+    ("MiniCPM-V 4.6", "among the rest", ("minicpmv4_6",)),
+    ("language models", "not counted", TEXT_TYPES),
+)
+"""Groups of models: names, share of the names of vision-language models in the commits of nine frameworks, and families."""
+
+
+def models_table() -> list[str]:
+    """The lines of the table, a line for each family and for each group without one."""
+    lines = [
+        "| group | share of names | `model_type` | published | layouts | HF engine | vLLM | H200 |",
+        "|" + "---|" * 8,
+    ]
+    for group, share, families in FIELD:
+        if not families:
+            lines.append(f"| {group} | {share} | {' | '.join([NOT_SUPPORTED] * 6)} |")
+        for model_type in families:
+            published = ", ".join(family_of(model_type).published) or "none"
+            shown = " | ".join([layouts(model_type), "yes", in_vllm(model_type), on_h200(model_type)])
+            lines.append(f"| {group} | {share} | `{model_type}` | {published} | {shown} |")
+    return lines
+
+
+def layouts(model_type: str) -> str:
+    """The degrees of parallelism that tests compare with one process; a model of text alone stands for its like."""
+    alike = "qwen3" if model_type in TEXT_TYPES else model_type
+    every, extra = alike in LAYOUT_TYPES, family_of(alike).experts is not None
+    found = [name for name in ("dp", "sp", "tp") if every or alike in MODEL_TYPES]
+    found += ["pp"] * (every or alike in PIPELINE_TYPES)
+    found += ["ep"] * (extra and (every or alike == "qwen3_vl_moe"))
+    return " ".join(found)
+
+
+def in_vllm(model_type: str) -> str:
+    """How close vLLM comes."""
+    if model_type in VLLM_TYPES:
+        return "1e-4"
+    if model_type in VLLM_TEXT_TYPES:
+        return "1e-4 for text"
+    if family_of(model_type).not_in_vllm:
+        return "refused"
+    return "0.05 in bfloat16" if model_type in VLLM_HALF_TYPES else "not tested"
+
+
+def on_h200(model_type: str) -> str:
+    """Whether there is a measurement."""
+    return "measured" if model_type in MEASURED_ON_H200 else "not measured"
+
+
+if __name__ == "__main__":
+    print("\n".join(models_table()))

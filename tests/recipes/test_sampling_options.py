@@ -1,0 +1,116 @@
+"""Min-p, stop texts and arguments of the chat template from the command line: in training and in the evaluation."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_runs import REWARD, rows_of
+from recipes import grpo, sft
+from recipes.commands import main
+from recipes.configs.environments import walk_config
+from recipes.options.config_file import config_as_yaml
+from rollout.hf import HFEngine
+
+THINKING = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{%- endif -%}"
+SHORT = (
+    "--batch-size 2 --algorithm.n 2 --max-prompt-length 300 --max-response-length 6 --eval-rows 2 --steps 1"
+    " --eval-every 1 --save-every 0"
+)
+
+
+def test_training_samples_by_min_p_and_both_end_at_stop_texts():
+    stop = ("</answer>", "\n\n", "---")
+    options = ["--rollout.min-p", "0.1", "--rollout.stop", *stop]
+    for recipe in (grpo, walk_config):
+        config = recipe.parse(options)
+        assert (config.sampling().min_p, config.sampling().stop) == (0.1, stop)
+        assert (config.eval_sampling().min_p, config.eval_sampling().stop) == (0.0, stop)
+    several = grpo.parse([*options, "--eval-samples", "3"]).eval_sampling()
+    assert (several.n, several.min_p, several.stop) == (3, 0.1, stop)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--rollout.min-p", "1.5"], "min_p=1.5: must be between 0"),
+        (["--rollout.stop", ""], "stop=.*not empty"),
+        (["--rollout.stop", "a", "--rollout.ahead"], "rollout.ahead decodes during the update"),
+    ],
+)
+def test_impossible_sampling_is_refused(given, message):
+    with pytest.raises(InvalidConfig, match=message):
+        grpo.parse(given)
+
+
+def test_a_file_gives_the_same_options_again(tmp_path):
+    given = "--rollout.min-p 0.05 --rollout.stop --- 1 --template-arguments enable_thinking false depth 2 style short"
+    file = tmp_path / "config.yaml"
+    for recipe in (grpo, sft):
+        options = given.split() if recipe is grpo else given.split()[5:]
+        config = recipe.parse(options)
+        assert config.data.template_arguments == {"enable_thinking": False, "depth": 2, "style": "short"}
+        file.write_text(config_as_yaml(config))
+        assert recipe.parse(["--config", str(file)]) == config
+    file.write_text("template-arguments: {tools: [{name: zoom}]}")
+    with pytest.raises(
+        InvalidConfig, match=r"template-arguments: tools=\[.*\] must be a number, a text, true or false"
+    ):
+        grpo.parse(["--config", str(file)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A checkpoint whose template can be told not to think."""
+    path = write_checkpoint("qwen3", tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    start = "{{ '<|im_start|>assistant\n' }}"
+    assert start in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(start, start + THINKING)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def requests(model, monkeypatch):
+    """Of what the engine is asked: whether it is greedy, the prompt's text, and the settings."""
+    asked, generate, tokenizer = [], HFEngine.generate, AutoTokenizer.from_pretrained(model)
+
+    def noted(self, given, sampling):
+        asked.extend((sampling.temperature == 0, tokenizer.decode(each.input_ids), sampling) for each in given)
+        return generate(self, given, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", noted)
+    return asked
+
+
+def run(model, tmp_path, *more):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    rows = tmp_path / "sums.jsonl"
+    rows.write_text("".join(f'{{"problem": "What is {n} + {n}?", "answer": "{2 * n}"}}\n' for n in range(10)))
+    paths = ["--model-path", model, "--data-path", str(rows), "--reward", f"{reward}:score"]
+    return main(["grpo", *paths, "--output-dir", str(tmp_path / "run"), *SHORT.split(), *more])
+
+
+@pytest.mark.slow
+def test_a_run_asks_its_engine_so_in_training_and_evaluation(model, requests, tmp_path):
+    options = "--template-arguments enable_thinking false --rollout.min-p 0.2 --rollout.stop e"
+    assert run(model, tmp_path, *options.split()) == 0
+    assert {greedy for greedy, _, _ in requests} == {True, False}
+    assert all(text.endswith("assistant\n<think></think>") for _, text, _ in requests)
+    assert all(sampling.stop == ("e",) for _, _, sampling in requests)
+    assert {sampling.min_p for greedy, _, sampling in requests if not greedy} == {0.2}
+    assert rows_of(tmp_path / "run")[-1]["training/rollout_probs_diff_max"] < 1e-4  # log-probs are the policy's
+
+
+@pytest.mark.slow
+def test_a_name_that_the_template_does_not_use_ends_the_run_before_it_begins(model, tmp_path, capsys):
+    assert run(model, tmp_path, "--template-arguments", "enable_thinkin", "false") == 2
+    assert (
+        "error: template_arguments: the chat template does not use 'enable_thinkin'; it reads enable_thinking"
+        in capsys.readouterr().err
+    )
+    assert not Path(tmp_path, "run").exists()

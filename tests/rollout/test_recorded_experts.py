@@ -1,0 +1,119 @@
+"""The experts that the Hugging Face engine records, against those that its model chooses when it reads a whole row at once."""
+
+import pytest
+import torch
+
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
+from dataproto.errors import InvalidRow
+from helpers.batches import padded_log_probs, prompt_batch
+from helpers.routes import routes_of
+from helpers.tiny_models import MOE_TYPES, tiny_model
+from rollout.engine import Completion, SamplingParams, returns_experts
+from rollout.hf import HFEngine
+from rollout.responses import attach_responses, build_requests, collate_experts
+
+CPU = torch.device("cpu")
+SAMPLED = SamplingParams(n=2, max_tokens=6, seed=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=MOE_TYPES)
+def engine(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    tiny_model(request.param).save_pretrained(path)
+    return HFEngine(str(path), max_num_seqs=4, device=CPU, routed_experts=True)
+
+
+def prompts_for(engine):
+    return prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
+
+
+def chosen_at_once(model, row):
+    """The experts ``(n, M, k)`` of a row that is read in one forward pass."""
+    chosen = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+        for layer in model.model.language_model.layers
+    ]
+    with torch.no_grad():
+        padded_log_probs(model, row)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)
+
+
+def check_experts(engine, data):
+    model = tiny_model(engine.model.config.model_type)
+    for row in range(len(data)):
+        found, expected = routes_of(data, row), chosen_at_once(model, data[row : row + 1])
+        assert found.dtype == torch.uint8
+        assert torch.equal(found[:-1].long().sort(-1).values, expected[:-1].sort(-1).values)
+        assert torch.equal(found[-1], found[-2])  # the last token was not read
+
+
+def test_experts_are_those_of_one_pass_over_the_row(engine):
+    prompts = prompts_for(engine)
+    completions = list(engine.generate(build_requests(prompts, SAMPLED), SAMPLED))
+    data = attach_responses(prompts, completions, SAMPLED, engine.family, pad_token_id=0)
+    check_experts(engine, data)
+    assert len(data[PROMPT_ROUTED_EXPERTS].storage) == int(prompts["attention_mask"].sum())  # once for both samples
+    assert data[ROUTED_EXPERTS].lengths.tolist() == [6] * 6
+
+
+def test_an_interrupted_response_keeps_its_experts(engine):
+    prompts = prompts_for(engine)
+    requests = build_requests(prompts, SAMPLED)
+    numbers = {engine.submit(request, SAMPLED): place for place, request in enumerate(requests)}
+    done = [each for _ in range(3) for each in engine.poll()]
+    engine.load_weights(list(engine.model.named_parameters()))  # the same ones; all prompts and tokens are read again
+    while engine.unfinished:
+        done += engine.poll()
+    completions = [
+        Completion(numbers[e.request], e.token_ids, e.log_probs, e.finish_reason, routed_experts=e.routed_experts)
+        for e in done
+    ]
+    check_experts(engine, attach_responses(prompts, completions, SAMPLED, engine.family, pad_token_id=0))
+
+
+def test_a_request_that_continues_another_has_the_experts_of_both(engine):
+    request = build_requests(prompts_for(engine), SAMPLED)[4]
+    whole = engine.submit(request, SAMPLED, keep=True)
+    (first,) = drain(engine)
+    tokens = torch.tensor(first.token_ids)
+    positions = engine.family.extend_positions(
+        request.position_ids[None], torch.ones(1, len(request.input_ids)).long(), 6
+    )
+    later = type(request)(
+        [],
+        torch.cat([request.input_ids, tokens]),
+        torch.cat([request.token_types, torch.zeros(6, dtype=torch.int8)]),
+        torch.cat([request.position_ids, positions[0]], -1),
+        seed=5,
+    )
+    engine.fork(whole, later, SAMPLED)
+    (second,) = drain(engine)
+    engine.submit(later, SAMPLED)
+    (alone,) = drain(engine)
+    assert second.token_ids == alone.token_ids
+    assert len(second.routed_experts) == len(request.input_ids) + 6 + 5
+    if engine.family.recurrent_mixers is None:
+        assert second.cached_tokens  # a part was not read again
+    assert torch.equal(second.routed_experts, alone.routed_experts)
+    engine.abort(whole)
+
+
+def drain(engine):
+    done = []
+    while engine.unfinished:
+        done += engine.poll()
+    return done
+
+
+def test_experts_of_other_tokens_are_refused():
+    done = Completion(0, [5, 2], [-0.5, -0.1], "stop", routed_experts=torch.zeros(4, 1, 1))
+    with pytest.raises(InvalidRow, match="3 tokens were read"):
+        collate_experts([done], [2], 1)
+
+
+def test_engines_say_whether_they_return_experts():
+    assert returns_experts("hf")
+    assert not returns_experts("rollout.hf.adapter_engine:AdapterEngine")

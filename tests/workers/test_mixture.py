@@ -1,0 +1,100 @@
+"""Experts by grouped products against a loop over tokens, and recorded choices against that loop: values within 1e-5, gradients
+within 1e-5 of their norms.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import linear, silu
+
+from dataproto.vlm import family_of
+from helpers.examples import at_most
+from helpers.tiny_models import MOE_TYPES, tiny_model
+from workers.model.mixture import grouped_experts
+from workers.model.mixture.routing import PackedRouter
+
+
+def one_by_one(hidden, chosen, weights, gate_up, down):
+    """Token after token, choice after choice."""
+    out = 0.0 * hidden
+    for token, (experts, shares) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            if expert < len(gate_up):
+                gate, up = linear(hidden[token], gate_up[expert]).chunk(2)
+                made = share * linear(silu(gate) * up, down[expert])
+                out = out.index_add(0, torch.tensor([token]), made[None])
+    return out
+
+
+@settings(max_examples=at_most(25))
+@given(
+    tokens=st.integers(1, 9),
+    experts=st.integers(1, 5),
+    choices=st.integers(1, 3),
+    width=st.sampled_from([4, 6]),  # 6 floats are no multiple of 16 bytes
+    seed=st.integers(0, 2**16),
+)
+def test_grouped_products_are_those_of_each_token(tokens, experts, choices, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, requires_grad=True)
+
+    inputs = draw(tokens, 8), draw(tokens, choices), draw(experts, 2 * width, 8), draw(experts, 8, width)
+    chosen = torch.randint(0, experts + 1, (tokens, choices), generator=generator)  # the last one is not there
+    direction = torch.randn(tokens, 8, generator=generator)
+    results = []
+    for compute in (grouped_experts, one_by_one):
+        hidden, weights, gate_up, down = inputs
+        more = (silu,) if compute is grouped_experts else ()
+        out = compute(hidden, chosen, weights, gate_up, down, *more)
+        gradients = torch.autograd.grad(out, inputs, direction, allow_unused=True)
+        results.append((out, [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]))
+    (found, ours), (expected, theirs) = results
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for gradient, other in zip(ours, theirs, strict=True):
+        assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-6
+
+
+def shares_of(model_type, router, logits, experts):
+    """The weights of a token's chosen experts by its logits, in plain arithmetic."""
+    if model_type.startswith("glm"):
+        scores = [1 / (1 + math.exp(-float(logits[expert]))) for expert in experts]
+        scale = router.routed_scaling_factor
+    else:
+        scores, scale = [math.exp(float(logits[expert])) for expert in experts], 1.0
+    return [scale * score / sum(scores) for score in scores]
+
+
+@pytest.mark.parametrize("model_type", MOE_TYPES)
+def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
+    model, family = tiny_model(model_type), family_of(model_type)
+    gate = family.routers(model)[0]
+    hidden = torch.randn(5, gate.weight.shape[1], generator=torch.Generator().manual_seed(1))
+    logits, weights, chosen = gate(hidden)
+    assert torch.equal(family.expert_weights(gate, logits, chosen), weights)  # to the last bit
+    router = PackedRouter(gate, family)
+    other = (chosen.flip(-1) + 1).remainder(4).to(torch.uint8)
+    router.use(other, None)
+    _, replayed, used = router(hidden)
+    assert used.tolist() == other.tolist()
+    for token, experts in enumerate(other.tolist()):
+        expected = torch.tensor(shares_of(model_type, gate, logits[token].detach(), experts))
+        torch.testing.assert_close(replayed[token], expected, atol=1e-6, rtol=0)
+    replayed[:, 0].sum().backward()
+    assert gate.weight.grad.norm() > 1e-3  # through the weights of recorded experts
+
+
+@pytest.mark.parametrize("model_type", MOE_TYPES)
+def test_padding_is_sent_nowhere(model_type):
+    family = family_of(model_type)
+    gate = family.routers(tiny_model(model_type))[0]
+    router = PackedRouter(gate, family)
+    router.use(None, torch.tensor([True, False]))
+    _, _, chosen = router(torch.randn(2, gate.weight.shape[1], generator=torch.Generator().manual_seed(1)))
+    experts = len(gate.weight)
+    assert chosen[0].max() < experts
+    assert chosen[1].tolist() == [experts, experts]

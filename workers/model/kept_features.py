@@ -1,0 +1,107 @@
+"""Features of images and videos by a vision tower that is not trained, computed once for all passes of a step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto.columns import RowMedia, media_parts
+from dataproto.vlm import VLMFamily
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Medium:
+    """The tensors of one kind, images or videos, of a mapping of media."""
+
+    inputs: Mapping[str, Tensor]
+    count: int  # of its features
+
+    @property
+    def key(self) -> Key:
+        """Equal for the same memory, also where a process has received it twice."""
+        return tuple(_place(value) for value in self.inputs.values())
+
+
+def _place(value: Tensor) -> Key:
+    version = 0 if value.is_inference() else value._version
+    return value.data_ptr(), tuple(value.shape), value.dtype, version
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The media of a micro-batch in the order of their features, and the inputs of those that are not kept yet."""
+
+    media: Sequence[Medium]
+    missing: Sequence[Medium]
+    inputs: dict[str, Tensor]
+    kept: dict[Key, tuple[Medium, Tensor]] = field(repr=False)
+
+    def joined(self, features: Tensor | None) -> Tensor | None:
+        """The features ``(F, levels, H)`` of all media.
+
+        Args:
+            features: of the missing ones, which are kept from now on; without any they are those of a dummy image, or ``None``.
+        """
+        if not self.media:
+            return features
+        if self.missing:
+            assert features is not None
+            parts = features.detach().split([medium.count for medium in self.missing])
+            self.kept.update({medium.key: (medium, part) for medium, part in zip(self.missing, parts, strict=True)})
+        return torch.cat([self.kept[medium.key][1] for medium in self.media])
+
+
+class KeptFeatures:
+    """Features of the media of a step; `clear` forgets them.
+
+    The media's tensors are kept too, so that their memory tells what they are.
+    """
+
+    def __init__(self, family: VLMFamily, config: Any, max_bytes: int = 1 << 30) -> None:
+        """``max_bytes`` of features are kept from one call to the next."""
+        self.family, self.config, self.max_bytes = family, config, max_bytes
+        self._kept: dict[Key, tuple[Medium, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forgets all features."""
+        self._kept.clear()
+
+    def plan(self, parts: Sequence[Sequence[RowMedia]]) -> list[bool]:
+        """Whether the tower runs for each micro-batch of a call, from the media of its rows; nothing is forgotten in the call."""
+        while sum(features.nbytes for _, features in self._kept.values()) > self.max_bytes:
+            del self._kept[next(iter(self._kept))]
+        known, runs = set(self._kept), []
+        for rows in parts:
+            keys = {medium.key for medium in self._media(rows)}
+            runs.append(not keys <= known)
+            known |= keys
+        return runs
+
+    def wanted(self, rows: Sequence[RowMedia]) -> Wanted:
+        """What a micro-batch with these media needs."""
+        media = list(self._media(rows))
+        missing = [medium for medium in media if medium.key not in self._kept]
+        inputs = self.family.distinct_media([medium.inputs for medium in missing], self.config).inputs
+        return Wanted(media, missing, inputs, self._kept)
+
+    def _media(self, rows: Sequence[RowMedia]) -> Iterator[Medium]:
+        """Each distinct medium once, in the order of `VLMFamily.distinct_media`."""
+        layout = self.family.media_layout
+        for kind in ("image", "video"):
+            seen: set[tuple[int, ...]] = set()
+            for part in (part for row in rows for part in media_parts(row)):
+                inputs = {name: part[name] for name in layout.names(kind) if part.get(name) is not None}
+                objects = tuple(map(id, inputs.values()))
+                if inputs and objects not in seen:
+                    seen.add(objects)
+                    yield Medium(inputs, int(layout.feature_counts(kind, inputs, self.config).sum()))
+
+
+def keeps_features(model: torch.nn.Module, family: VLMFamily) -> bool:
+    """Whether the model has a vision tower and trains nothing of it."""
+    parts = [model.get_submodule(path) for path in family.vision_parts]
+    return bool(parts) and not any(weight.requires_grad for part in parts for weight in part.parameters())

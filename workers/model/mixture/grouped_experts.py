@@ -1,0 +1,138 @@
+"""Experts computed by two grouped matrix products: each token once for each expert that it is sent to.
+
+The pairs of a token and an expert are sorted by expert, once; a grouped product multiplies each run of rows with the weights of
+its expert. All sizes are known on the host, so that it never waits for the device. A pair with an expert that is not there, of
+padding or of another rank, is sorted to the end, where nothing is computed for it.
+
+Letters: N tokens, k choices of each, E experts, H hidden size, F width of an expert.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers.integrations.moe  # noqa: F401 - registers the operator of the loop over experts
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm
+
+from workers.model.patches import replace_forward
+from workers.model.precision import in_autocast_dtype
+
+
+def compute_grouped(experts: nn.Module) -> None:
+    """Makes a module of fused experts, also of adapted ones, compute by `grouped_experts`, with the weights that it is given."""
+    fused = fused_module(experts)
+    replace_forward(fused, GroupedExperts(fused))
+
+
+def fused_module(experts: Any) -> Any:
+    """The module of transformers in what adapters or a split have put in its place, which call it as ``compute[0]``."""
+    while hasattr(experts, "compute"):
+        experts = experts.compute[0]
+    return experts
+
+
+class GroupedExperts:
+    """The forward of a module with ``gate_up_proj (E, 2 F, H)``, ``down_proj (E, H, F)`` and ``act_fn``."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts = experts
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts = self.experts
+        return grouped_experts(
+            hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, experts.act_fn
+        )
+
+
+def grouped_experts(
+    hidden: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Any
+) -> Tensor:
+    """The outputs ``(N, H)`` of the chosen experts for each token, weighted and summed.
+
+    Args:
+        hidden: ``(N, H)``.
+        chosen: ``(N, k)`` int64; a number of E or more computes nothing and adds zero.
+        weights: ``(N, k)``.
+        gate_up: ``(E, 2 F, H)``, the gate's rows first; down ``(E, H, F)``.
+        activation: of the gate.
+
+    >>> one = torch.ones(1, 1)
+    >>> doubled, halved = torch.tensor([[[2.0]] * 2, [[0.5]] * 2]), torch.ones(2, 1, 1)
+    >>> grouped_experts(one, torch.tensor([[1, 2]]), torch.tensor([[1.0, 3.0]]), doubled, halved, nn.Identity())
+    tensor([[0.2500]])
+    """
+    pairs = SortedPairs.of(chosen, len(gate_up))
+    tokens = cast(Tensor, _Spread.apply(in_autocast_dtype(hidden), *pairs))
+    gate, up = grouped_linear(tokens, gate_up, pairs.ends).chunk(2, dim=-1)
+    made = grouped_linear(activation(gate) * up, down, pairs.ends)
+    returned = cast(Tensor, _Collect.apply(made, *pairs))  # (N, k, H)
+    return (returned * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+class SortedPairs(NamedTuple):
+    """The N k pairs of a token and an expert, by expert."""
+
+    order: Tensor  # (N k,) the pair at each place
+    places: Tensor  # (N k,) the place of each pair
+    there: Tensor  # (N, k) bool: pairs whose expert is there
+    ends: Tensor  # (E,) int32, the place behind the pairs of each expert
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int) -> "SortedPairs":
+        """The pairs of ``chosen (N, k)``.
+
+        >>> pairs = SortedPairs.of(torch.tensor([[1, 0], [2, 1]]), experts=2)
+        >>> pairs.order.tolist(), pairs.ends.tolist()
+        ([1, 0, 3, 2], [1, 3])
+        """
+        numbers, order = chosen.flatten().int().sort(stable=True)
+        every = torch.arange(experts, device=chosen.device, dtype=torch.int32)
+        ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=chosen.device))
+        return cls(order, places, chosen < experts, ends)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """``(n, out)`` of rows ``x (n, in)`` that are sorted by expert, with ``weight (E, out, in)``; see `SortedPairs.ends`.
+
+    Rows behind the last end are not computed: their values, and those of their gradients, are arbitrary. Widths that are no
+    multiple of 16 bytes, and dtypes other than bfloat16 under torch.compile, take a loop over experts that waits for the device.
+    """
+    into = in_autocast_dtype(weight).transpose(-2, -1)
+    rows = x.to(into.dtype)
+    aligned = all(size * into.element_size() % 16 == 0 for size in into.shape[1:])
+    if not aligned or (torch.compiler.is_compiling() and into.dtype != torch.bfloat16):
+        return cast(Tensor, torch.ops.transformers.grouped_mm_fallback(rows, into, ends))
+    return grouped_mm(rows, into, offs=ends)
+
+
+class _Spread(torch.autograd.Function):
+    """From tokens ``(N, H)`` to the rows ``(N k, H)`` of their pairs; a token's gradients are added in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, there: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(places, there)
+        return x.index_select(0, order // there.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        places, there = ctx.saved_tensors
+        return _by_token(gradient, places, there).sum(1), None, None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """From the rows ``(N k, H)`` of pairs to ``(N, k, H)``, zero for pairs whose expert is not there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, there: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return _by_token(x, places, there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return gradient.flatten(0, 1).index_select(0, order), None, None, None, None
+
+
+def _by_token(x: Tensor, places: Tensor, there: Tensor) -> Tensor:
+    return x.index_select(0, places).unflatten(0, there.shape).masked_fill(~there[..., None], 0.0)

@@ -1,0 +1,265 @@
+"""Exports in the Hugging Face format that all ranks write together, each its own files.
+
+Weights are gathered a few at a time, and the rank whose file a weight belongs to keeps it until the file is full. So a rank holds
+one file that it fills and one that it writes, and not the model. The index is written last, and every file under another name
+first, so that an export that `from_pretrained` finds is complete.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from dataproto.errors import CheckpointError
+from dataproto.vlm import VLMFamily
+from workers.model.lora import base_name
+from workers.model.named_weights import meta_copy, named_buffers, named_weights
+from workers.model.patches import keep_conversions
+from workers.ranks.mesh import Ranks
+from workers.weights.stored_tensors import CheckpointFiles, whole
+
+FILE_BYTES = 2 << 30
+"""Of a file, unless one layer is larger."""
+
+Group = tuple[tuple[str, ...], int]
+"""Names of weights that are stored in one file, because they may be converted together, and their size in bytes."""
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """A file of an export, the weights in it under their names in the model, and the rank that writes it."""
+
+    file: str
+    weights: frozenset[str]
+    writer: int
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """What a pipeline stage holds and who can write it."""
+
+    sizes: dict[str, int]  # of weights in bytes
+    ranks: list[int]
+
+
+def plan_export(stages: Sequence[StageWeights], layers: Sequence[str], file_bytes: int) -> list[ExportFile]:
+    """Files in the order of the weights; those of a stage go to its ranks in turn, and each rank has one at least if it can.
+
+    Args:
+        layers: module paths of lists of layers. The weights of a layer are in one file.
+
+    >>> alone = StageWeights({"head": 4, "layers.0.a": 2, "layers.0.b": 2, "layers.1.a": 4}, [0, 1])
+    >>> for each in plan_export([alone], ["layers"], file_bytes=100):
+    ...     print(each.file, each.writer, sorted(each.weights))
+    model-00001-of-00002.safetensors 0 ['head', 'layers.0.a', 'layers.0.b']
+    model-00002-of-00002.safetensors 1 ['layers.1.a']
+    """
+    planned: list[tuple[list[str], int]] = []
+    written: set[str] = set()
+    for stage in stages:
+        sizes = {
+            name: size for name, size in stage.sizes.items() if name not in written
+        }  # a tied weight is on two stages
+        written |= sizes.keys()
+        limit = max(min(file_bytes, -(-sum(sizes.values()) // len(stage.ranks))), 1)
+        files: list[list[str]] = []
+        filled = limit
+        for names, size in _groups(sizes, layers):
+            if filled >= limit or filled + size > file_bytes:
+                files.append([])
+                filled = 0
+            files[-1].extend(names)
+            filled += size
+        planned += [(names, stage.ranks[number % len(stage.ranks)]) for number, names in enumerate(files)]
+    if len(planned) == 1:
+        return [ExportFile(SAFE_WEIGHTS_NAME, frozenset(planned[0][0]), planned[0][1])]
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
+    return [
+        ExportFile(f"{stem}-{number:05d}-of-{len(planned):05d}.{suffix}", frozenset(names), writer)
+        for number, (names, writer) in enumerate(planned, 1)
+    ]
+
+
+def _groups(sizes: dict[str, int], layers: Sequence[str]) -> Iterator[Group]:
+    found: dict[str, list[str]] = {}
+    for name in sizes:
+        inside = next((path for path in layers if name.startswith(f"{path}.")), None)
+        count = name.count(".") if inside is None else inside.count(".") + 2
+        found.setdefault(".".join(name.split(".")[:count]), []).append(name)
+    for names in found.values():
+        yield tuple(names), sum(sizes[name] for name in names)
+
+
+class ShardedExport:
+    """One export of a model. Every rank makes it, calls `collect` and then `finish`."""
+
+    def __init__(
+        self, directory: Path, model: PreTrainedModel, family: VLMFamily, ranks: Ranks, dtype: torch.dtype | None
+    ) -> None:
+        """``dtype``: of the weights, by default their own; `VLMFamily.float32_weights` keep theirs."""
+        self.directory, self.model, self.family, self.ranks, self.dtype = directory, model, family, ranks, dtype
+        self.rank = 0 if ranks.mesh is None else distributed.get_rank()
+        self.shell = meta_copy(model)
+        conversions = get_model_conversion_mapping(self.shell, add_legacy=False)
+        keep_conversions(self.shell, [each for each in conversions if not isinstance(each, PrefixChange)])
+        self.unused = UnusedWeights(model, family)
+        layers = [path for path in (family.vision_blocks, family.decoder_layers) if path is not None]
+        files = plan_export(ranks.all_gather(self._stage(), "pp"), layers, FILE_BYTES)
+        self.mine = [file for file in files if file.writer == self.rank]
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
+        self._writing: Future[None] | None = None
+        self._waiting: list[tuple[ExportFile, dict[str, Tensor]]] = []
+        self._written: dict[str, tuple[str, int]] = {}  # the file and the size of each tensor
+        self._error: str | None = None
+
+    def collect(self, behind: bool) -> None:
+        """Gathers the weights and writes this rank's files, or with ``behind`` keeps a copy of them for `finish`."""
+        file_of = {name: file for file in self.mine for name in file.weights}
+        filling: dict[str, dict[str, Tensor]] = {file.file: {} for file in self.mine}
+        missing = {file.file: len(file.weights - self.unused.sizes.keys()) for file in self.mine}
+        full = [file for file in self.mine if not missing[file.file]]  # of weights that are not gathered
+        for name, weight in named_weights(self.model, self.dtype, self.family.in_float32):
+            if name in file_of:
+                file = file_of[name]
+                filling[file.file][name] = weight.to("cpu", copy=behind).contiguous()
+                missing[file.file] -= 1
+                full += [] if missing[file.file] else [file]
+            while full:
+                file = full.pop()
+                self._waiting.append((file, filling.pop(file.file)))
+                if not behind:
+                    self._write_waiting()
+
+    def finish(self, group: ProcessGroup | None = None) -> None:
+        """Writes what is kept, waits for all ranks, and makes the export complete.
+
+        Args:
+            group: over which ranks wait for each other, the default one if ``None``.
+
+        Raises:
+            CheckpointError: a rank could not write; every rank raises it.
+        """
+        self._write_waiting()
+        self._wait()
+        self._writer.shutdown()
+        outcomes = self._gather((self._error, self._written), group)
+        if self.rank == 0 and not any(error for error, _ in outcomes):
+            try:
+                self._complete({name: place for _, places in outcomes for name, place in places.items()})
+            except OSError as error:
+                self._error = _reason(error)
+        outcomes = self._gather((self._error, {}), group)
+        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error is not None]
+        if failed:
+            raise CheckpointError(f"{self.directory} could not be written: {'; '.join(failed)}")
+
+    def _stage(self) -> StageWeights:
+        """The weights of this rank's pipeline stage; the last one writes those that the model does not use as well."""
+        sizes = {}
+        for name, weight in self.model.named_parameters():
+            base = base_name(name)
+            if base is not None:
+                exact = self.dtype is None or self.family.in_float32(base)
+                sizes[base] = weight.numel() * (weight.dtype if exact else self.dtype).itemsize  # type: ignore[union-attr]
+        sizes |= {name: buffer.nbytes for name, buffer in named_buffers(self.model)}
+        if self.ranks.rank("pp") == self.ranks.size("pp") - 1:
+            sizes |= self.unused.sizes
+        group = self.ranks.group("dp", "sp", "tp")
+        return StageWeights(sizes, [self.rank] if group is None else distributed.get_process_group_ranks(group))
+
+    def _write_waiting(self) -> None:
+        """Begins to write the files that are full, one at a time."""
+        while self._waiting:
+            self._wait()
+            self._writing = self._writer.submit(self._write, *self._waiting.pop(0))
+
+    def _write(self, file: ExportFile, tensors: dict[str, Tensor]) -> None:
+        stored = revert_weight_conversion(self.shell, tensors) | self.unused.of(file.weights)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        draft = self.directory / f".{file.file}.partial"
+        save_file({name: tensor.contiguous() for name, tensor in stored.items()}, draft, {"format": "pt"})
+        draft.replace(self.directory / file.file)
+        self._written |= {name: (file.file, tensor.nbytes) for name, tensor in stored.items()}
+
+    def _wait(self) -> None:
+        """Waits for the file that is being written. An error is kept: the ranks still have weights to gather together."""
+        writing, self._writing = self._writing, None
+        error = None if writing is None else writing.exception()
+        if error is not None:
+            self._error = self._error or _reason(error)
+
+    def _gather(self, value: tuple[str | None, Any], group: ProcessGroup | None) -> list[tuple[str | None, Any]]:
+        if self.ranks.mesh is None:
+            return [value]
+        values = [value] * distributed.get_world_size()
+        distributed.all_gather_object(values, value, group=group)
+        return values
+
+    def _complete(self, places: dict[str, tuple[str, int]]) -> None:
+        """Writes the configuration, removes files of an earlier export, and writes the index."""
+        config = self.shell.config
+        config.update({"architectures": [type(self.model).__name__], "dtype": self.dtype or self.model.dtype})
+        config.save_pretrained(self.directory)
+        if self.shell.can_generate():
+            self.shell.generation_config.save_pretrained(self.directory)
+        files = {file for file, _ in places.values()}
+        for old in self.directory.glob("model*.safetensors*"):
+            if old.name not in files:
+                old.unlink()
+        if files == {SAFE_WEIGHTS_NAME}:
+            return
+        index = {
+            "metadata": {
+                "total_parameters": sum(weight.numel() for weight in self.shell.parameters()),
+                "total_size": sum(size for _, size in places.values()),
+            },
+            "weight_map": {name: file for name, (file, _) in sorted(places.items())},
+        }
+        draft = self.directory / f".{SAFE_WEIGHTS_INDEX_NAME}.partial"
+        draft.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        draft.replace(self.directory / SAFE_WEIGHTS_INDEX_NAME)
+
+
+class UnusedWeights:
+    """The weights of the checkpoint that a model was loaded from and that it does not use; see `VLMFamily.unused_weights`.
+
+    None if the checkpoint is no longer there.
+    """
+
+    def __init__(self, model: PreTrainedModel, family: VLMFamily) -> None:
+        self.sizes: dict[str, int] = {}
+        source = str(model.config._name_or_path)
+        if not family.unused_weights or not source:
+            return
+        self.files = CheckpointFiles(source, download=False)
+        names = [
+            name for name in self.files.names if any(fnmatchcase(name, pattern) for pattern in family.unused_weights)
+        ]
+        with self.files.opened():
+            self.sizes = {name: 2 * prod(self.files.tensor(name).shape) for name in names}  # as if in bfloat16
+
+    def of(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """Those with these names."""
+        chosen = [name for name in self.sizes if name in names]
+        if not chosen:
+            return {}
+        with self.files.opened():
+            tensors = {name: self.files.tensor(name) for name in chosen}
+            return {name: tensor.read(whole(tensor.shape)).clone() for name, tensor in tensors.items()}
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

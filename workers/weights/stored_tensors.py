@@ -1,0 +1,243 @@
+"""Tensors of a checkpoint, and what is made of them, of which any part can be read without the rest.
+
+Checkpoints often hold a weight in another form than the model: each expert by itself, queries, keys and values as one, or rows
+and columns swapped. `Stacked`, `Joined`, `Swapped` and `Chunk` are such weights. A part of them is read as the parts of the
+tensors that it consists of.
+"""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+
+from dataproto.errors import CheckpointError
+
+Range = tuple[slice, ...]
+"""A part of a tensor: for each dimension a slice with start and stop."""
+
+
+class StoredTensor(Protocol):
+    """A tensor that is not in memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, part: Range) -> Tensor:
+        """A part that is not empty. It may be a view of a mapped file, and must not be written to."""
+        ...
+
+
+def whole(shape: Sequence[int]) -> Range:
+    """All of a tensor.
+
+    >>> whole((2, 3))
+    (slice(0, 2, None), slice(0, 3, None))
+    """
+    return tuple(slice(0, size) for size in shape)
+
+
+class CheckpointFiles:
+    """The weights of a checkpoint directory or hub name, in safetensors files or, if there are none, in those of ``torch.save``.
+
+    Files are mapped, not read. Mapped pages that were read count as memory of the process, so files are open only within
+    `opened`.
+    """
+
+    def __init__(self, source: str, download: bool = True) -> None:
+        """
+        Args:
+            source: directory or hub name.
+            download: files of a hub name that are not on this machine; otherwise they are absent.
+
+        Raises:
+            CheckpointError: a file that the index names is absent, or a file is damaged.
+        """
+        self.source, self._download = source, download
+        self._open = threading.local()
+        self.files = self._find()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self.files)
+
+    def tensor(self, name: str) -> "FileTensor":
+        """The tensor of this name; call within `opened`."""
+        return FileTensor(self, name, self._shape(name))
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Files that this thread reads from stay open until the block ends."""
+        with ExitStack() as stack:
+            self._open.stack, self._open.handles = stack, {}
+            try:
+                yield
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"the weights of {self.source} cannot be read: {error}") from error
+            finally:
+                del self._open.stack, self._open.handles
+
+    def read(self, name: str, part: Range) -> Tensor:
+        """A part of the tensor of this name; call within `opened`."""
+        handle = self._handle(self.files[name])
+        if not part:  # of no dimensions
+            return torch.as_tensor(handle[name] if isinstance(handle, dict) else handle.get_tensor(name))
+        stored: Any = handle[name] if isinstance(handle, dict) else handle.get_slice(name)
+        found: Tensor = stored[part]
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        handle = self._handle(self.files[name])
+        return tuple(handle[name].shape if isinstance(handle, dict) else handle.get_slice(name).get_shape())
+
+    def _handle(self, file: str) -> Any:
+        handles = self._open.handles
+        if file not in handles:
+            if file.endswith(".safetensors"):
+                handles[file] = self._open.stack.enter_context(safe_open(file, framework="pt"))
+            else:
+                handles[file] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return handles[file]
+
+    def _find(self) -> dict[str, str]:
+        """The file of each tensor."""
+        for index_name, single_name in (
+            (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
+            (WEIGHTS_INDEX_NAME, WEIGHTS_NAME),
+        ):
+            single = self._path(single_name)
+            if single is not None:
+                with self.opened():
+                    handle = self._handle(single)
+                    return dict.fromkeys(handle.keys(), single)
+            index = self._path(index_name)
+            if index is not None:
+                places: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+                paths = {name: self._path(name) for name in sorted(set(places.values()))}
+                absent = [name for name, path in paths.items() if path is None]
+                if absent and self._download:
+                    raise CheckpointError(f"{self.source} lacks {absent[:3]}, which {index_name} names")
+                return {name: path for name, file in places.items() if (path := paths[file]) is not None}
+        return {}
+
+    def _path(self, name: str) -> str | None:
+        path: str | None = cached_file(
+            self.source,
+            name,
+            local_files_only=not self._download,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return path
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor as the checkpoint holds it."""
+
+    files: CheckpointFiles
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, part: Range) -> Tensor:
+        return self.files.read(self.name, part)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape along a new dimension ``dim``."""
+
+    tensors: tuple[StoredTensor, ...]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.tensors[0].shape
+        return (*first[: self.dim], len(self.tensors), *first[self.dim :])
+
+    def read(self, part: Range) -> Tensor:
+        inner = (*part[: self.dim], *part[self.dim + 1 :])
+        return torch.stack([each.read(inner) for each in self.tensors[part[self.dim]]], self.dim)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors joined along ``dim``."""
+
+    tensors: tuple[StoredTensor, ...]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, total = self.tensors[0].shape, sum(each.shape[self.dim] for each in self.tensors)
+        return (*first[: self.dim], total, *first[self.dim + 1 :])
+
+    def read(self, part: Range) -> Tensor:
+        wanted, begin, found = part[self.dim], 0, []
+        for each in self.tensors:
+            size = each.shape[self.dim]
+            here = slice(max(wanted.start - begin, 0), min(wanted.stop - begin, size))
+            if here.start < here.stop:
+                found.append(each.read((*part[: self.dim], here, *part[self.dim + 1 :])))
+            begin += size
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A tensor with two dimensions swapped."""
+
+    tensor: StoredTensor
+    dims: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._swap(self.tensor.shape))
+
+    def read(self, part: Range) -> Tensor:
+        return self.tensor.read(tuple(self._swap(part))).transpose(*self.dims)
+
+    def _swap(self, values: Sequence[Any]) -> list[Any]:
+        swapped, (one, other) = list(values), self.dims
+        swapped[one], swapped[other] = swapped[other], swapped[one]
+        return swapped
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part ``number`` of ``count`` into which ``torch.chunk`` divides a tensor along ``dim``."""
+
+    tensor: StoredTensor
+    dim: int
+    number: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        bounds = self._bounds()
+        return (*self.tensor.shape[: self.dim], bounds.stop - bounds.start, *self.tensor.shape[self.dim + 1 :])
+
+    def read(self, part: Range) -> Tensor:
+        begin, here = self._bounds().start, part[self.dim]
+        moved = slice(begin + here.start, begin + here.stop)
+        return self.tensor.read((*part[: self.dim], moved, *part[self.dim + 1 :]))
+
+    def _bounds(self) -> slice:
+        total = self.tensor.shape[self.dim]
+        size = -(-total // self.count)
+        return slice(min(size * self.number, total), min(size * (self.number + 1), total))
