@@ -27,12 +27,12 @@ def prompts_for(engine):
     return prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
 
 
-def chosen_at_once(model, row):
+def chosen_at_once(model, family, row):
     """The experts ``(n, M, k)`` of a row that is read in one forward pass."""
     chosen = []
     hooks = [
-        layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
-        for layer in model.model.language_model.layers
+        router.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+        for router in family.routers(model)
     ]
     with torch.no_grad():
         padded_log_probs(model, row)
@@ -42,9 +42,9 @@ def chosen_at_once(model, row):
 
 
 def check_experts(engine, data):
-    model = tiny_model(engine.model.config.model_type)
+    model = tiny_model(engine.family.model_type)
     for row in range(len(data)):
-        found, expected = routes_of(data, row), chosen_at_once(model, data[row : row + 1])
+        found, expected = routes_of(data, row), chosen_at_once(model, engine.family, data[row : row + 1])
         assert found.dtype == torch.uint8
         assert torch.equal(found[:-1].long().sort(-1).values, expected[:-1].sort(-1).values)
         assert torch.equal(found[-1], found[-2])  # the last token was not read

@@ -86,15 +86,15 @@ def by_token(block, routes, args):
     (hidden,) = args
     rows = []
     for state, chosen in zip(hidden[0], routes.tolist(), strict=True):
-        shares = linear(state, block.gate.weight).softmax(-1)
-        total = sum(shares[expert] for expert in chosen)
-        made = 0.0
-        for expert in chosen:
+        made, logits = 0.0, linear(state, block.gate.weight)
+        for expert, share in zip(chosen, expert_shares(block.gate, logits, chosen), strict=True):
             gate, up = linear(state, block.experts.gate_up_proj[expert]).chunk(2)
             out = linear(block.experts.act_fn(gate) * up, block.experts.down_proj[expert])
-            made = made + shares[expert] / total * out
+            made = made + share * out
         if hasattr(block, "shared_expert"):
             made = made + block.shared_expert_gate(state).sigmoid() * block.shared_expert(state)
+        if hasattr(block, "shared_experts"):
+            made = made + block.shared_experts(state)
         rows.append(made)
     return torch.stack(rows)[None]
 
@@ -102,13 +102,14 @@ def by_token(block, routes, args):
 def one_after_the_other(model, data):
     """Log-probs ``(B, R)`` by Hugging Face's model, row by row, with the recorded experts."""
     found = []
+    blocks = [model.get_submodule(name.removesuffix(".experts")) for name in family_of(model).expert_layers(model)]
     for row in range(len(data)):
         routes = routes_of(data, row)
         hooks = [
-            layer.mlp.register_forward_hook(
+            block.register_forward_hook(
                 lambda block, args, output, number=number, routes=routes: by_token(block, routes[:, number], args)
             )
-            for number, layer in enumerate(model.model.language_model.layers)
+            for number, block in enumerate(blocks)
         ]
         found.append(padded_log_probs(model, data[row : row + 1]))
         for hook in hooks:
@@ -129,7 +130,7 @@ def test_other_routes_give_what_a_loop_over_tokens_gives(model_type):
     for name, gradient in theirs.items():
         error = (gradients[name] - gradient).norm()
         assert error <= gradient_tolerance(model_type) * gradient.norm() + 1e-6, name
-    gate = "model.language_model.layers.0.mlp.gate.weight"
+    gate = family_of(model).expert_layers(model)[0].replace("experts", "gate.weight")
     assert gradients[gate].norm() > 1e-3
     assert (forward_rows(packed(model_type, replays=False), data, CPU).log_probs - found).abs().max() > 1e-3
 
