@@ -15,7 +15,7 @@ from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs
 from helpers.engines import ROWS
 from helpers.layouts import CPU, mixed_rows
-from helpers.routes import differences_with_and_without, routes_of, with_routes, write_like_a3b
+from helpers.routes import differences_with_and_without, expert_shares, routes_of, with_routes, write_like_a3b
 from helpers.tiny_models import MOE_TYPES, gradient_tolerance, tiny_model
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
