@@ -66,7 +66,7 @@ class Counting(VectorBackend):
         self.row, self.step, self.now = row, step, 0.0
         self.events = ""
 
-    def passes(self, passes, *, replayed=False, between=None):
+    def passes(self, passes, *, between=None):
         for number in range(len(passes[0].data)):
             if number:
                 between()

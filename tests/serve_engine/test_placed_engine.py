@@ -32,7 +32,7 @@ def used(engine: Backend, data: list[Datum], directory) -> list:
     engine.submit(SampleRequest("r", "s", data[0].chunks, 2, Sampling(max_tokens=4, seed=1, stop=[])))
     engine.submit(SampleRequest("dropped", "s", data[0].chunks, 1, Sampling(max_tokens=4)))
     engine.abort(["dropped"])
-    (result,) = engine.passes([Pass("m", data, "cross_entropy")], replayed=True)
+    (result,) = engine.passes([Pass("m", data, "cross_entropy", replayed=True)])
     (sampled,) = until_done(engine, 1)
     engine.close_sampler("s")
     engine.release("m")

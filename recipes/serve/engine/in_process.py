@@ -131,16 +131,14 @@ class InProcessEngine:
         trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
         return TrainedModel(base_model, base, trained)
 
-    def passes(
-        self, passes: Sequence[Pass], *, replayed: bool = False, between: Callable[[], None] = nothing
-    ) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
         """See `Backend.passes`."""
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
-        most = None if replayed else self.options.max_targets
         for number, given in enumerate(passes):
             try:
                 model = self._model(given.model_id)
+                most = None if given.replayed else self.options.max_targets
                 one = open_pass(number, given, model.base, model.adapter, most)
                 opened.setdefault(model.base, []).append(one)
             except Exception as error:

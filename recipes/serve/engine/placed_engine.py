@@ -40,9 +40,9 @@ class EngineWorker:
         return getattr(self.engine, method)(**arguments)
 
     @dispatch("rank_zero")
-    def passes(self, passes: Sequence[Pass], replayed: bool) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
         """`InProcessEngine.passes` with a decoding step between two parts."""
-        return self.engine.passes(passes, replayed=replayed, between=self._decode)
+        return self.engine.passes(passes, between=self._decode)
 
     def _decode(self) -> None:
         self._finished += self.engine.poll()
@@ -89,11 +89,9 @@ class PlacedEngine:
         """See `Backend.create`."""
         self._call("create", model_id=model_id, base_model=base_model, lora=lora, replayed=replayed)
 
-    def passes(
-        self, passes: Sequence[Pass], *, replayed: bool = False, between: Callable[[], None] = nothing
-    ) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
         """See `Backend.passes`. ``between`` is not called: the worker makes a decoding step between two parts."""
-        results: list[PassResult | Failure] = self._sent("passes", passes, replayed)
+        results: list[PassResult | Failure] = self._sent("passes", passes)
         return results
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
