@@ -15,16 +15,13 @@ from recipes.serve.backend import (
     Pass,
     PassResult,
     SampleRequest,
-    SampleResult,
     nothing,
 )
 from recipes.serve.engine.engine_options import EngineOptions
-from recipes.serve.engine.in_process import InProcessEngine, read_options
+from recipes.serve.engine.in_process import InProcessEngine, Polled, read_options, request_of
 from workers.cluster import launch_worker
 from workers.model.model_config import AdamParams
 from workers.ranks.dispatch_modes import dispatch
-
-Polled = list[SampleResult | tuple[str, Failure]]
 
 
 class EngineWorker:
@@ -52,6 +49,12 @@ class EngineWorker:
         """`InProcessEngine.poll`."""
         finished, self._finished = self._finished, []
         return finished + self.engine.poll()
+
+    @dispatch("rank_zero")
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """`InProcessEngine.abort`, also of what is finished and was not polled."""
+        self.engine.abort(request_ids)
+        self._finished = [each for each in self._finished if request_of(each) not in set(request_ids)]
 
 
 class PlacedEngine:
@@ -134,7 +137,7 @@ class PlacedEngine:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Backend.abort`."""
-        self._call("abort", request_ids=request_ids)
+        self._sent("abort", request_ids)
 
 
 def placed_engine_from_json(text: str) -> PlacedEngine:
