@@ -120,6 +120,7 @@ class Pass:
     Args:
         loss: a name of `Capabilities.losses`.
         loss_config: options of the loss.
+        replayed: it has been computed before: no limit applies to it.
     """
 
     model_id: str
@@ -127,6 +128,7 @@ class Pass:
     loss: str
     loss_config: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +255,12 @@ class Backend(Protocol):
         """
         ...
 
-    def passes(
-        self, passes: Sequence[Pass], *, replayed: bool = False, between: Callable[[], None] = nothing
-    ) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
         """Computes passes of any models in one packed batch; the gradients of a model add up until its `optim_step`.
 
         A pass that fails adds no gradient and does not fail the others. If the call raises, none has added any.
 
         Args:
-            replayed: they have been computed before: no limit applies to them.
             between: is called between the parts of the batch, and calls methods that sample (`open_sampler`, `close_sampler`,
                 `submit`, `poll`, `abort`), so that samples do not wait for the whole batch.
         """

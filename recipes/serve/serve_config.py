@@ -5,7 +5,7 @@ Without options it serves a small model that it makes, and prints what a client 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,8 @@ from recipes.serve.engine.engine_options import EngineOptions
 from workers.cluster.ray_config import RayConfig
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+OF_TRAINING = ("rollout_processes", "reward_processes", "reward_timeout_s")
+"""Options of Ray that do nothing for the one process of an engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,17 @@ class ServeConfig:
             )
         if min(self.snapshot_seconds, self.gap_seconds, self.session_seconds) <= 0:
             raise InvalidConfig("snapshot_seconds, gap_seconds and session_seconds must be above 0")
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        given = [name for name, value in asdict(RayConfig()).items() if getattr(self.ray, name) != value]
+        if given and self.on != "ray":
+            raise InvalidConfig(
+                f"ray.{given[0]} does nothing: the engine is in a process of this machine; add --on ray"
+            )
+        idle = [name for name in given if name in OF_TRAINING]
+        if idle:
+            raise InvalidConfig(f"ray.{idle[0]} does nothing: the server has one process of Ray; leave it out")
 
     @property
     def models(self) -> dict[str, str | None]:

@@ -62,7 +62,7 @@ class VectorBackend:
         weights = np.random.default_rng(lora.seed or 0).normal(size=lora.rank * WIDTH).astype(np.float32)
         self.models[model_id] = Model(lora, weights, np.zeros_like(weights))
 
-    def passes(self, passes: Sequence[Pass], *, replayed=False, between=nothing) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass], *, between=nothing) -> list[PassResult | Failure]:
         time.sleep(self.delay)
         return [self._pass(each) for each in passes]
 

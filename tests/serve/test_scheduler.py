@@ -103,26 +103,51 @@ def test_a_cancelled_request_for_samples_fails_and_never_reaches_a_busy_engine(t
         front.backend.gate.clear()
         await front.submit(run, 1, 3)
         assert await asyncio.to_thread(front.backend.entered.wait, 60)
-        sampler = Sampler(
-            id="k",
-            session="s",
-            owner="ann",
-            run=None,
-            base_model="tiny/vector",
-            model_path=None,
-            directory=None,
-            own=0,
-            digest="",
-            created=0.0,
-        )
-        request = SampleRequest("k:1", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
-        front.service.samples.take_in(SampleCall(request), sampler, 10)
+        take_in(front)
         front.service.samples.cancel("k:1")
         assert (await front.result("k:1"))["error"] == "the client cancelled the request"
         front.backend.gate.set()
         await front.result("r:1")
 
     assert drive(work, tmp_path).backend.flying == {}
+
+
+def test_a_request_for_samples_that_is_cancelled_while_its_sampler_opens_is_not_sent(tmp_path, monkeypatch):
+    async def work(front: Front):
+        await front.new_run("r")
+        link, call = front.service.link, front.service.link.call
+
+        async def cancelled(method, **arguments):
+            found = await call(method, **arguments)
+            if method == "open_sampler":
+                front.service.samples.cancel("k:1")
+            return found
+
+        monkeypatch.setattr(link, "call", cancelled)
+        await until(lambda: front.service.samples._ready)
+        take_in(front)
+        assert (await front.result("k:1"))["error"] == "the client cancelled the request"
+        await front.result(await front.submit(front.service.catalogue.runs["r"], 1, 3))
+        await until(lambda: not front.service.samples._tasks)
+
+    assert drive(work, tmp_path).backend.submitted == []
+
+
+def take_in(front: Front) -> None:
+    sampler = Sampler(
+        id="k",
+        session="s",
+        owner="ann",
+        run=None,
+        base_model="tiny/vector",
+        model_path=None,
+        directory=None,
+        own=0,
+        digest="",
+        created=0.0,
+    )
+    request = SampleRequest("k:1", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(4))
+    front.service.samples.take_in(SampleCall(request), sampler, 10)
 
 
 def test_a_front_that_starts_again_finds_results_and_continues(tmp_path):

@@ -16,6 +16,7 @@ from dataproto.errors import InvalidConfig
 from recipes.serve.keys import Keys, read_keys
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
 from recipes.serve.supervisor import Child
+from workers.cluster.ray_config import RayConfig
 
 NOTHING_HEAVY = """
 import sys
@@ -33,6 +34,9 @@ def test_options_say_what_is_impossible():
         ({"port": 70_000}, "port=70000"),
         ({"snapshot_steps": 0}, "snapshot_steps=0"),
         ({"gap_seconds": 0}, "gap_seconds"),
+        ({"ray": RayConfig(cpus=2)}, "ray.cpus does nothing: .* add --on ray"),
+        ({"on": "ray", "ray": RayConfig(rollout_processes=1)}, "ray.rollout_processes does nothing"),
+        ({"on": "ray", "ray": RayConfig(reward_timeout_s=9)}, "ray.reward_timeout_s does nothing"),
     ):
         with pytest.raises(InvalidConfig, match=told):
             ServeConfig(**options)

@@ -59,14 +59,19 @@ def test_credit_is_not_saved_up_while_nothing_waits():
 
 
 class Counting(VectorBackend):
-    """Its clock counts work: so much for each row of a pass, and for each decoding step of requests that take ``max_tokens``."""
+    """Its clock counts work: so much for each row of a pass, for each decoding step, and for each request that is taken in."""
 
-    def __init__(self, row: float, step: float) -> None:
+    def __init__(self, row: float, step: float, entry: float = 0.0) -> None:
         super().__init__()
-        self.row, self.step, self.now = row, step, 0.0
+        self.row, self.step, self.entry, self.now = row, step, entry, 0.0
         self.events = ""
 
-    def passes(self, passes, *, replayed=False, between=None):
+    def submit(self, request):
+        self.now += self.entry
+        self.events += "S" if self.entry else ""
+        super().submit(request)
+
+    def passes(self, passes, *, between=None):
         for number in range(len(passes[0].data)):
             if number:
                 between()
@@ -117,6 +122,29 @@ def test_training_and_sampling_have_the_same_time(engine_of, row, step, events):
     while len(backend.events) < len(events):
         engine.step()
     assert backend.events.startswith(events)
+
+
+def test_samples_that_are_taken_in_take_of_their_share(engine_of):
+    """Training does not wait for all of them; when none is left it has the other half beside decoding."""
+    backend = Counting(2, 2, entry=2)
+    engine = engine_of(backend)
+    for _ in range(3):
+        put_sample(engine)
+    for _ in range(9):
+        put_pass(engine, 1)
+    while len(backend.events) < 10:
+        engine.step()
+    assert backend.events.startswith("STSTST" + "TDTD")
+
+
+def test_samples_are_taken_in_between_the_parts_of_a_pass_by_their_share(engine_of):
+    backend = Counting(2, 2, entry=2)
+    engine = engine_of(backend)
+    put_pass(engine, 6)
+    compute = backend.passes
+    backend.passes = lambda passes, **options: ([put_sample(engine) for _ in range(4)], compute(passes, **options))[1]
+    engine.step()
+    assert backend.events == "TSSTSTSTTDTD"
 
 
 def test_samples_do_not_wait_for_the_whole_of_a_joint_pass(engine_of):
@@ -196,8 +224,10 @@ def test_runs_of_one_client_take_turns_by_their_age(tmp_path):
     assert drive(work, tmp_path).backend.groups == [["one"], ["two"], ["two"], ["one"], ["one"]]
 
 
-def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path):
-    """Each request has as many tokens as a turn. The engine decodes one answer at a time, so two are sent to it."""
+@pytest.mark.parametrize("most", [None, 4_095, 1_000_000])
+def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path, most):
+    """Four answers that fill the context of 4096 tokens are a turn, whether they were asked for with more tokens, or without a
+    number. The engine decodes one answer at a time, so one request is sent to it behind another."""
 
     async def work(front: Front):
         run = await front.new_run("r")
@@ -205,11 +235,11 @@ def test_samples_of_a_session_do_not_wait_for_all_those_of_another(tmp_path):
         await front.submit(run, 1, 3)
         assert await asyncio.to_thread(front.backend.entered.wait, 60)  # the engine is busy
         samples = front.service.samples
-        for session, count in (("s", 6), ("t", 2)):
+        for session, count, tokens in (("s", 6, most), ("t", 2, 4_095)):
             sampler = sampler_of(session)
             for number in range(count):
                 request = SampleRequest(
-                    f"{session}:{number}", engine_key(sampler), [EncodedTextChunk([3])], 1, Sampling(16_384)
+                    f"{session}:{number}", engine_key(sampler), [EncodedTextChunk([3])], 4, Sampling(tokens)
                 )
                 samples.take_in(SampleCall(request), sampler, 10)
         front.backend.gate.set()

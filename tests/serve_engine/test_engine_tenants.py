@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError, InvalidConfig
@@ -490,26 +492,53 @@ def test_limits_and_names(path, tmp_path):
 
 
 def test_no_limit_applies_to_what_is_replayed(path):
-    """A model is made at full slots, of any rank, and a pass is computed whatever its length and number of targets."""
+    """A model is made at full slots, of any rank, and a pass is computed whatever its length and number of targets.
+
+    A pass beside it that has not been computed before is refused.
+    """
     engine = engine_of(path, max_models=1, max_lora_rank=4, max_context_length=3, max_targets=5)
     engine.create("early", "tiny", LoraSpec(8), replayed=True)
     engine.create("late", "tiny", LoraSpec(8), replayed=True)
-    passes = [Pass("late", rows(engine, "cross_entropy", seed=1), "cross_entropy")]
-    (failed,), (fine,) = engine.passes(passes), engine.passes(passes, replayed=True)
+    new = Pass("late", rows(engine, "cross_entropy", seed=1), "cross_entropy")
+    failed, fine = engine.passes([new, replace(new, replayed=True)])
     assert "exceed the model's context of 3 tokens" in failed.message
     assert math.isfinite(fine.metrics["loss:sum"])
     with pytest.raises(InvalidConfig, match=r"2 models are trained already.*--max-models"):
         new_model(engine, "n")
 
 
+def test_gradients_are_added_without_memory(engine):
+    """An operation that makes a new tensor fails, as all do when memory is full; so no part of a pass can be left behind."""
+
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            if any(each.alias_info is None for each in operation._schema.returns):
+                raise torch.OutOfMemoryError(str(operation))
+            return operation(*arguments, **(options or {}))
+
+    new_model(engine, "m")
+    trained = engine._models["m"].trained
+    ones = [[torch.ones_like(matrix) for matrix in trained.matrices.values()] for _ in range(2)]
+    with Full():
+        for each in ones:
+            trained.add_gradients([None, *each[1:]])
+    first, *others = gradients(engine, "m").values()
+    assert first is None
+    assert all(bool((gradient == 2).all()) for gradient in others)
+
+
 def test_a_pass_that_cannot_be_read_fails_alone(engine):
-    """Of whatever kind the error is."""
+    """An error that is not the client's is told without its text."""
     for name in ("m", "other"):
         new_model(engine, name)
     data = rows(engine, "cross_entropy", seed=1)
-    poisonous = [Datum([object()], data[0].inputs)]
-    failed, fine = engine.passes([Pass("m", poisonous, "cross_entropy"), Pass("other", data, "cross_entropy")])
-    assert failed.category in ("user", "server")
+    wrong = [Pass("m", [Datum([object()], data[0].inputs)], "cross_entropy")]
+    wrong.append(Pass("m", [Datum(data[0].chunks, None)], "cross_entropy"))
+    refused, failed, fine = engine.passes([*wrong, Pass("other", data, "cross_entropy")])
+    assert refused.category == "user"
+    assert "object" in refused.message
+    assert failed.category == "server"
+    assert re.fullmatch(r"\w+Error in the server, incident \w{8}: its log has more", failed.message)
     assert math.isfinite(fine.metrics["loss:sum"])
     assert any(gradient is not None for gradient in gradients(engine, "other").values())
     assert all(gradient is None for gradient in gradients(engine, "m").values())

@@ -32,7 +32,7 @@ def used(engine: Backend, data: list[Datum], directory) -> list:
     engine.submit(SampleRequest("r", "s", data[0].chunks, 2, Sampling(max_tokens=4, seed=1, stop=[])))
     engine.submit(SampleRequest("dropped", "s", data[0].chunks, 1, Sampling(max_tokens=4)))
     engine.abort(["dropped"])
-    (result,) = engine.passes([Pass("m", data, "cross_entropy")], replayed=True)
+    (result,) = engine.passes([Pass("m", data, "cross_entropy", replayed=True)])
     (sampled,) = until_done(engine, 1)
     engine.close_sampler("s")
     engine.release("m")
@@ -49,6 +49,22 @@ def test_a_worker_gives_what_the_engine_gives(path, tmp_path):
     with pytest.raises(InvalidConfig, match="model 'm' is unknown"):
         placed.optim_step("m", ADAM)
     placed.close()
+
+
+def test_a_request_that_is_dropped_behind_its_end_is_never_polled(path):
+    """It ends between two parts of a pass, and the worker still has its result."""
+    engine = PlacedEngine({"tiny": path}, EngineOptions(token_budget=10), "local")
+    engine.create("m", "tiny", LoraSpec(4, seed=1))
+    engine.open_sampler("s", "tiny", None)
+    model = InProcessEngine({"tiny": path})
+    prompt = chunks(model, "Find the angle")
+    for name in ("dropped", "kept"):
+        engine.submit(SampleRequest(name, "s", prompt, 1, Sampling(max_tokens=1, stop=[])))
+    data = [Datum(prompt, random_inputs(length(model, prompt), "cross_entropy", seed=seed)) for seed in range(4)]
+    engine.passes([Pass("m", data, "cross_entropy")])
+    engine.abort(["dropped"])
+    assert [each.request_id for each in engine.poll()] == ["kept"]
+    engine.close()
 
 
 def test_a_worker_that_cannot_be_started_is_told():

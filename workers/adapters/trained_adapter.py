@@ -63,10 +63,12 @@ class TrainedMatrices(ABC):
                 )
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Adds gradients, in the order of the matrices."""
+        """Adds gradients, in the order of the matrices, and keeps them. Takes no memory, so that none fails behind others."""
         for matrix, gradient in zip(self.matrices.values(), gradients, strict=True):
-            if gradient is not None:
-                matrix.grad = gradient if matrix.grad is None else matrix.grad + gradient
+            if matrix.grad is None:
+                matrix.grad = gradient
+            elif gradient is not None:
+                matrix.grad.add_(gradient)
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """One AdamW step; see `Optimizer.step`. Without gradients nothing changes."""

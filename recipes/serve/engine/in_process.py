@@ -33,6 +33,14 @@ from rollout.adapters import Adapter, AdapterConfig
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
+Polled = list[SampleResult | tuple[str, Failure]]
+"""What `Backend.poll` returns."""
+
+
+def request_of(polled: SampleResult | tuple[str, Failure]) -> str:
+    """The id of a request that has ended."""
+    return polled[0] if isinstance(polled, tuple) else polled.request_id
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -70,7 +78,7 @@ class InProcessEngine:
         self._samplers = Samplers(self.options, device, self.base)
         self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
         self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
-        self._ready: list[SampleResult | tuple[str, Failure]] = []
+        self._ready: Polled = []
 
     def describe(self) -> Capabilities:
         """See `Backend.describe`."""
@@ -131,16 +139,14 @@ class InProcessEngine:
         trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
         return TrainedModel(base_model, base, trained)
 
-    def passes(
-        self, passes: Sequence[Pass], *, replayed: bool = False, between: Callable[[], None] = nothing
-    ) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
         """See `Backend.passes`."""
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
-        most = None if replayed else self.options.max_targets
         for number, given in enumerate(passes):
             try:
                 model = self._model(given.model_id)
+                most = None if given.replayed else self.options.max_targets
                 one = open_pass(number, given, model.base, model.adapter, most)
                 opened.setdefault(model.base, []).append(one)
             except Exception as error:
@@ -224,7 +230,7 @@ class InProcessEngine:
             self._open.setdefault(base, {}).update(dict.fromkeys(opened.numbers, opened))
         return True
 
-    def poll(self) -> list[SampleResult | tuple[str, Failure]]:
+    def poll(self) -> Polled:
         """See `Backend.poll`."""
         while self._waiting and self._begin(self._waiting[0]):
             self._waiting.popleft()
@@ -233,7 +239,7 @@ class InProcessEngine:
         ready, self._ready = self._ready, []
         return ready
 
-    def _decode(self, base: BaseModel, group: dict[int, OpenSample]) -> list[SampleResult | tuple[str, Failure]]:
+    def _decode(self, base: BaseModel, group: dict[int, OpenSample]) -> Polled:
         """One decoding step of a base model's requests. If it fails, so do they, and the engine is as before them."""
         try:
             completions = [each for each in base.poll() if each.request in group]
@@ -242,7 +248,7 @@ class InProcessEngine:
             names = list(dict.fromkeys(each.request.request_id for each in group.values()))
             self.abort(names)
             return [(name, failure) for name in names]
-        ready: list[SampleResult | tuple[str, Failure]] = []
+        ready: Polled = []
         wrong = {group[each.request].request.request_id: each.error for each in completions if each.error is not None}
         ready += [(name, Failure(str(reason), "user")) for name, reason in wrong.items()]
         for each in finished(group, completions):
@@ -251,8 +257,8 @@ class InProcessEngine:
         self._forget(ready)
         return ready
 
-    def _forget(self, ready: Sequence[SampleResult | tuple[str, Failure]]) -> None:
-        self.abort([each[0] if isinstance(each, tuple) else each.request_id for each in ready])
+    def _forget(self, ready: Polled) -> None:
+        self.abort([request_of(each) for each in ready])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Backend.abort`."""
@@ -263,9 +269,7 @@ class InProcessEngine:
                 del group[number]
         self._open = {base: group for base, group in self._open.items() if group}
         self._waiting = deque(each for each in self._waiting if each.request_id not in names)
-        self._ready = [
-            each for each in self._ready if (each[0] if isinstance(each, tuple) else each.request_id) not in names
-        ]
+        self._ready = [each for each in self._ready if request_of(each) not in names]
 
 
 def engine_from_json(text: str) -> InProcessEngine:

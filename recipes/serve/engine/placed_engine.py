@@ -15,16 +15,13 @@ from recipes.serve.backend import (
     Pass,
     PassResult,
     SampleRequest,
-    SampleResult,
     nothing,
 )
 from recipes.serve.engine.engine_options import EngineOptions
-from recipes.serve.engine.in_process import InProcessEngine, read_options
+from recipes.serve.engine.in_process import InProcessEngine, Polled, read_options, request_of
 from workers.cluster import launch_worker
 from workers.model.model_config import AdamParams
 from workers.ranks.dispatch_modes import dispatch
-
-Polled = list[SampleResult | tuple[str, Failure]]
 
 
 class EngineWorker:
@@ -40,9 +37,9 @@ class EngineWorker:
         return getattr(self.engine, method)(**arguments)
 
     @dispatch("rank_zero")
-    def passes(self, passes: Sequence[Pass], replayed: bool) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass]) -> list[PassResult | Failure]:
         """`InProcessEngine.passes` with a decoding step between two parts."""
-        return self.engine.passes(passes, replayed=replayed, between=self._decode)
+        return self.engine.passes(passes, between=self._decode)
 
     def _decode(self) -> None:
         self._finished += self.engine.poll()
@@ -52,6 +49,12 @@ class EngineWorker:
         """`InProcessEngine.poll`."""
         finished, self._finished = self._finished, []
         return finished + self.engine.poll()
+
+    @dispatch("rank_zero")
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """`InProcessEngine.abort`, also of what is finished and was not polled."""
+        self.engine.abort(request_ids)
+        self._finished = [each for each in self._finished if request_of(each) not in set(request_ids)]
 
 
 class PlacedEngine:
@@ -89,11 +92,9 @@ class PlacedEngine:
         """See `Backend.create`."""
         self._call("create", model_id=model_id, base_model=base_model, lora=lora, replayed=replayed)
 
-    def passes(
-        self, passes: Sequence[Pass], *, replayed: bool = False, between: Callable[[], None] = nothing
-    ) -> list[PassResult | Failure]:
+    def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
         """See `Backend.passes`. ``between`` is not called: the worker makes a decoding step between two parts."""
-        results: list[PassResult | Failure] = self._sent("passes", passes, replayed)
+        results: list[PassResult | Failure] = self._sent("passes", passes)
         return results
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
@@ -136,7 +137,7 @@ class PlacedEngine:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `Backend.abort`."""
-        self._call("abort", request_ids=request_ids)
+        self._sent("abort", request_ids)
 
 
 def placed_engine_from_json(text: str) -> PlacedEngine:

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from recipes.serve.backend import Failure, Pass
 from recipes.serve.front.barriers import Barriers
 from recipes.serve.front.futures import failed, pass_outcome
-from recipes.serve.front.scheduler import Scheduler
+from recipes.serve.front.scheduler import Results, Scheduler
 from recipes.serve.ledger import journal
 from recipes.serve.ledger.journal import Entry
 from recipes.serve.ledger.records import Run, put
@@ -22,19 +23,21 @@ MOST_REPLAYS = 5
 """Tries, after which the runs at which the server fails are given up."""
 FIRST_PAUSE_SECONDS = 1.0
 """Before the second try; each further pause is twice as long."""
+ENDED = Failure(f"the engine ended {MOST_REPLAYS} times when it was brought back", "server")
 
 
 class Recovery:
     """Loads the runs from their snapshots, and carries out the requests behind them again, in the same order and groups.
 
-    No limit applies to a request that has been carried out before. An error of the server, such as too little memory, may pass:
-    then everything is tried again, from the snapshots, since a part of a round would add up in another order.
+    No limit applies to a request that has been carried out before. One that failed changed nothing, and is left out. An error of
+    the server, such as too little memory, may pass: then everything is tried again, from the snapshots, since a part of a round
+    would add up in another order. A joint round at which the server fails each time is computed pass by pass in the end.
     """
 
     def __init__(self, scheduler: Scheduler, barriers: Barriers) -> None:
         self.scheduler, self.barriers = scheduler, barriers
         self.link, self.database, self.catalogue = scheduler.link, scheduler.database, scheduler.catalogue
-        self._losses: Counter[tuple[str, ...]] = Counter()  # of the engine, by the requests that it was at
+        self._losses: Counter[tuple[str, ...]] = Counter()  # of the engine, by the run or the requests that it was at
 
     async def run(self) -> None:
         """Needs an engine that holds no run."""
@@ -56,14 +59,16 @@ class Recovery:
                 return False
         rounds = await self.database.run(journal.rounds_to_replay)
         for entries in rounds:
-            if not await self._done([entry.run for entry in entries], self._repeated(entries), last):
+            needed = [entry for entry in entries if entry.state == "done" or self.scheduler.waiting(entry) is not None]
+            changed = [entry.run for entry in needed if entry.state == "queued" or self._is_behind(entry)]
+            if changed and not await self._done(changed, self._repeated(needed, last), last):
                 return False
         if rounds:
             log.info("replayed %d rounds in %.1f s", len(rounds), time.monotonic() - began)
         return True
 
     async def _done(self, run_ids: Sequence[str], work: Awaitable[Mapping[str, Failure]], last: bool) -> bool:
-        """Does work for runs, which returns those that failed, and gives these up; ``False`` if it is to be tried again."""
+        """Does work that changes runs and returns those that failed, and gives these up; ``False`` if it is to be tried again."""
         try:
             failures = await work
         except EngineLost:
@@ -72,7 +77,7 @@ class Recovery:
             failures = dict.fromkeys(run_ids, error.failure)
         except Exception as error:
             failures = dict.fromkeys(run_ids, failure_of(error))
-        if not last and any(failure.category == "server" for failure in failures.values()):
+        if not last and any(each.category == "server" and each is not ENDED for each in failures.values()):
             log.warning("runs %s cannot be restored now: %s", ", ".join(failures), failures)
             return False
         for run_id, failure in failures.items():
@@ -86,38 +91,76 @@ class Recovery:
         tries = f" in {MOST_REPLAYS} tries" if failure.category == "server" else ""
         log.error("run %s cannot be restored%s: %s", run_id, tries, failure.message)
         lane.run.state = "failed"
-        await self.database.run(put(lane.run))
+        await self.database.keep(put(lane.run))
         for entry in list(lane.entries.values()):
             message = f"the run cannot be restored{tries}: {failure.message}"
             await self.scheduler.finish(entry, failed(message, "server"))
         self.scheduler.lanes.pop(run_id, None)
         await self.link.call("release", model_id=run_id)
 
+    @contextmanager
+    def _counted(self, *key: str) -> Iterator[None]:
+        """Counts an end of the engine at a run or at requests."""
+        try:
+            yield
+        except EngineLost:
+            self._losses[key] += 1
+            raise
+
     async def _restored(self, run: Run) -> Mapping[str, Failure]:
-        await self.barriers.restore(run)
+        if self._losses[run.id,] >= MOST_REPLAYS:
+            return {run.id: ENDED}
+        with self._counted(run.id):
+            await self.barriers.restore(run)
         return {}
 
-    async def _repeated(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
-        """Carries out a round again; the runs that have failed at it."""
-        first = entries[0]
-        if any(entry.state == "queued" for entry in entries):
-            if first.kind != "pass" and first.run in self.scheduler.lanes:
-                await self.scheduler.barrier(self.scheduler.lanes[first.run].entries[first.seq])
-            elif first.kind == "pass" and await self.scheduler.begin(entries):
-                return await self._passes(entries)
+    async def _repeated(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+        """Carries out the requests of a round again that did not fail; the runs that have failed at it."""
+        first, queued = entries[0], [entry for entry in entries if entry.state == "queued"]
+        if first.kind != "pass":
+            return await self._barrier(first)
+        if queued:
+            try:
+                if await self.scheduler.begin(entries):
+                    return await self._passes(entries, last)
+            except CallFailed:
+                await self.scheduler.dissolve(queued)
+        return await self._repeated_passes([entry for entry in entries if entry.state == "done"], last)
+
+    async def _barrier(self, entry: Entry) -> Mapping[str, Failure]:
+        waiting = self.scheduler.waiting(entry)
+        if waiting is not None:
+            await self.scheduler.barrier(waiting)
             return {}
-        ids = tuple(entry.id for entry in entries)
-        if self._losses[ids] >= MOST_REPLAYS:
-            failure = Failure(f"the engine ended {MOST_REPLAYS} times when it was brought back", "server")
-            return {entry.run: failure for entry in entries if self._is_behind(entry)}
-        self._losses[ids] += 1
-        failures: Mapping[str, Failure] = {}
-        if first.kind == "pass":
-            failures = await self._passes(entries)
-        elif first.run in self.scheduler.lanes and first.state == "done":
-            body = await self.database.run(journal.body_of(first.id))
-            await self.barriers.repeat(self.scheduler.lanes[first.run].run, first, body)
-        self._losses[ids] -= 1
+        if self._losses[entry.id,] >= MOST_REPLAYS:
+            return {entry.run: ENDED}
+        body = await self.database.run(journal.body_of(entry.id))
+        with self._counted(entry.id):
+            await self.barriers.repeat(self.scheduler.lanes[entry.run].run, entry, body)
+        return {}
+
+    async def _repeated_passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+        """Computes passes again that were computed before; one by one if the server fails each time at all of them."""
+        behind = [entry for entry in entries if self._is_behind(entry)]
+        if not behind:
+            return {}
+        ids = [entry.id for entry in entries]
+        lost = self._losses[tuple(ids)] >= MOST_REPLAYS
+        if lost and len(entries) == 1:
+            return {entries[0].run: ENDED}
+        if not lost:
+            try:
+                with self._counted(*ids):
+                    return await self._passes(entries, last)
+            except CallFailed as error:
+                if len(entries) == 1 or not last:
+                    raise
+                log.error("a round cannot be computed again: %s", error)
+        log.error("passes are computed alone that were computed together: %s. Sums may differ in their last bits", ids)
+        failures: dict[str, Failure] = {}
+        for entry in behind:
+            if entry.run not in failures:
+                failures |= await self._repeated_passes([entry], last)
         return failures
 
     def _is_behind(self, entry: Entry) -> bool:
@@ -125,31 +168,48 @@ class Recovery:
         run = self.catalogue.runs[entry.run]
         return entry.state == "done" and run.state == "live" and entry.seq > run.snapshot_seq
 
-    async def _passes(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
-        """Computes passes again in the same group. Where a pass may not change its run, another adapter takes its place."""
-        passes: list[Pass] = []
-        stand_ins: dict[str, str] = {}
+    async def _passes(self, entries: Sequence[Entry], last: bool) -> Mapping[str, Failure]:
+        """Computes passes in one group. Where a pass may not change its run, another adapter takes its place."""
+        stand_ins: dict[str, str | None] = {}
         try:
-            for entry in entries:
-                body = await self.database.run(journal.body_of(entry.id))
-                each = await asyncio.to_thread(read_pass, body, None)
-                if entry.state != "queued" and not self._is_behind(entry):
-                    each = await self._with_stand_in(each, self.catalogue.runs[entry.run], stand_ins)
-                passes.append(each)
-            results = await self.scheduler.results(passes, replayed=True)
+            read = [await self._read(entry, stand_ins, last) for entry in entries]
+            passes = [each for each in read if isinstance(each, Pass)]
+            computed = iter(await self.scheduler.results(passes) if passes else Results())
         finally:
-            for model in stand_ins.values():
+            for model in filter(None, stand_ins.values()):
                 await self.link.call("release", model_id=model)
-        found = list(zip(entries, results))
-        for entry, result in found:
-            if entry.state == "queued":
-                waiting = self.scheduler.lanes[entry.run].entries[entry.seq]
-                await self.scheduler.finish(waiting, pass_outcome(result))
+        found = [(entry, next(computed) if isinstance(each, Pass) else each) for entry, each in zip(entries, read)]
+        new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
+        if new:
+            await self.scheduler.finish_all([(entry, pass_outcome(result)) for entry, result in new])
         return {entry.run: result for entry, result in found if self._is_behind(entry) and isinstance(result, Failure)}
 
-    async def _with_stand_in(self, each: Pass, run: Run, stand_ins: dict[str, str]) -> Pass:
-        if run.id not in stand_ins:
-            stand_ins[run.id] = f"{run.id}:stand-in"
-            model = {"model_id": stand_ins[run.id], "base_model": run.base_model, "lora": run.spec}
-            await self.link.call("create", **model, replayed=True)
-        return replace(each, model_id=stand_ins[run.id])
+    async def _read(self, entry: Entry, stand_ins: dict[str, str | None], last: bool) -> Pass | Failure | None:
+        """A pass for the engine, or why it cannot be read; ``None`` if the others are the same without it."""
+        body = await self.database.run(journal.body_of(entry.id))
+        limits = self.scheduler.config.limits if entry.state == "queued" else None
+        try:
+            each = await asyncio.to_thread(read_pass, body, limits)
+        except Exception as error:
+            return failure_of(error)
+        if entry.state == "queued":
+            return each
+        model = entry.run if self._is_behind(entry) else await self._stand_in(entry.run, stand_ins, last)
+        return None if model is None else replace(each, model_id=model, replayed=True)
+
+    async def _stand_in(self, run_id: str, stand_ins: dict[str, str | None], last: bool) -> str | None:
+        """An adapter like that of a run; ``None`` for all weights, which are computed by themselves, or if there can be none."""
+        run = self.catalogue.runs[run_id]
+        if run.spec is None or run.spec.rank == 0:
+            return None
+        if run_id not in stand_ins:
+            name = stand_ins[run_id] = f"{run_id}:stand-in"
+            model = {"model_id": name, "base_model": run.base_model, "lora": run.spec}
+            try:
+                await self.link.call("create", **model, replayed=True)
+            except CallFailed as error:
+                if error.failure.category == "server" and not last:
+                    raise
+                stand_ins[run_id] = None
+                log.error("no stand-in for %s: %s. Sums of other runs may differ in their last bits", run_id, error)
+        return stand_ins[run_id]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from recipes.serve.backend import Failure
+from recipes.serve.backend import Capabilities, Failure
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.front.counters import Counters
 from recipes.serve.front.fair_share import FairShare
@@ -23,7 +23,6 @@ from recipes.serve.wire import UNTOLD_IMAGE_TOKENS, SampleCall, write_sample_res
 
 log = logging.getLogger("dataproto.serve")
 MOST_OPEN = 64  # adapters that the engine holds for sampling; more if all have requests
-UNTOLD_ANSWER_TOKENS = 1024  # what an answer without max_tokens counts
 SENT_AHEAD = (
     2  # as many times the samples that the engine decodes at a time are sent to it; the others wait for their share
 )
@@ -46,12 +45,12 @@ class Flight:
     def key(self) -> str:
         return self.call.request.sampler_id
 
-    @property
-    def tokens(self) -> int:
-        """What the request counts in its client's share: the prompt, and the longest answers that were asked for."""
+    def tokens(self, context: int) -> int:
+        """What the request counts in its client's share: the prompt, and the longest answers for which the context has room."""
         request = self.call.request
-        answer = request.sampling.max_tokens or UNTOLD_ANSWER_TOKENS
-        return sum(map(chunk_tokens, request.chunks)) + request.num_samples * answer
+        prompt = sum(map(chunk_tokens, request.chunks))
+        room, asked = max(context - prompt, 0), request.sampling.max_tokens
+        return prompt + request.num_samples * (room if asked is None else min(asked, room))
 
 
 def chunk_tokens(chunk: Chunk) -> int:
@@ -81,6 +80,7 @@ class Samples:
         self._due: deque[str] = deque()  # requests that were chosen, and are sent as soon as there is room
         self._sending = asyncio.Lock()
         self._ready = False
+        self._contexts: dict[str, int] = {}  # tokens, by base model
         self._tasks: set[asyncio.Task[None]] = set()
         link.on_lost = self._lost
 
@@ -117,9 +117,10 @@ class Samples:
                 found[each.session] += each.call.request.num_samples
         return found
 
-    def ready(self) -> None:
+    def ready(self, capabilities: Capabilities) -> None:
         """Sends all requests to an engine that has just started."""
         self._ready = True
+        self._contexts = {model.name: model.max_context_length for model in capabilities.models}
         self._open.clear()
         self._due.clear()
         self._start(self._send_due())
@@ -193,9 +194,12 @@ class Samples:
             if not each.sent:
                 found.setdefault(each.session, []).append(request)
         return {
-            session: ((request, self.flights[request].tokens) for request in requests)
+            session: ((request, self._tokens(self.flights[request])) for request in requests)
             for session, requests in found.items()
         }
+
+    def _tokens(self, flight: Flight) -> int:
+        return flight.tokens(self._contexts.get(flight.base_model, 0))
 
     async def _send(self, request: str, flight: Flight) -> None:
         if flight.tries >= 3:
@@ -203,6 +207,8 @@ class Samples:
             return
         try:
             await self._open_sampler(flight)
+            if self.flights.get(request) is not flight:  # it was cancelled in the meantime
+                return
             flight.sent = True
             await self.link.post("submit", request=flight.call.request)
         except CallFailed as error:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn
 
 from recipes.serve.backend import Failure, Pass, PassResult
 from recipes.serve.front.barriers import Barriers, Done, remove_run_files
@@ -31,7 +31,7 @@ ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
-Results: TypeAlias = list[PassResult | Failure]
+Results = list[PassResult | Failure]
 
 
 class Scheduler:
@@ -116,9 +116,15 @@ class Scheduler:
                     await self._rest()
             except EngineLost:
                 raise
-            except Exception:  # a full disk, say; a request at which this repeats fails after some tries
-                log.exception("a round failed and is tried again")
-                await asyncio.sleep(LOOK_SECONDS)
+            except Exception as error:  # a request at which this repeats fails after some tries
+                await self._start_over(error)
+
+    async def _start_over(self, error: Exception) -> NoReturn:
+        """Leaves the engine, which is then brought to where the journal is: what it has computed may not be written."""
+        log.error("a round failed and is tried again from the journal", exc_info=error)
+        await asyncio.sleep(LOOK_SECONDS)
+        await self.link.close()
+        raise EngineLost("the engine is ahead of the journal") from error
 
     async def _rest(self) -> None:
         try:
@@ -158,7 +164,7 @@ class Scheduler:
         return self._share.choose(waiting)
 
     async def _contained(self, lane: Lane, work: Awaitable[None]) -> None:
-        """Does work for one run. An error, of a full disk say, delays this run alone; one that repeats fails the request."""
+        """Does work for one run. An error delays this run alone; one that repeats fails the request."""
         try:
             await work
         except EngineLost:
@@ -197,22 +203,24 @@ class Scheduler:
         if not ready or not await self.begin(ready):
             return
         began = time.monotonic()
-        results = await self.results(passes)
+        try:
+            results = await self.results(passes)
+        except CallFailed:  # each is computed alone, so that only the guilty one fails
+            await self.dissolve(ready)
+            return
         self.counters.add("pass_seconds", time.monotonic() - began)
         self.counters.add("passes", len(passes))
         self.counters.add("pass_rows", sum(len(each.data) for each in passes))
         await self.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
 
-    async def results(self, passes: Sequence[Pass], *, replayed: bool = False) -> Results:
-        """What a joint computation of passes comes to. If it fails as a whole, each pass is computed alone, so that only the
-        guilty one fails.
-        """
+    async def results(self, passes: Sequence[Pass]) -> Results:
+        """What passes come to. Raises `CallFailed` if a joint computation fails as a whole; none has then added a gradient."""
         try:
-            found: Results = await self.link.call("passes", passes=passes, replayed=replayed)
+            found: Results = await self.link.call("passes", passes=passes)
         except CallFailed as error:
-            if len(passes) == 1:
-                return [error.failure]
-            return [result for each in passes for result in await self.results([each], replayed=replayed)]
+            if len(passes) > 1:
+                raise
+            return [error.failure]
         return found
 
     async def begin(self, entries: Sequence[Entry]) -> bool:
@@ -223,24 +231,30 @@ class Scheduler:
         ids = tuple(entry.id for entry in entries)
         self._tries[ids] += 1
         if self._tries[ids] > MOST_TRIES:
-            await self._dissolve([entry for entry in entries if entry.state == "queued"])
+            if len(entries) == 1:
+                message = f"the engine or the server failed {MOST_TRIES} times at this request"
+                await self.finish(entries[0], failed(message, "server"))
+            else:
+                await self.dissolve([entry for entry in entries if entry.state == "queued"])
             return False
-        if entries[0].round is None:
+        if any(entry.round is None for entry in entries):
             self._round_number += 1
-            await self.database.run(journal.begin_round(self._round_number, ids))
+            await self.database.keep(journal.begin_round(self._round_number, ids))
             for place, entry in enumerate(entries):
                 entry.round, entry.place = self._round_number, place
         return True
 
-    async def _dissolve(self, entries: Sequence[Entry]) -> None:
-        await self.database.run(journal.withdraw([entry.id for entry in entries]))
-        if len(entries) == 1:
-            message = f"the engine or the server failed {MOST_TRIES} times at this request"
-            await self.finish(entries[0], failed(message, "server"))
-            return
+    async def dissolve(self, entries: Sequence[Entry]) -> None:
+        """Takes requests out of their round, to be computed alone: the journal then says how they were."""
+        await self.database.keep(journal.withdraw([entry.id for entry in entries]))
         for entry in entries:
-            waiting = self.lanes[entry.run].entries[entry.seq]
-            waiting.round, waiting.place, waiting.alone = None, None, True
+            if (waiting := self.waiting(entry)) is not None:
+                waiting.round, waiting.place, waiting.alone = None, None, True
+
+    def waiting(self, entry: Entry) -> Entry | None:
+        """The request as it waits in its run, or ``None`` if it does not."""
+        lane = self.lanes.get(entry.run)
+        return None if lane is None else lane.entries.get(entry.seq)
 
     # All other requests
 
@@ -259,8 +273,11 @@ class Scheduler:
         except Exception as error:
             await self._failed_barrier(lane, entry, failure_of(error))
         else:
-            await self.finish(entry, done.outcome(), *done.jobs)
-            done.after()
+            try:
+                await self.finish(entry, done.outcome(), *done.jobs)
+                done.after()
+            except Exception as error:  # what the engine has done may not be done twice
+                await self._start_over(error)
             if entry.kind in ("optim_step", "load"):
                 await self._snapshot(lane, entry.seq, forced=entry.kind == "load")
 
@@ -286,7 +303,7 @@ class Scheduler:
             return
         old = lane.run.snapshot
         name = self.catalogue.name_of(directory)
-        await self.database.run(journal.snapshot_taken(lane.run.id, seq, name))
+        await self.database.keep(journal.snapshot_taken(lane.run.id, seq, name))
         lane.run.snapshot, lane.run.snapshot_seq = name, seq
         lane.steps, lane.last_snapshot = 0, time.monotonic()
         if old is not None:
@@ -326,13 +343,13 @@ class Scheduler:
         """Writes outcomes in one commit, and gives them to who waits for them."""
         now = time.time()
         outcomes = [journal.finish(entry.id, entry.run, entry.seq + 1, outcome, now) for entry, outcome in finished]
-        await self.database.run(together(*jobs, *outcomes))
+        await self.database.keep(together(*jobs, *outcomes))
         for entry, outcome in finished:
-            lane = self.lanes[entry.run]
-            lane.run.last_request = now
-            lane.done(entry)
-            if lane.run.state not in ("new", "live") and not lane.entries:
-                self.lanes.pop(lane.run.id, None)
+            if (lane := self.lanes.get(entry.run)) is not None:
+                lane.run.last_request = now
+                lane.done(entry)
+                if lane.run.state not in ("new", "live") and not lane.entries:
+                    self.lanes.pop(lane.run.id, None)
             for ids in [each for each in self._tries if entry.id in each]:
                 del self._tries[ids]
             self.counters.add("failed_requests" if outcome.failed else "finished_requests")

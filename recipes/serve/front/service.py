@@ -55,8 +55,9 @@ class Service:
     async def _connected(self) -> None:
         await self.recovery.run()
         self._capabilities = await self.link.call("describe")
+        assert self._capabilities is not None
         self._described.set()
-        self.samples.ready()
+        self.samples.ready(self._capabilities)
 
     def start(self) -> None:
         """Begins to work. Needs a running event loop."""

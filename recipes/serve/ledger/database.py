@@ -17,6 +17,7 @@ log = logging.getLogger("dataproto.serve")
 Result = TypeVar("Result")
 Job = tuple[Callable[[sqlite3.Connection], Any], "Future[Any]"]
 VERSION = 2
+RETRY_SECONDS = 1.0  # between tries to write
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, owner TEXT, created REAL, state TEXT, project TEXT, display_name TEXT, metadata TEXT, tags TEXT);
@@ -54,6 +55,15 @@ class Database:
     async def run(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         """The result of a function, after the commit."""
         return await asyncio.wrap_future(self._submit(function))
+
+    async def keep(self, function: Callable[[sqlite3.Connection], Any]) -> None:
+        """Runs a function that writes what may not be lost: it is tried again as long as the disk is full, or fails."""
+        while True:
+            try:
+                return await self.run(function)
+            except sqlite3.OperationalError:
+                log.exception("the database cannot be written, and is tried again")
+                await asyncio.sleep(RETRY_SECONDS)
 
     def run_now(self, function: Callable[[sqlite3.Connection], Result]) -> Result:
         """The same for callers without an event loop."""

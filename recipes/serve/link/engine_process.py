@@ -1,7 +1,7 @@
 """The process that computes: it carries out the calls of the front process, one at a time, on a `Backend`.
 
 While both have work, training and sampling have the same time: a call that trains, or a part of a joint pass, is followed by
-decoding steps until these have taken as long.
+samples that are taken in, and by decoding steps, until these have taken as long.
 """
 
 import importlib
@@ -59,6 +59,11 @@ class Calls:
         with self._news:
             return self._training.popleft() if self._training else None
 
+    def training_waits(self) -> bool:
+        """Whether a call that trains waits."""
+        with self._news:
+            return bool(self._training)
+
 
 class EngineProcess:
     """Serves one backend on a Unix socket, to one front process at a time."""
@@ -106,17 +111,23 @@ class EngineProcess:
     def _between_parts(self) -> None:
         """Lets samples have their share in the midst of a joint pass."""
         self._lead += self.clock() - self._mark
-        self._take_samples_in()
+        self._take_samples_in(in_a_pass=True)
         while self._flying and self._lead > 0:
             self._decode()
-            self._take_samples_in()
+            self._take_samples_in(in_a_pass=True)
         if not self._flying:
             self._lead = 0.0
         self._mark = self.clock()
 
-    def _take_samples_in(self) -> None:
-        while (call := self.calls.next_for_samples()) is not None:
+    def _take_samples_in(self, in_a_pass: bool = False) -> None:
+        """Carries out calls for samples, but no more than sampling's share while training waits."""
+        while not (waits := in_a_pass or self.calls.training_waits()) or self._lead >= 0:
+            if (call := self.calls.next_for_samples()) is None:
+                return
+            began = self.clock()
             self._carry_out(*call)
+            if waits:
+                self._lead -= self.clock() - began
 
     def reset(self) -> None:
         """Forgets all models, samplers and samples in flight."""
