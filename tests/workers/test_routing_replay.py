@@ -15,7 +15,7 @@ from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs
 from helpers.engines import ROWS
 from helpers.layouts import CPU, mixed_rows
-from helpers.routes import differences_with_and_without, routes_of, with_routes, write_like_a3b
+from helpers.routes import differences_with_and_without, expert_shares, routes_of, with_routes, write_like_a3b
 from helpers.tiny_models import MOE_TYPES, gradient_tolerance, tiny_model
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
@@ -23,6 +23,7 @@ from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.reference import reference_worker
 from workers.training.forward_pass import forward_rows, pack, sharing
 from workers.training.row_checks import check_rows
 
@@ -86,15 +87,15 @@ def by_token(block, routes, args):
     (hidden,) = args
     rows = []
     for state, chosen in zip(hidden[0], routes.tolist(), strict=True):
-        shares = linear(state, block.gate.weight).softmax(-1)
-        total = sum(shares[expert] for expert in chosen)
-        made = 0.0
-        for expert in chosen:
+        made, logits = 0.0, linear(state, block.gate.weight)
+        for expert, share in zip(chosen, expert_shares(block.gate, logits, chosen), strict=True):
             gate, up = linear(state, block.experts.gate_up_proj[expert]).chunk(2)
             out = linear(block.experts.act_fn(gate) * up, block.experts.down_proj[expert])
-            made = made + shares[expert] / total * out
+            made = made + share * out
         if hasattr(block, "shared_expert"):
             made = made + block.shared_expert_gate(state).sigmoid() * block.shared_expert(state)
+        if hasattr(block, "shared_experts"):
+            made = made + block.shared_experts(state)
         rows.append(made)
     return torch.stack(rows)[None]
 
@@ -102,13 +103,14 @@ def by_token(block, routes, args):
 def one_after_the_other(model, data):
     """Log-probs ``(B, R)`` by Hugging Face's model, row by row, with the recorded experts."""
     found = []
+    blocks = [model.get_submodule(name.removesuffix(".experts")) for name in family_of(model).expert_layers(model)]
     for row in range(len(data)):
         routes = routes_of(data, row)
         hooks = [
-            layer.mlp.register_forward_hook(
+            block.register_forward_hook(
                 lambda block, args, output, number=number, routes=routes: by_token(block, routes[:, number], args)
             )
-            for number, layer in enumerate(model.model.language_model.layers)
+            for number, block in enumerate(blocks)
         ]
         found.append(padded_log_probs(model, data[row : row + 1]))
         for hook in hooks:
@@ -129,7 +131,7 @@ def test_other_routes_give_what_a_loop_over_tokens_gives(model_type):
     for name, gradient in theirs.items():
         error = (gradients[name] - gradient).norm()
         assert error <= gradient_tolerance(model_type) * gradient.norm() + 1e-6, name
-    gate = "model.language_model.layers.0.mlp.gate.weight"
+    gate = family_of(model).expert_layers(model)[0].replace("experts", "gate.weight")
     assert gradients[gate].norm() > 1e-3
     assert (forward_rows(packed(model_type, replays=False), data, CPU).log_probs - found).abs().max() > 1e-3
 
@@ -201,3 +203,28 @@ def test_the_difference_of_engine_and_actor_halves(tmp_path):
     actor = ActorWorker(ActorConfig(path, dtype="bfloat16"), CPU)
     replayed, plain = differences_with_and_without(actor, data)
     assert replayed <= plain / 2, f"mean difference {replayed:.2e} with replay, {plain:.2e} without"
+
+
+def test_the_actor_without_its_adapters_chooses_for_itself(tmp_path):
+    """As a reference with a model of its own; the actor goes on replaying, also after an error."""
+    tiny_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    config = ActorConfig(str(tmp_path), lora_rank=2)
+    actor = ActorWorker(config, CPU)
+    reference = reference_worker(config.frozen(), actor)
+    plain = mixed_rows(actor.module.model.config)
+    data = with_routes(actor.module.model.config, plain)
+    replayed, chosen = (actor.log_probs(rows)["old_log_probs"] for rows in (data, plain))
+    assert (replayed - chosen).abs().max() > 1e-3
+    assert torch.equal(reference.log_probs(data)["ref_log_prob"], chosen)
+    with pytest.raises(MissingColumn):
+        reference.log_probs(data.select(["input_ids"]))
+    assert torch.equal(actor.log_probs(data)["old_log_probs"], replayed)
+
+
+def test_log_probs_of_all_tokens_use_the_recorded_experts(tmp_path):
+    tiny_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    actor = ActorWorker(ActorConfig(str(tmp_path)), CPU)
+    data = with_routes(actor.module.model.config, mixed_rows(actor.module.model.config))
+    mask = data["response_mask"].bool()
+    found = actor.compute_logprobs(data)[:, -mask.shape[1] :]
+    torch.testing.assert_close(found[mask], actor.log_probs(data)["old_log_probs"][mask], atol=1e-5, rtol=0)
