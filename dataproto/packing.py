@@ -202,7 +202,8 @@ def prompt_sharing(
     """Which rows have the prompt of the row before: its tokens, positions and media objects; ``(B,)`` bool.
 
     The prompt is all but the last ``response_width`` columns. Prompts of one column, as supervised rows have, are not shared:
-    such rows would have to stay together for one token.
+    such rows would have to stay together for one token. Nor are prompts that end within an image, whose tokens may see those of
+    the response.
 
     Args:
         media: of the prompts; ``None`` for a row whose media are not split at the end of its prompt, which shares nothing.
@@ -220,6 +221,7 @@ def prompt_sharing(
     for column in (input_ids, attention_mask, position_ids, token_types):
         part = column[..., :prompt].flatten(1)
         same &= (part[1:] == part[:-1]).all(1)
+    same &= token_types[1:, prompt - 1] == 0
     objects = [
         None
         if row is None

@@ -25,9 +25,9 @@ SCORED_PLACES = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 
 
-def project(states: Tensor, weight: Tensor) -> Tensor:
+def project(states: Tensor, weight: Tensor, cap: float | None = None) -> Tensor:
     """The output projection of actor and engines: states ``(n, H)`` and weight ``(V, H)`` to logits ``(n, V)`` float32 (float64
-    for float64).
+    for float64), with the soft cap of `VLMFamily.logit_cap`.
 
     The product of half-precision tensors is not rounded to their dtype, where a logit of 20 would become a multiple of 1/8.
 
@@ -35,10 +35,12 @@ def project(states: Tensor, weight: Tensor) -> Tensor:
     tensor([[16.0312]])
     """
     if states.device.type == "cuda" and states.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(states, weight.t(), out_dtype=torch.float32)
-    if states.dtype != torch.float64:
-        states, weight = states.float(), weight.float()
-    return torch.mm(states, weight.t())
+        logits = torch.mm(states, weight.t(), out_dtype=torch.float32)
+    else:
+        if states.dtype != torch.float64:
+            states, weight = states.float(), weight.float()
+        logits = torch.mm(states, weight.t())
+    return logits if cap is None else logits.div_(cap).tanh_() * cap
 
 
 def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[int]) -> Tensor:
@@ -161,6 +163,7 @@ def score_prompt(
     token_types: Tensor,
     sampling: SamplingParams,
     banned_ids: Sequence[int],
+    cap: float | None = None,
 ) -> tuple[list[float], list[TopLogProbs]]:
     """Log-probs of a prompt's tokens under the policy, and the likeliest tokens at each of their places.
 
@@ -168,13 +171,13 @@ def score_prompt(
 
     Args:
         hidden: ``(P, H)``, the state after each token of ``input_ids (P,)``.
-        weight: ``(V, H)``, see `project`.
+        weight: ``(V, H)``, and its cap, see `project`.
     """
     values, top = [math.nan], list[TopLogProbs]([[]])
     for start in range(0, len(input_ids) - 1, SCORED_PLACES):
         states = hidden[start : min(start + SCORED_PLACES, len(input_ids) - 1)]
         following = slice(start + 1, start + 1 + len(states))
-        log_probs = policy_log_probs(project(states, weight), sampling.temperature or 1.0, banned_ids)
+        log_probs = policy_log_probs(project(states, weight, cap), sampling.temperature or 1.0, banned_ids)
         ids = input_ids[following].to(log_probs.device)
         values += log_probs.gather(1, ids[:, None]).squeeze(1).tolist()
         if sampling.top_prompt_log_probs:

@@ -1,11 +1,17 @@
-"""Pictures of a run for the README, its reward curve and a few rollouts: ``python scripts/readme_pictures.py RUN [FOLDER]``."""
+"""Pictures for the README, the curves of a run and a few rollouts: ``python scripts/readme_pictures.py RUN``.
 
+Several runs of one recipe, with other seeds, give one picture of their curves, medians and ranges:
+``python scripts/readme_pictures.py RUN RUN RUN --curves docs/images/easy_vqa.png``.
+"""
+
+import argparse
 import math
 import re
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,34 +25,43 @@ GOOD, BAD, SOFT = "#11783c", "#b3261e", "#5d6672"
 LINES = 6
 
 
-def plot_curves(rows: Sequence[Mapping[str, float]], path: str | Path) -> None:
-    """Draws sampled reward and held-out accuracy over steps into an image file; ``rows`` as of
-    `recipes.report.read_metrics`.
+def plot_curves(runs: Sequence[Sequence[Mapping[str, float]]], path: str | Path) -> None:
+    """Draws sampled reward and held-out accuracy over steps into an image file.
+
+    Args:
+        runs: the rows of each run, as of `recipes.report.read_metrics`. Of several runs lines are medians, and bands ranges.
     """
     figure = Figure(figsize=(8, 3.4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    if reward := _points(rows, "critic/score/mean"):
-        axes.plot(*zip(*reward, strict=True), color=REWARD, alpha=0.25, linewidth=1)
-        axes.plot(*zip(*smooth(reward), strict=True), color=REWARD, linewidth=2, label="reward of sampled responses")
+    reward = [smooth(_points(rows, "critic/score/mean")) for rows in runs]
+    if len(runs) == 1 and reward[0]:
+        axes.plot(*zip(*_points(runs[0], "critic/score/mean"), strict=True), color=REWARD, alpha=0.25, linewidth=1)
+    if all(reward):
+        _line(axes, reward, color=REWARD, linewidth=2, label="reward of sampled responses")
     measured = re.compile(r"val-(?:core|aux)/(.*)/acc/mean@\d+")  # a recipe's controls are auxiliary
-    names = dict.fromkeys(name for row in rows for name in row if measured.fullmatch(name))
+    names = dict.fromkeys(name for rows in runs for row in rows for name in row if measured.fullmatch(name))
     for index, name in enumerate(names):
-        source = measured.sub(r"\1", name)
-        points, style = _points(rows, name), ("-", "--", ":")[index % 3]
-        axes.plot(
-            *zip(*points, strict=True),
-            style,
-            color=ACCURACY,
-            marker="o",
-            markersize=4,
-            label=f"held-out accuracy, {source}",
-        )
+        source, style = measured.sub(r"\1", name), ("-", "--", ":")[index % 3]
+        points = [_points(rows, name) for rows in runs]
+        label = f"held-out accuracy, {source}"
+        _line(axes, points, linestyle=style, color=ACCURACY, marker="o", markersize=4, label=label)
     axes.set(xlabel="step", ylim=(-0.02, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     if axes.lines:
         axes.legend(frameon=False, loc="lower right")
     figure.savefig(str(path))
+
+
+def _line(axes: Axes, runs: Sequence[Sequence[tuple[float, float]]], **style: Any) -> None:
+    """Draws the medians of points over the steps that all runs have, with a band from the lowest to the highest run."""
+    found = [dict(points) for points in runs]
+    steps = [step for step in found[0] if all(step in points for points in found)]
+    values = [[points[step] for points in found] for step in steps]
+    axes.plot(steps, [median(each) for each in values], **style)
+    if len(found) > 1:
+        low, high = ([choose(each) for each in values] for choose in (min, max))
+        axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def rollout_picture(
@@ -102,11 +117,20 @@ def _points(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float,
     return [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
-def main(run: str, folder: str = "docs/images") -> None:
-    steps = rollout_steps(run)
-    plot_curves(read_metrics(Path(run) / "metrics.jsonl"), Path(folder) / "curves.png")
-    rollout_picture(load_rollouts(run, steps[0]), load_rollouts(run, steps[-1]), Path(folder) / "rollouts.png")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--folder", type=Path, default=Path("docs/images"), help="of the pictures of one run")
+    parser.add_argument("--curves", type=Path, help="draw the curves alone, of all runs together, into this file")
+    options = parser.parse_args()
+    curves = [read_metrics(run / "metrics.jsonl") for run in options.runs]
+    if options.curves or len(options.runs) > 1:
+        plot_curves(curves, options.curves or options.folder / "curves.png")
+        return
+    steps, run = rollout_steps(options.runs[0]), options.runs[0]
+    plot_curves(curves, options.folder / "curves.png")
+    rollout_picture(load_rollouts(run, steps[0]), load_rollouts(run, steps[-1]), options.folder / "rollouts.png")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -128,8 +128,24 @@ def lacks_its_tracker(item):
     return marker is not None and find_spec(marker.args[0]) is None
 
 
+LONG_FAMILIES = {
+    "gemma3": ("tests/vlm/", "test_packed_equals_padded", "test_hf_requests"),
+    "gemma4": ("test_conformance",),
+}
+"""Families that share their code with others: outside of these files their tests are long."""
+
+
+def is_long(item):
+    family = next((each for each in LONG_FAMILIES if each in item.name), None)
+    return family is not None and not any(part in item.nodeid for part in LONG_FAMILIES[family])
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that need what is not installed count as deselected; with ``--fast`` so do slow ones."""
+    for item in items:
+        if is_long(item):
+            item.add_marker(pytest.mark.long)
     missing = left_out_here()
     left_out = {item for item in items if any(item.get_closest_marker(name) for name in missing)}
     left_out |= {item for item in items if lacks_its_tracker(item)}

@@ -47,8 +47,16 @@ class Flops:
 
 
 def head_dim(text: Any) -> int:
-    """Size of one attention head of the decoder."""
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    """Size of one attention head of the decoder; the widest where layers differ."""
+    return int(of_layers(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+
+
+def of_layers(text: Any, name: str) -> Any:
+    """A value of the config, the largest where layers differ; ``None`` if it has none."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to name one value for all layers
+        return max(getattr(text.per_layer_config[layer], name) for layer in range(text.num_hidden_layers))
 
 
 def attention_width(text: Any) -> int:
@@ -56,9 +64,34 @@ def attention_width(text: Any) -> int:
     return int(text.num_attention_heads) * head_dim(text)
 
 
+def attention_window(text: Any) -> int | None:
+    """Number of keys up to its own that a query sees in layers with a sliding window; ``None`` if no layer has one.
+
+    >>> from types import SimpleNamespace
+    >>> kinds = ["sliding_attention", "full_attention"]
+    >>> attention_window(SimpleNamespace(sliding_window=512, layer_types=kinds))
+    512
+    >>> attention_window(SimpleNamespace(sliding_window=512, layer_types=kinds[1:]))
+    """
+    window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    return int(window) if window and (layers is None or "sliding_attention" in layers) else None
+
+
+def causal_pairs(lengths: Tensor, window: int | None = None) -> Tensor:
+    """Number ``(B,)`` of attending pairs in causal segments of ``lengths (B,)`` tokens whose queries see ``window`` keys.
+
+    >>> causal_pairs(torch.tensor([3, 5])).tolist(), causal_pairs(torch.tensor([1, 5]), window=2).tolist()
+    ([6, 15], [1, 9])
+    """
+    near = lengths if window is None else lengths.clamp_max(window)
+    return near * (near + 1) // 2 + (lengths - near) * near
+
+
 def attention_weights(text: Any) -> int:
     """Number of weights in the query, key, value and output projections of one decoder layer."""
-    return int(text.hidden_size) * (2 * attention_width(text) + 2 * int(text.num_key_value_heads) * head_dim(text))
+    return int(text.hidden_size) * (
+        2 * attention_width(text) + 2 * int(of_layers(text, "num_key_value_heads")) * head_dim(text)
+    )
 
 
 def dense_layer_weights(text: Any) -> int:
@@ -262,9 +295,13 @@ class ForwardCosts(ABC):
 
     def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
         """Operations ``(B,)`` int64 that mix tokens in all decoder layers, beside `layer_weights`, for causal segments of
-        ``lengths (B,)`` tokens. Default: full attention in every layer.
+        ``lengths (B,)`` tokens. Default: attention in every layer, over a window where the config has one.
         """
-        return 4 * attention_width(text) * int(text.num_hidden_layers) * (lengths * (lengths + 1) // 2)
+        layers, window = int(text.num_hidden_layers), attention_window(text)
+        kinds = getattr(text, "layer_types", None)
+        near = 0 if window is None else layers if kinds is None else list(kinds).count("sliding_attention")
+        pairs = (layers - near) * causal_pairs(lengths) + near * causal_pairs(lengths, window)
+        return 4 * attention_width(text) * pairs
 
     def _language_flops(self, text: Any, lengths: Tensor) -> Tensor:
         """Operations ``(B, 2)`` int64 of the decoder layers: of weights, and what mixes tokens."""

@@ -7,7 +7,7 @@ their paths alone, so a model may be wrapped or sharded as long as these paths e
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,6 +84,8 @@ class VLMFamily(ForwardCosts):
     head: str = "lm_head"
     recurrent_mixers: str | None = None
     """Pattern of the modules that mix tokens by a recurrence instead of attention. ``None``: all layers have attention."""
+    numbered_layers: bool = False
+    """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
     float32_weights: tuple[str, ...] = ()
     """Patterns of parameters that stay in float32 where the model computes in a narrower dtype."""
     unused_weights: tuple[str, ...] = ()
@@ -160,6 +162,24 @@ class VLMFamily(ForwardCosts):
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}()"
 
+    # Decoder
+
+    def check_supported(self, config: Any) -> None:
+        """Raises `InvalidConfig` for a model of this type that the family does not compute right. Default: none."""
+
+    def check_stages(self, config: Any) -> None:
+        """Raises `InvalidConfig` for a model whose layers cannot be split into pipeline stages. Default: none."""
+
+    def mutual_images(self, config: Any) -> Literal["all", "windowed"] | None:
+        """In which decoder layers, causal otherwise, each token of an image sees all tokens of the image: in all of them, or in
+        those with a sliding window. Default: none.
+        """
+        return None
+
+    def logit_cap(self, config: Any) -> float | None:
+        """The soft cap c of logits z, which become ``c * tanh(z / c)``. Default: none."""
+        return None
+
     # Tokens
 
     def media_tokens(self, config: Any) -> MediaTokens:
@@ -220,6 +240,10 @@ class VLMFamily(ForwardCosts):
         """
         raise NotImplementedError
 
+    def image_placeholder(self, config: Any) -> int | None:
+        """The token that the chat template writes for an image. Default: the one of `media_tokens`, which `expand` repeats."""
+        return self.media_tokens(config).image
+
     def expand(
         self,
         ids: Sequence[int] | Ids,
@@ -257,9 +281,23 @@ class VLMFamily(ForwardCosts):
                 raise MediaMismatch("an image of this family needs `encode_text`: text around it is part of the prompt")
             texts = [image for part in parts for image in self.image_texts(part, config)]
             texts = [self.numbered(image, images_before + number) for number, image in enumerate(texts)]
-            expanded = enclose(expanded, tokens.image, [[encode_text(text) for text in image] for image in texts])
+            expanded = self.place_texts(expanded, texts, config, encode_text)
             images = np.concatenate([self.run_counts(part, config) for part in parts])
         return expand_ids(expanded, tokens, images, videos)
+
+    def place_texts(
+        self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
+    ) -> Ids:
+        """Prompt ids with the `image_texts` of each image in the place of its placeholder, and a placeholder between each two of
+        them. Default: the texts are tokenized alone. Raises `MediaMismatch`.
+        """
+        placeholder = self.media_tokens(config).image
+        assert placeholder is not None
+        return enclose(ids, placeholder, [[encode_text(text) for text in image] for image in texts])
+
+    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
+        """How many tokens fewer `place_texts` makes of prompt ids than the prompt and the texts have alone. Default: 0."""
+        return 0
 
     def _counts(self, kind: str, media: Sequence[Mapping[str, Any]], config: Any) -> Ids:
         counts = [self.media_layout.feature_counts(kind, part, config) for part in media]
@@ -336,6 +374,19 @@ class VLMFamily(ForwardCosts):
         return self.media_layout.smallest(config)
 
     # Forward
+
+    def decoder_masks(
+        self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
+    ) -> Any:
+        """What `decode` takes as ``attention_mask`` for padded rows of which ``embeddings (B, L, H)`` are the last L tokens.
+
+        Args:
+            attention_mask: ``(B, T)`` of all tokens, those in the cache included; token_types ``(B, T)`` too.
+            cache: the ``past_key_values``, before these L tokens are added.
+
+        Default: ``attention_mask``, by which every token sees those before it.
+        """
+        return attention_mask
 
     def features(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, levels, H)`` of images, then videos, with every level that `merge` needs."""

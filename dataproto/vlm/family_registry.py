@@ -27,6 +27,8 @@ _SHIPPED = {
     "minicpmv4_6": "dataproto.vlm.families.minicpmv4_6:MiniCPMV46",
     "smolvlm": "dataproto.vlm.families.idefics3:SmolVLM",
     "idefics3": "dataproto.vlm.families.idefics3:Idefics3",
+    "gemma3": "dataproto.vlm.families.gemma3:Gemma3",
+    "gemma4": "dataproto.vlm.families.gemma4:Gemma4",
     "llama": "dataproto.vlm.families.text_only:Llama",
     "mistral": "dataproto.vlm.families.text_only:Mistral",
     "qwen2": "dataproto.vlm.families.text_only:Qwen2",

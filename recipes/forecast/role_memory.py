@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dataproto.vlm import family_of
-from dataproto.vlm.costs import attention_width, head_dim
+from dataproto.vlm.costs import attention_width, head_dim, of_layers
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.model_size import ModelSize
@@ -194,7 +194,7 @@ def decoder_bytes(text: Any, size: ModelSize, compute: ModelConfig, device: Devi
     again.
     """
     number, hidden = device.bytes_of_number, int(text.hidden_size)
-    heads, keys = attention_width(text), 2 * int(text.num_key_value_heads) * head_dim(text)
+    heads, keys = attention_width(text), 2 * int(of_layers(text, "num_key_value_heads")) * head_dim(text)
     wide = mlp_width(text)
     if compute.compile:
         layer = 2 * hidden + 2 * heads + keys + 3 * wide
@@ -276,4 +276,4 @@ def kv_bytes(text: Any, number: int) -> int:
     >>> kv_bytes(SimpleNamespace(num_hidden_layers=28, num_key_value_heads=4, head_dim=128), number=2)
     57344
     """
-    return 2 * int(text.num_hidden_layers) * int(text.num_key_value_heads) * head_dim(text) * number
+    return 2 * int(text.num_hidden_layers) * int(of_layers(text, "num_key_value_heads")) * head_dim(text) * number

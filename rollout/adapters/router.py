@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from dataproto.errors import RowCountMismatch
+from dataproto.errors import InvalidConfig, RowCountMismatch
 from dataproto.vlm import VLMFamily
 from rollout.adapters.adapter import Adapter, AdapterConfig, adapted_layers
 from rollout.adapters.low_rank import Groups, Segment, low_rank_linear, stacked
@@ -69,11 +69,15 @@ class AdapterRouter:
     """
 
     def __init__(self, model: nn.Module, family: VLMFamily) -> None:
-        """Takes over the linear layers of ``model``; one router a model.
+        """Takes over the linear layers of ``model``; one router a model. Raises `InvalidConfig` for logits with a soft cap.
 
         Each layer's ``forward`` is replaced, on the instance alone: a hook would get the output of the frozen product, and adding
         to that takes a copy of it. A module around the layer would change the names of its parameters.
         """
+        if family.logit_cap(model.config) is not None:
+            raise InvalidConfig(
+                f"models of type {family.model_type} have a soft cap on their logits, which adapters by row do not compute"
+            )
         self.model, self.family = model, family
         self._route: Route | None = None
         self._stacks: dict[str, tuple[tuple[Adapter | None, ...], Tensor, Tensor]] = {}  # of snapshots, by layer

@@ -120,7 +120,7 @@ class TurnRenderer:
         ids = builder.encode_text(self._text(observation))
         if ended and ids and ids[0] in self.end_ids:
             ids = ids[1:]
-        placeholder = builder.media_tokens.image
+        placeholder = builder.family.image_placeholder(config)
         if placeholder is not None and ids.count(placeholder) != len(images):
             raise InvalidPrompt(f"the chat template wrote other than one placeholder for each of {len(images)} images")
         inputs = [image.inputs for image in images]

@@ -1,8 +1,9 @@
 """A Hugging Face model with a KV cache: reading prompts, then one token of every row at a time."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dataproto.vlm import MediaSpans, media_spans
+from dataproto.vlm.costs import attention_window
 from dataproto.vlm.family import VLMFamily
 from rollout.continuation import Media, shown_media
 from rollout.hf.batch import Batch, stack_prefixes
@@ -55,8 +57,8 @@ class Decoder:
     def read(self, requests: Sequence[OpenRequest]) -> Read:
         """Runs each distinct prompt once, left-padded, and gives each request a row of the cache.
 
-        Either all requests continue a prefix that is cached, or none. Those of a model with recurrent layers then have equal
-        numbers of new tokens: padding behind a prefix would change its state.
+        Either all requests continue a prefix that is cached, or none. Those of a model with recurrent layers or sliding windows
+        then have equal numbers of new tokens: padding behind a prefix would change its state, or take places in the window.
         """
         parts: list[Unread] = []
         prompt_of: dict[Hashable, int] = {}
@@ -68,11 +70,10 @@ class Decoder:
                 parts.append(self._unread(request))
             prompts.append(prompt_of[key])
         prefixes = [part.prefix for part in parts if part.prefix is not None]
-        config = self.model.config.get_text_config()
         if prefixes:
-            cache, earlier = stack_prefixes(prefixes, config, self.device)
+            cache, earlier = stack_prefixes(prefixes, self._cached_config, self.device)
         else:
-            cache, earlier = DynamicCache(config=config), torch.zeros(len(parts), 0, dtype=torch.int64)
+            cache, earlier = DynamicCache(config=self._cached_config), torch.zeros(len(parts), 0, dtype=torch.int64)
         hidden, mask, following = self.run(parts, cache, earlier.to(self.device))
         if self.recorder is not None:
             experts = self.recorder.take(len(parts))
@@ -81,12 +82,21 @@ class Decoder:
         batch = self._batch(requests, prompts, cache, mask, following, hidden[:, -1])
         return Read(batch, prompts, hidden, sum(len(part.input_ids) for part in parts))
 
+    @property
+    def _cached_config(self) -> Any:
+        """What tells the cache which layers keep a state. Layers with a sliding window keep every token, as other layers do, so
+        that rows join and leave, and the mask hides what is outside of the window.
+        """
+        text = self.model.config.get_text_config()
+        return text if self.family.recurrent_mixers is not None else None
+
     def groups(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
         """The requests in groups that `read` takes under the token budget."""
         groups: dict[int, list[OpenRequest]] = {}
+        windowed = attention_window(self.model.config.get_text_config()) is not None
+        unpadded = windowed or self.family.recurrent_mixers is not None
         for row in requests:
-            recurrent = self.family.recurrent_mixers is not None
-            kind = -1 if row.prefix is None else row.unread_tokens if recurrent else 0
+            kind = -1 if row.prefix is None else row.unread_tokens if unpadded else 0
             groups.setdefault(kind, []).append(row)
         return [part for rows in groups.values() for part in self._within_budget(rows)]
 
@@ -136,16 +146,18 @@ class Decoder:
 
         ids, positions = ids.to(self.device), positions.to(self.device)
         whole = torch.cat([earlier, mask.to(self.device)], dim=1)
+        known = torch.cat([torch.zeros_like(earlier), types.to(earlier)], dim=1)  # images of a prefix end in it
         features, spans = self.media(types, parts)
-        step = length if len(parts) > 1 else min(length, self.token_budget)
+        together = self.family.mutual_images(self.model.config) is not None
+        budget = self.token_budget if len(parts) == 1 else length
         hidden = []
-        for start in range(0, length, step):
-            stop = min(start + step, length)
-            own = spans.window(start, stop) if spans is not None and step < length else spans
+        for start, stop in prompt_pieces(types[0].tolist(), budget, together):
+            own = spans.window(start, stop) if spans is not None and stop - start < length else spans
+            end = earlier.shape[1] + stop
             with self.routed(parts, stop - start):
                 embeddings, extras = self.family.merge(self.model, ids[:, start:stop], features, own)
-                attended = whole[:, : earlier.shape[1] + stop]
-                hidden.append(self._decode(embeddings, positions[..., start:stop], extras, attended, cache))
+                shown = self.family.decoder_masks(self.model, embeddings, whole[:, :end], known[:, :end], cache)
+                hidden.append(self._decode(embeddings, positions[..., start:stop], extras, shown, cache))
         return torch.cat(hidden, dim=1), whole, following.to(self.device)
 
     def media(self, types: Tensor, parts: Sequence[Unread]) -> tuple[Tensor | None, MediaSpans | None]:
@@ -186,11 +198,32 @@ class Decoder:
                 batch.rows[place].add_experts(experts[place])
 
     def _decode(
-        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Tensor, cache: DynamicCache
+        self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Any, cache: DynamicCache
     ) -> Tensor:
         return self.family.decode(
             self.model, embeddings, positions, extras, attention_mask=mask, past_key_values=cache, use_cache=True
         )
+
+
+def prompt_pieces(token_types: Sequence[int], budget: int, whole_images: bool) -> Iterator[tuple[int, int]]:
+    """Starts and ends of the pieces of at most ``budget`` tokens in which a prompt is read.
+
+    Args:
+        whole_images: no piece ends within an image, because its tokens see each other. An image may exceed the budget.
+
+    >>> list(prompt_pieces([0, 0, 1, 1, 0, 0], 3, whole_images=False))
+    [(0, 3), (3, 6)]
+    >>> list(prompt_pieces([0, 0, 1, 1, 0, 0], 3, whole_images=True))
+    [(0, 2), (2, 5), (5, 6)]
+    """
+    start, length = 0, len(token_types)
+    while start < length:
+        stop = min(start + budget, length)
+        ends = chain(range(stop, start, -1), range(stop + 1, length + 1))  # the next smaller ones, then larger ones
+        if whole_images:
+            stop = next(end for end in ends if end == length or not token_types[end - 1] == token_types[end] != 0)
+        yield start, stop
+        start = stop
 
 
 def _prompt_key(row: OpenRequest) -> Hashable:

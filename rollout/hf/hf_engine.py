@@ -81,9 +81,9 @@ class HFEngine:
         self.dtype: torch.dtype = getattr(torch, dtype)
         config = AutoConfig.from_pretrained(model_path)
         self.end_ids = end_ids(generation_config(model_path, config))
-        model = (
-            family_of(config).model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
-        )
+        family = family_of(config)
+        family.check_supported(config)
+        model = family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
         self._path = model_path
         self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts)
 
@@ -100,6 +100,7 @@ class HFEngine:
     ) -> None:
         """Sets what depends on the model."""
         self.family, self.model = family_of(model), model
+        self._cap = self.family.logit_cap(model.config)
         self.model.eval().requires_grad_(False)
         self.max_num_seqs = max_num_seqs
         self.banned_ids = tuple(self.family.banned_ids(self.model.config))  # masked in the policy
@@ -250,7 +251,7 @@ class HFEngine:
             if key not in found:
                 hidden = read.hidden[prompt, -len(request.input_ids) :]
                 found[key] = score_prompt(
-                    hidden, head, request.input_ids, request.token_types, sampling, self.banned_ids
+                    hidden, head, request.input_ids, request.token_types, sampling, self.banned_ids, self._cap
                 )
             row.prompt_log_probs, row.top_prompt_log_probs = found[key]
 
@@ -299,7 +300,7 @@ class HFEngine:
 
     def _logits(self, batch: Batch) -> Tensor:
         """Logits ``(W, V)`` of the next tokens."""
-        return project(batch.hidden, self.family.lm_head(self.model).weight)
+        return project(batch.hidden, self.family.lm_head(self.model).weight, self._cap)
 
     def _finish_reason(self, row: OpenRequest) -> FinishReason | None:
         """Why the row ends with its last token, or ``None`` if it goes on."""

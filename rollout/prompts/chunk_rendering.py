@@ -84,6 +84,7 @@ class ChunkRenderer:
         """
         self.builder = builder
         self.resolve = resolve
+        self._placeholder = builder.family.image_placeholder(builder.config)
         self._vocabulary = int(builder.config.get_text_config().vocab_size)
         self._known = np.ones(self._vocabulary, dtype=bool)
         self._known[list(builder.family.banned_ids(builder.config))] = False
@@ -144,7 +145,7 @@ class ChunkRenderer:
     def _prompt(self, model_input: Any, seen: MutableMapping[Any, ProcessedImage]) -> Prompt:
         parts, images = self._parts(model_input, seen)
         ids, types = _joined(parts)
-        image = self.builder.media_tokens.image
+        image = self._placeholder
         raw_ids = self._raw_ids(parts)
         if image is not None and raw_ids.count(image) != len(images):
             raise InvalidPrompt(
@@ -157,7 +158,7 @@ class ChunkRenderer:
 
     def _raw_ids(self, parts: Sequence[Part]) -> list[int]:
         """Tokens with one placeholder for each image."""
-        image = self.builder.media_tokens.image
+        image = self._placeholder
         one = [] if image is None else [image]
         return [token for part in parts for token in (part.ids.tolist() if part.types is None else one)]
 
@@ -289,7 +290,7 @@ class ChunkRenderer:
         return bytes(ImageChunk(data, chunk.format).data)
 
     def _image_tokens(self, image: ProcessedImage, expected: int | None) -> Part:
-        placeholder = self.builder.media_tokens.image
+        placeholder = self._placeholder
         ids, types = self.builder.family.expand(
             [] if placeholder is None else [placeholder],
             [image.inputs],

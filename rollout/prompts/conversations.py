@@ -116,12 +116,11 @@ class SupervisedBuilder(PromptBuilder):
         videos: Sequence[ProcessedVideo],
     ) -> tuple[Ids, npt.NDArray[np.int8], npt.NDArray[np.uint8]]:
         """Ids, token types and loss mask, all ``(P,)``, with one placeholder per feature."""
-        tokens, banned = self.media_tokens, self.family.banned_ids(self.config)
+        video, banned = self.media_tokens.video, self.family.banned_ids(self.config)
+        image = self.family.image_placeholder(self.config)
         parts, shown = [], 0
         for piece, learned in pieces:
-            num_images, num_videos = (
-                sum(token == placeholder for token in piece) for placeholder in (tokens.image, tokens.video)
-            )
+            num_images, num_videos = (sum(token == placeholder for token in piece) for placeholder in (image, video))
             own_images, images = images[:num_images], images[num_images:]
             own_videos, videos = videos[:num_videos], videos[num_videos:]
             media: list[ProcessedImage | ProcessedVideo] = [*own_images, *own_videos]

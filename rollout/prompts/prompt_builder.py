@@ -221,7 +221,7 @@ class PromptBuilder:
         """Raises `InvalidPrompt` unless the ids have one placeholder for each image and video."""
         tokens = self.media_tokens
         for kind, placeholder, media in (
-            ("image", tokens.image, conversation.images),
+            ("image", self.family.image_placeholder(self.config), conversation.images),
             ("video", tokens.video, conversation.videos),
         ):
             if placeholder is not None and ids.count(placeholder) != len(media):
@@ -240,7 +240,7 @@ class PromptBuilder:
         for number, source in enumerate(conversation.images):
             height, width = image_size(source, root)
             length += self._image_length(height, width, number) - 1
-        return length
+        return length - self.family.joined_tokens(raw_ids, self.config, self.encode_text)
 
     def _image_length(self, height: int, width: int, number: int) -> int:
         """Number of tokens of an image of this size, and with this number: its placeholders and the texts around them."""

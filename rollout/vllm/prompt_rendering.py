@@ -25,6 +25,8 @@ class PromptRenderer:
     family: VLMFamily
     max_images: int | None
     processor_options: Mapping[str, Any]
+    causal_images: bool = False
+    """The attention of this device lets tokens of an image see only those before, unlike the model's."""
     last: list[tuple[Tensor, Any]] = field(default_factory=list)
     """The prompt that was rendered last, for the next samples of it: its ``input_ids``, and vLLM's form. At most one."""
 
@@ -64,6 +66,11 @@ class PromptRenderer:
             return self.last[0][1]
         if self.max_images is not None and len(images) > self.max_images:
             raise InvalidPrompt(f"{len(images)} images exceed max_images={self.max_images}")
+        if images and self.causal_images:
+            raise InvalidPrompt(
+                "vLLM on a CPU computes causal attention within images, but in this model the tokens of an image see each other: "
+                "use the hf engine, or a GPU"
+            )
         if media.get("video"):
             rendered = prepared_prompt(self.llm, self.family, request)
         elif request.multi_modal_inputs and not images:

@@ -96,7 +96,8 @@ class VLLMEngine:
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
-        self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"])
+        causal = self.family.mutual_images(config.hf_config) is not None and self.device.type == "cpu"
+        self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"], causal)
         self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()

@@ -84,6 +84,9 @@ def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tens
             if len(waiting[joined]) == count:
                 parts = waiting.pop(joined)
                 yield joined, [parts[number] for number in range(count)]
+    for joined, parts in waiting.items():
+        if ".qkv_proj." in joined and parts.keys() == {0, 1}:  # keys are values too, as in Gemma 4
+            yield joined, [parts[0], parts[1], parts[1]]
 
 
 def _within(model: nn.Module, path: str, kind: str) -> str:

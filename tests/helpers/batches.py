@@ -8,7 +8,7 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.columns import media_parts
 from dataproto.vlm import family_of, media_grids
-from helpers.tiny_models import expand, forward_media, image_inputs, placeholder, token_by_token
+from helpers.tiny_models import expand, forward_inputs, image_inputs, placeholder, token_by_token
 
 
 def prompt_batch(config: Any, grids_of_rows: list[list[tuple[int, int]]], texts: list[int], seed: int = 0) -> DataProto:
@@ -118,9 +118,10 @@ def padded_log_probs(
             logits = model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=data["mm_token_type_ids"][row, kept][None].int(),
                 use_cache=False,
-                **forward_media(_joined(data["multi_modal_inputs"][row])),
+                **forward_inputs(
+                    model, data["mm_token_type_ids"][row, kept][None], _joined(data["multi_modal_inputs"][row])
+                ),
             ).logits[0]
         logits = (logits.float() / temperature).index_fill(-1, forbidden, -1e30)
         chosen = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)

@@ -35,6 +35,15 @@ def with_routes(config, data, seed=0):
     return recorded
 
 
+def expert_shares(router, logits, experts):
+    """The weights of a token's chosen experts by its ``logits (E,)``: by sigmoids for GLM's routers, else by a softmax."""
+    if hasattr(router, "routed_scaling_factor"):
+        scores, scale = [logits[expert].sigmoid() for expert in experts], router.routed_scaling_factor
+    else:
+        scores, scale = [logits[expert].exp() for expert in experts], 1.0
+    return [scale * score / sum(scores) for score in scores]
+
+
 def routes_of(data, row):
     """The experts ``(n, M, k)`` of all tokens of a row."""
     return torch.cat([data[PROMPT_ROUTED_EXPERTS][row], data[ROUTED_EXPERTS][row]])

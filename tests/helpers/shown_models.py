@@ -4,11 +4,11 @@
 """
 
 from dataproto.vlm import family_of
-from helpers.tiny_models import FURTHER_TYPES, MODEL_TYPES, TEXT_TYPES
+from helpers.tiny_models import FURTHER_TYPES, MODEL_TYPES, TEXT_TYPES, WINDOWED_TYPES
 
-PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm", "qwen3")
+PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm", "gemma3", "gemma4", "qwen3")
 """Families of the tests of pipelines."""
-LAYOUT_TYPES = (*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3")
+LAYOUT_TYPES = (*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3", "gemma4")
 """Families that are left to the long tests in at least one layout."""
 VLLM_TYPES = (
     *(
@@ -28,13 +28,15 @@ VLLM_TYPES = (
 """Families of which vLLM samples the tokens of the other engine, with log-probs within 1e-4 in float32."""
 VLLM_HALF_TYPES = ("qwen3_5",)
 """Families whose kernels of vLLM for the CPU compute in bfloat16 alone: log-probs within 0.05."""
+VLLM_TEXT_TYPES = WINDOWED_TYPES
+"""Families of which vLLM on a CPU samples text alone, with log-probs within 1e-4, and refuses prompts with images."""
 MEASURED_ON_H200 = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl_moe": "Qwen3-VL-30B-A3B", "smolvlm": "dataproto make-vlm"}
 """Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
 
 NOT_SUPPORTED = "no"
 FIELD = (
     ("Qwen3.5, Qwen3.6, Qwen3.8", "51 %", ("qwen3_5", "qwen3_5_moe")),
-    ("Gemma 3, Gemma 4", "17 %", ()),
+    ("Gemma 3, Gemma 4", "17 %", ("gemma3", "gemma4")),
     ("Kimi K2.5 and later", "7 %", ()),
     ("Qwen3-VL", "6 %", ("qwen3_vl", "qwen3_vl_moe")),
     ("Qwen2-VL, Qwen2.5-VL", EARLIER := "about 10 % with Qwen3-VL", ("qwen2_vl", "qwen2_5_vl")),
@@ -77,6 +79,8 @@ def in_vllm(model_type: str) -> str:
     """How close vLLM comes."""
     if model_type in VLLM_TYPES:
         return "1e-4"
+    if model_type in VLLM_TEXT_TYPES:
+        return "1e-4 for text"
     if family_of(model_type).not_in_vllm:
         return "refused"
     return "0.05 in bfloat16" if model_type in VLLM_HALF_TYPES else "not tested"

@@ -61,7 +61,9 @@ def check_greedy_tokens(path: Path, rows: list[dict[str, Any]]) -> None:
         ids = prompts["input_ids"][row, prompts["attention_mask"][row].bool()][None]
         options = {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": list(engine.banned_ids)}
         media = {name: value for name, value in prompts["multi_modal_inputs"][row].items() if name in names}
-        whole = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **forward_media(media), **options)
+        whole = engine.model.generate(
+            ids, attention_mask=torch.ones_like(ids), **forward_media(engine.model, media), **options
+        )
         expected = whole[0, ids.shape[1] :].tolist()
         assert data["responses"][row, : len(expected)].tolist() == expected
 

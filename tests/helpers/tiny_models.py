@@ -1,6 +1,6 @@
 """Tiny random models of the Hugging Face classes, one for each family."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import ceil
 from typing import Any
@@ -18,7 +18,8 @@ HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
 GLM_TYPES = ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")
 MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe")
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm")
+WINDOWED_TYPES = ("gemma3", "gemma4")
+VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm", *WINDOWED_TYPES)
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
 FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6")
@@ -35,6 +36,8 @@ CLASSES = {
     "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "gemma4": ("Gemma4Config", "Gemma4ForConditionalGeneration"),
     "internvl": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "glm4v": ("Glm4vConfig", "Glm4vForConditionalGeneration"),
     "glm4v_moe": ("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration"),
@@ -72,6 +75,8 @@ _VISION["qwen3_5"] = {name: size for name, size in _VISION["qwen3_vl"].items() i
 _VISION["qwen3_5_moe"] = _VISION["qwen3_5"]
 _GLM_VISION = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
 _VISION |= dict.fromkeys(GLM_TYPES, _GLM_VISION)
+WINDOW = 7
+"""Tokens that a query sees in layers with a sliding window: fewer than rows have, and than a prompt with images."""
 TILE = 16  # side of tiles in pixels: 4 x 4 patches, 4 tokens
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # As in config.json of published checkpoints. vLLM reads the last two; the Hugging Face classes assume them.
@@ -126,6 +131,10 @@ def tiny_config(model_type: str) -> Any:
     """Hidden 64, 2 decoder layers, 2 heads of 32, 1 key-value head; vision depth 2, 4-pixel patches merged 2 x 2."""
     if model_type.startswith("internvl"):
         return _tiny_internvl(model_type.endswith("moe"))
+    if model_type == "gemma3":
+        return _tiny_gemma3()
+    if model_type == "gemma4":
+        return _tiny_gemma4()
     if model_type in TEXT_TYPES:
         return getattr(transformers, CLASSES[model_type][0])(**_BASE_TEXT | _TEXT_ONLY.get(model_type, {}))
     if model_type in TILED:
@@ -176,6 +185,76 @@ def _tiny_internvl(sparse: bool) -> Any:
         vision_config=vision,
         image_token_id=IMAGE,
         image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+
+
+def _tiny_gemma3() -> Any:
+    """A layer with a sliding window, and one without. Images are 16 x 16 pixels, 4 tokens."""
+    windowed = {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    return transformers.Gemma3Config(
+        text_config=_BASE_TEXT | windowed,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=START,
+        eoi_token_index=END,
+        tie_word_embeddings=False,
+    )
+
+
+def _tiny_gemma4() -> Any:
+    """A layer with a sliding window, and one without, whose heads are twice as wide and whose keys are also values."""
+    windowed = {
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 6.0,
+        "hidden_size_per_layer_input": 0,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pooling_kernel_size": 2,
+        "patch_size": 4,
+        "position_embedding_size": 64,
+        "default_output_length": 70,  # published configs have it, and vLLM reads it
+    }
+    return transformers.Gemma4Config(
+        text_config=_BASE_TEXT | windowed,
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        boi_token_id=START,
+        eoi_token_id=END,
+        audio_token_id=249,
+        boa_token_id=248,
+        eoa_token_index=247,
         tie_word_embeddings=False,
     )
 
@@ -241,6 +320,10 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     vision = config.vision_config
     grid_thw = torch.tensor([(1, *grid)[-3:] for grid in grids])
     generator = torch.Generator().manual_seed(seed)
+    if config.model_type == "gemma3":  # images of any size become squares of one size
+        return {"pixel_values": torch.randn(len(grids), 3, TILE, TILE, generator=generator)} if grids else {}
+    if config.model_type == "gemma4":
+        return _placed_patches(config, grids, generator) if grids else {}
     if config.model_type in TILED:
         tiles = [ceil(rows * columns * 16 / TILE**2) for rows, columns in grids]
         pixels = torch.randn(sum(tiles), 3, TILE, TILE, generator=generator)
@@ -256,6 +339,16 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
     return {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": grid_thw}
 
 
+def _placed_patches(config: Any, grids: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """One image after another."""
+    places = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1) for rows, columns in grids]
+    size = 3 * config.vision_config.patch_size**2
+    return {
+        "pixel_values": torch.rand(sum(map(len, places)), size, generator=generator),
+        "image_position_ids": torch.cat(places),
+    }
+
+
 def _sliced(vision: Any, grids: tuple[tuple[int, int], ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
     sizes, slices = [], []
     for rows, columns in grids:
@@ -265,14 +358,6 @@ def _sliced(vision: Any, grids: tuple[tuple[int, int], ...], generator: torch.Ge
     patches = sum(rows * columns for rows, columns in sizes)
     pixels = torch.randn(patches, 3, vision.patch_size, vision.patch_size, generator=generator)
     return {"pixel_values": pixels, "target_sizes": torch.tensor(sizes), "image_slices": torch.tensor(slices)}
-
-
-def forward_media(media: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Media of rows as the forward of Hugging Face takes them: MiniCPM's patches lie beside each other."""
-    if "target_sizes" not in media:
-        return media
-    pixels = media["pixel_values"].permute(1, 2, 0, 3)
-    return {"pixel_values": pixels.reshape(1, *pixels.shape[:2], -1), "target_sizes": media["target_sizes"]}
 
 
 def takes_video(model_type: str) -> bool:
@@ -289,12 +374,44 @@ def expand(config: Any, ids: list[int], *grids: tuple[int, int], clip: Any = Non
 
 def encode_text(text: str) -> list[int]:
     """Token ids of the text that families insert around media."""
-    return {"<img>": [START], "</img>": [END]}.get(text, [60 + len(text)])
+    if text.strip("\n") in ("<img>", "<start_of_image>", "<|image>"):
+        return [START]
+    if text.strip("\n") in ("</img>", "<end_of_image>", "<image|>"):
+        return [END]
+    return [60 + len(text)] if text.strip("\n") else [59] * len(text)
+
+
+def forward_inputs(model: Any, types: torch.Tensor, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Token types ``(B, L)`` and joined media as the forward of Hugging Face takes them."""
+    name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    return {name: types.int(), **forward_media(model, media)}
+
+
+def forward_media(model: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Joined media as the forward of Hugging Face takes them: padded for Gemma 4, and MiniCPM's patches beside each other."""
+    if "image_position_ids" in media:
+        counts = family_of(model).grids(media, model.config).prod(1).tolist()
+        fills = {"pixel_values": 0.0, "image_position_ids": -1}
+        return {
+            name: torch.nn.utils.rnn.pad_sequence(media[name].split(counts), batch_first=True, padding_value=fill)
+            for name, fill in fills.items()
+        }
+    if "target_sizes" in media:
+        pixels = media["pixel_values"].permute(1, 2, 0, 3)
+        return {"pixel_values": pixels.reshape(1, *pixels.shape[:2], -1), "target_sizes": media["target_sizes"]}
+    return dict(media)
+
+
+def rounding(name: str) -> float:
+    """The norm of a gradient of this parameter that is rounding alone: a bias of keys has no effect on the softmax."""
+    return 1e-6 if name.endswith("k_proj.bias") else 1e-8
 
 
 def gradient_tolerance(model_type: str) -> float:
-    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers sum over all tokens before."""
-    return 1e-4 if model_type in HYBRID_TYPES else 1e-5
+    """Of a gradient's norm: what the order of float32 sums may change. Recurrent layers sum over all tokens before, and Gemma 4's
+    tower sums over all patches and padding.
+    """
+    return 1e-4 if model_type in (*HYBRID_TYPES, "gemma4") else 1e-5
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -30,6 +32,10 @@ IDEFICS3_SPECIAL = (
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 )
 INTERNVL_SPECIAL = (*SPECIAL[:3], "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+GEMMA_SPECIAL = (
+    *("<pad>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("\n" * count for count in range(1, 5)),  # one token for each run of line breaks, as in the published vocabulary
+)
 MINICPM_SPECIAL = (
     *SPECIAL[:3],
     *(f"<{slash}{name}>" for name in ("image", "slice", "image_id") for slash in ("", "/")),
@@ -94,7 +100,37 @@ IDEFICS3_TEMPLATE = (
     "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+# That of Gemma 3's published checkpoints, without its first token and without a system message.
+GEMMA_TEMPLATE = (
+    "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}{%- set role = 'model' -%}"
+    "{%- else -%}{%- set role = message['role'] -%}{%- endif -%}{{ '<start_of_turn>' + role + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}{%- else -%}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<end_of_turn>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
+GEMMA4_SPECIAL = (
+    "<pad>",
+    "<|turn>",
+    "<turn|>",
+    "<|image>",
+    "<image|>",
+    "<|image|>",
+    "<|video|>",
+    "<|audio|>",
+    "<|audio>",
+    "<audio|>",
+)
+GEMMA4_TEMPLATE = (
+    "{%- for message in messages -%}{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<|turn>' + role + '\n' }}{%- if message['content'] is string -%}{{ message['content'] | trim }}{%- else -%}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<|image|>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<turn|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}"
+)
 _PROMPTS = {
+    "gemma4": (GEMMA4_SPECIAL, GEMMA4_TEMPLATE),
+    "gemma3": (GEMMA_SPECIAL, GEMMA_TEMPLATE),
     "internvl": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     "internvl+qwen3_moe": (INTERNVL_SPECIAL, INTERNVL_TEMPLATE),
     **dict.fromkeys(GLM_TYPES, (GLM_SPECIAL, GLM_TEMPLATE)),
@@ -123,10 +159,13 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
     wrapped = Qwen2TokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=special[2],
-        pad_token="<|endoftext|>",
+        pad_token=special[0],
         additional_special_tokens=list(special),
         **next(({"model_specific_special_tokens": NAMED_TOKENS[each]} for each in special if each in NAMED_TOKENS), {}),
     )
+    if special in (GEMMA_SPECIAL, GEMMA4_SPECIAL):  # names by which its processor finds them
+        named = {"boi_token": special[3], "eoi_token": special[4], "image_token": special[5]}
+        wrapped._set_model_specific_special_tokens(special_tokens=named)
     wrapped.chat_template = template
     return wrapped
 
@@ -135,6 +174,10 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
     """An image processor with 4-pixel patches merged 2 x 2: an image of 16 x 16 pixels has 4 tokens. None for text alone."""
     if model_type in TEXT_TYPES:
         return None
+    if model_type == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE})
+    if model_type == "gemma4":
+        return Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     if model_type.startswith("internvl"):
         return GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, min_patches=1, max_patches=6)
     if model_type in ("smolvlm", "idefics3"):
@@ -153,6 +196,16 @@ def tiny_prompt_config(model_type: str = "qwen2_5_vl") -> Any:
     tokenizer, config = tiny_tokenizer(model_type), tiny_config(model_type)
     config.get_text_config().vocab_size = len(tokenizer)
     if model_type in TEXT_TYPES:
+        return config
+    if model_type == "gemma3":
+        for name, token in (("image", "image_soft_token"), ("boi", "start_of_image"), ("eoi", "end_of_image")):
+            setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<{token}>"))
+        return config
+    if model_type == "gemma4":
+        config.vision_config.position_embedding_size = 256
+        for name, place in {"image": 5, "video": 6, "audio": 7, "boi": 3, "eoi": 4, "boa": 8}.items():
+            setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(GEMMA4_SPECIAL[place]))
+        config.eoa_token_index = tokenizer.convert_tokens_to_ids(GEMMA4_SPECIAL[9])
         return config
     if model_type in TILED:
         placeholder = "<IMG_CONTEXT>" if model_type.startswith("internvl") else "<image>"

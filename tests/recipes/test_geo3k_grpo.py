@@ -212,7 +212,6 @@ def test_prompts_that_are_left_out_and_rows_that_are_skipped_are_counted(checkpo
     ("wrong", "message"),
     [
         (["--algorithm.n", "1"], "needs at least 2"),
-        (["--algorithm.minibatch", "64"], "minibatch=64"),
         (["--engine", "sglang"], "'sglang'"),
         (["--optimizer.schedule", "linear", "--optimizer.total-steps", "0"], "total_steps"),
         (["--resume", "--overwrite"], "contradict"),

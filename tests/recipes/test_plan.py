@@ -184,7 +184,7 @@ def test_seconds_of_starting_operations_worked_by_hand():
     batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1, 2, 2), samples=2)
     overheads = Overheads(decoded_row=1e-3, learning=0.2, scoring=0.05, optimizer=0.01)
     device = Device("cpu", 10**9, math.inf, math.inf, math.inf, decode_overhead=0.5, on_cpu=True, overheads=overheads)
-    compute = ModelConfig(token_budget=30)
+    compute = ModelConfig(token_budget=30, scoring_token_budget=30)
     setting = Setting(config, batch, device, compute, reference=True, data_seconds=0.25)
     assert len(setting.micro_batches) == 2
     found = {phase.name: phase.seconds for phase in forecast(setting).phases}

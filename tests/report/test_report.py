@@ -231,14 +231,21 @@ def test_environment_names_versions_only():
 
 
 @pytest.mark.slow
-def test_pictures_for_the_readme(tmp_path):
+def test_pictures_for_the_readme(tmp_path, monkeypatch):
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "readme_pictures.py"))
     run = make_run(tmp_path)
+
+    def draw(*arguments):
+        monkeypatch.setattr(sys, "argv", ["readme_pictures.py", *map(str, arguments)])
+        script["main"]()
+
     save_rollouts(run, 0, [sample(key, 0, False, prompt="cost $5 and $x^{$ \\boxed{", response="") for key in "abc"])
     save_rollouts(run, 2, [sample("b", 9, True)])
-    script["main"](str(run), str(tmp_path))
+    draw(run, "--folder", tmp_path)
     with Image.open(tmp_path / "curves.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(image.width * image.height)}
     assert {(0x2F, 0x6F, 0xDE), (0xE0, 0x76, 0x2F)} <= colours  # both lines are there
     with Image.open(tmp_path / "rollouts.png") as image:
         assert len(image.convert("RGB").getcolors(image.width * image.height)) > 2  # not a white page
+    draw(run, run, "--curves", tmp_path / "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 1000

@@ -8,7 +8,14 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
-from helpers.tiny_models import VLM_TYPES, WITH_FURTHER_TYPES, forward_media, forward_positions, tiny_config, tiny_model
+from helpers.tiny_models import (
+    VLM_TYPES,
+    WITH_FURTHER_TYPES,
+    forward_inputs,
+    forward_positions,
+    tiny_config,
+    tiny_model,
+)
 from rollout.engine import Completion, SamplingParams
 from rollout.hf import HFEngine
 from rollout.pretrained import end_ids, generation_config
@@ -69,9 +76,8 @@ def test_greedy_tokens_equal_a_loop_without_cache(engine):
                 logits = engine.model(
                     input_ids=ids[None],
                     attention_mask=torch.ones_like(ids)[None],
-                    mm_token_type_ids=types[None],
                     use_cache=False,
-                    **forward_media(prompts["multi_modal_inputs"][row]),
+                    **forward_inputs(engine.model, types[None], prompts["multi_modal_inputs"][row]),
                 ).logits[0, -1]
             token = logits.index_fill(0, banned, -torch.inf).argmax()
             ids, types = torch.cat([ids, token[None]]), torch.cat([types, types.new_zeros(1)])

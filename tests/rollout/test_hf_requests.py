@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from dataproto.errors import InvalidConfig, InvalidPrompt, MediaMismatch, NonFiniteLogits
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
-from helpers.tiny_models import MODEL_TYPES, WITH_FURTHER_TYPES, forward_media, tiny_model
+from helpers.tiny_models import MODEL_TYPES, WITH_FURTHER_TYPES, forward_inputs, tiny_model
 from helpers.turns import finish, next_turn
 from rollout.engine import Request, SamplingParams
 from rollout.hf import HFEngine
@@ -107,8 +107,12 @@ def test_prompts_are_read_under_the_token_budget(any_engine, monkeypatch):
     monkeypatch.setattr(any_engine, "_decoder", replace(any_engine._decoder, token_budget=budget))
     with read_sizes(any_engine) as sizes:
         found = {each.request: each for each in any_engine.generate(requests, sampling)}
-    assert max(sizes) <= budget
-    assert sizes[: -(-longest // 7)] == [min(7, longest - start) for start in range(0, longest, 7)]
+    pieces = [min(7, longest - start) for start in range(0, longest, 7)]
+    largest = budget
+    if any_engine.model.config.model_type == "gemma4":  # images of 6, 8 and 9 tokens, which see each other, are not cut
+        pieces, largest = [3, 7, 1, 8, 3], 9
+    assert max(sizes) == largest
+    assert sizes[: len(pieces)] == pieces
     for number, expected in whole.items():
         assert_same(found[number], expected)
         np.testing.assert_allclose(found[number].prompt_log_probs, expected.prompt_log_probs, atol=2e-5)
@@ -429,9 +433,8 @@ def test_log_probs_of_prompt_and_likeliest_tokens_are_those_of_a_whole_forward(a
             logits = engine.model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=types.int(),
                 use_cache=False,
-                **forward_media(request.multi_modal_inputs),
+                **forward_inputs(engine.model, types, request.multi_modal_inputs),
             ).logits[0]
         banned = torch.tensor(engine.banned_ids, dtype=torch.int64)
         expected = (logits / 0.8).index_fill(-1, banned, -1e30).log_softmax(-1)

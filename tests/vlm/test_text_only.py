@@ -1,16 +1,14 @@
 """Models without a vision tower: what they refuse, and whose row it is."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput
-from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch, UnsupportedAttention
+from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
-from helpers.batches import prompt_batch, with_responses
+from helpers.batches import padded_log_probs, prompt_batch, with_responses
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import png
 from helpers.tiny_models import TEXT_TYPES, image_inputs, tiny_config, tiny_model
@@ -94,12 +92,16 @@ def test_options_of_a_tower_are_refused(tmp_path):
             ActorWorker(ActorConfig(path, **options), CPU)
 
 
-def test_a_sliding_window_is_refused_and_not_ignored(tmp_path):
-    """Mistral 7B v0.1 has one of 4,096 tokens; here it is shorter than the rows."""
+def test_a_sliding_window_is_that_of_hugging_face(tmp_path):
+    """Mistral 7B v0.1 has one of 4,096 tokens; here it is shorter than the rows. Two samples share a prompt."""
     config = tiny_config("mistral")
     config.sliding_window = 3
-    tiny_model("mistral", config=config).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 3
-    data = with_responses(config, prompt_batch(config, [[]], texts=[9]), lengths=[2], width=2)
-    with pytest.raises(UnsupportedAttention, match="sliding window"):
-        ReferenceWorker(PolicyConfig(str(tmp_path)), CPU).log_probs(data)
+    model = tiny_model("mistral", config=config)
+    model.save_pretrained(tmp_path)
+    prompts = prompt_batch(config, [[], []], texts=[9, 4])[[0, 0, 1]]
+    data = with_responses(config, prompts, lengths=[2, 5, 3], width=5)
+    found = ReferenceWorker(PolicyConfig(str(tmp_path)), CPU).log_probs(data)["ref_log_prob"]
+    torch.testing.assert_close(found, padded_log_probs(model, data), atol=1e-5, rtol=0)
+    model.config.sliding_window = None
+    wide = tiny_model("mistral", config=model.config)
+    assert (found - padded_log_probs(wide, data)).abs().max() > 1e-3

@@ -12,7 +12,7 @@ from dataproto.vlm.family import grid_arguments
 from helpers.tiny_models import MROPE_TYPES, image_inputs, tiny_model
 from workers.model import attention
 from workers.model.attention import packed_attention, use_packed_attention
-from workers.model.segment_attention import segment_attention, segment_sdpa
+from workers.model.segments.segment_attention import segment_attention, segment_sdpa
 
 
 def by_segment(q, k, v, bounds, causal):
@@ -117,7 +117,7 @@ def test_unsupported_arguments_are_refused():
     bounds = torch.tensor([0, 2])
     with pytest.raises(UnsupportedAttention, match="no mask"):
         packed_attention(nn.Module(), q, q, q, torch.ones(1, 1, 2, 2), cu_seq_lens_q=bounds)
-    with pytest.raises(UnsupportedAttention, match="sliding window"):
-        packed_attention(nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, sliding_window=4)
+    with pytest.raises(UnsupportedAttention, match="sliding windows or image blocks in causal layers alone"):
+        packed_attention(nn.Module(), q, q, q, None, cu_seq_lens_q=bounds, sliding_window=4, is_causal=False)
     with pytest.raises(UnsupportedAttention, match="cu_seq_lens_q"):
         packed_attention(nn.Module(), q, q, q, None)

@@ -10,7 +10,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.routes import with_routes
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import rounding, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import compiling, parallelize
@@ -55,7 +55,7 @@ def check_compiled(model_type, mode, recorded=False):
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
         assert gradients.keys() == theirs.keys()
         for name, gradient in theirs.items():
-            assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+            assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + rounding(name), name
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs[2] == graphs[1]  # other lengths compile nothing
@@ -69,7 +69,7 @@ def test_compiled_and_checkpointed_layers_give_the_same_numbers():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3"])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_every_mode_can_be_compiled(model_type, mode):
     check_compiled(model_type, mode)

@@ -106,7 +106,7 @@ def test_other_images_give_other_log_probs(model_type):
         media = data["multi_modal_inputs"][1]
         data["multi_modal_inputs"][1] = media | {"pixel_values": media["pixel_values"].flip(0)}
         after = forward_rows(module, data, CPU).log_probs
-    assert ((after[1] - before[1])[data["response_mask"][1] == 1].abs() > 1e-4).all()
+    assert ((after[1] - before[1])[data["response_mask"][1] == 1].abs() > 1e-5).all()
     others = torch.arange(len(data)) != 1
     torch.testing.assert_close(after[others], before[others], atol=1e-6, rtol=0)
 

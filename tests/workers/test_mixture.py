@@ -2,8 +2,6 @@
 within 1e-5 of their norms.
 """
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +10,7 @@ from torch.nn.functional import linear, silu
 
 from dataproto.vlm import family_of
 from helpers.examples import at_most
+from helpers.routes import expert_shares
 from helpers.tiny_models import MOE_TYPES, tiny_model
 from workers.model.mixture import grouped_experts
 from workers.model.mixture.routing import PackedRouter
@@ -59,16 +58,6 @@ def test_grouped_products_are_those_of_each_token(tokens, experts, choices, widt
         assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-6
 
 
-def shares_of(model_type, router, logits, experts):
-    """The weights of a token's chosen experts by its logits, in plain arithmetic."""
-    if model_type.startswith("glm"):
-        scores = [1 / (1 + math.exp(-float(logits[expert]))) for expert in experts]
-        scale = router.routed_scaling_factor
-    else:
-        scores, scale = [math.exp(float(logits[expert])) for expert in experts], 1.0
-    return [scale * score / sum(scores) for score in scores]
-
-
 @pytest.mark.parametrize("model_type", MOE_TYPES)
 def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
     model, family = tiny_model(model_type), family_of(model_type)
@@ -82,7 +71,7 @@ def test_recorded_choices_get_the_weights_of_the_own_router(model_type):
     _, replayed, used = router(hidden)
     assert used.tolist() == other.tolist()
     for token, experts in enumerate(other.tolist()):
-        expected = torch.tensor(shares_of(model_type, gate, logits[token].detach(), experts))
+        expected = torch.stack(expert_shares(gate, logits[token], experts)).float()
         torch.testing.assert_close(replayed[token], expected, atol=1e-6, rtol=0)
     replayed[:, 0].sum().backward()
     assert gate.weight.grad.norm() > 1e-3  # through the weights of recorded experts

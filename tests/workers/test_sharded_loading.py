@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from helpers.processes import run_ranks
 from helpers.tiny_models import CLASSES, MODEL_TYPES, MOE_TYPES, tiny_config, tiny_model
 from workers.model.lora import add_adapters
-from workers.model.named_weights import full_tensor
+from workers.model.named_weights import full_tensor, named_buffers
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -112,6 +112,7 @@ def each_rank_reads_its_parts(name: str, layout: Layout, **options: Any) -> None
     for buffer, value in worker.module.model.named_buffers():
         assert torch.equal(value, buffers[buffer]), buffer
     stored = sum(local_part(value)[0].numel() for weight, value in mine.items() if ".lora_" not in weight)
+    stored += sum(value.numel() for _, value in named_buffers(worker.module.model))
     assert seen.read == stored
     largest = max(local_part(value)[0].numel() for value in mine.values())
     assert seen.tensor <= 4 * largest, seen
@@ -199,7 +200,7 @@ ON_FOUR = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("loading")
-    for name in (*MODEL_TYPES, "idefics3", "llama"):
+    for name in dict.fromkeys((*MODEL_TYPES, *MOE_TYPES, "idefics3", "llama")):
         tiny_model(name, config=config_of(name)).save_pretrained(root / name)
     tiny_model("qwen2_5_vl", config=config_of("qwen2_5_vl", tied=True)).save_pretrained(root / "qwen2_5_vl-tied")
     model = tiny_model("qwen3", config=config_of("qwen3"))

@@ -92,7 +92,7 @@ def an_embedding_of_a_split_vocabulary():
     whole = nn.Embedding(6, 4, padding_idx=4)
     nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(0))
     weight = distribute_tensor(whole.weight.detach(), ranks.submesh("tp"), [Shard(0)], src_data_rank=None)
-    ours = VocabularyEmbedding(nn.Parameter(weight), 4, Peers.of(ranks.group("tp")))
+    ours = VocabularyEmbedding(nn.Parameter(weight), 4, 1.0, Peers.of(ranks.group("tp")))
     ids = torch.tensor([[0, 4, 3, 5, 0, 2]])
     mine = slice(3 * distributed.get_rank(), 3 * distributed.get_rank() + 3)
     for layer, tokens in ((whole, slice(None)), (ours, mine)):
@@ -199,7 +199,9 @@ def refusals():
 
 
 CASES = {
-    **{f"mixed rows, {kind}": partial(equals_one_process, kind, mixed_rows) for kind in MODEL_TYPES},
+    **{
+        f"mixed rows, {kind}": partial(equals_one_process, kind, mixed_rows) for kind in MODEL_TYPES if kind != "gemma4"
+    },
     "key-value heads for all": partial(equals_one_process, "qwen2_5_vl", mixed_rows, heads=4, key_value_heads=2),
     "uneven key-value heads": partial(equals_one_process, "qwen3_vl", mixed_rows, heads=6, key_value_heads=3),
     "tied weights": partial(equals_one_process, "qwen2_vl", mixed_rows, tied=True),

@@ -2,13 +2,14 @@
 
 Language model and vision tower both call it with ``cu_seq_lens_q``: rows, images or windows are segments of one sequence that do
 not attend to each other. On CUDA in half precision a variable-length flash attention kernel computes it (`FLASH_KERNELS`),
-otherwise scaled-dot-product attention (`workers.model.segment_attention`).
+otherwise, and for heads that are wider than the kernel's, scaled-dot-product attention (`workers.model.segments`).
+Causal layers may have a sliding window, and images whose tokens see each other (`workers.model.segments.image_blocks`).
 """
 
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from dataproto.errors import UnsupportedAttention
 from workers.model import flash_attention4
 from workers.model.patches import route_attention
-from workers.model.segment_attention import segment_attention, segment_sdpa
+from workers.model.segments.image_blocks import ImageBlocks, block_attention
+from workers.model.segments.segment_attention import segment_attention, segment_sdpa
 
-FlashKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None, bool], Tensor]
-"""``(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal) -> out``; see `workers.model.flash_attention4.attend`."""
+FlashKernel = Callable[..., Tensor]
+"""``(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal, window=None) -> out``; see `workers.model.flash_attention4.attend`. A
+query of a causal segment sees ``window`` keys up to its own.
+"""
+
+MAX_FLASH_HEAD = 256
+"""The widest head of torch's flash attention."""
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -40,6 +47,7 @@ def packed_attention(
     key_index: Tensor | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    image_blocks: ImageBlocks | None = None,
     flash: FlashKernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -47,66 +55,82 @@ def packed_attention(
 
     Args:
         query: ``(1, H, T, D)``; key and value ``(1, H_kv, T, D)``, H a multiple of H_kv. Attention that is not causal also takes
-            several rows without boundaries (a tower that processes images of one size as a batch); each row is a segment.
+            several rows (a tower that processes images as a batch): each row is a segment, or boundaries count through all rows.
         cu_seq_lens_q: ``(S + 1,)`` boundaries of the S segments among queries; cu_seq_lens_k among keys.
         key_index: ``(K,)`` indices into the T keys, one segment after the other; by default each segment has its own keys. The
             last key of a causal segment belongs to its last query.
         is_causal: ``None`` reads it from the module (true in language models, false in vision towers).
+        sliding_window: number of keys up to its own that each query of a causal segment sees; ``None`` is all.
+        image_blocks: images of causal segments whose tokens see each other.
         flash: the kernel on CUDA in half precision; by default torch's.
 
     Returns:
         ``(1, T, H, D)``, with the rows of the query if it has several, and ``None``.
 
     Raises:
-        UnsupportedAttention: a mask, dropout or sliding window is requested, or the boundaries are missing.
+        UnsupportedAttention: a mask or dropout is requested, or a window or blocks without causal segments, or the boundaries
+            are missing.
     """
     rows, length = query.shape[0], query.shape[2]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    masked = attention_mask is not None or sliding_window is not None or bool(dropout)
-    _check_supported(query, cu_seq_lens_q, causal, masked)
+    masked = attention_mask is not None or bool(dropout)
+    if image_blocks is not None and image_blocks.windowed and sliding_window is None:
+        image_blocks = None
+    _check_supported(query, cu_seq_lens_q, causal, masked, sliding_window is not None or image_blocks is not None)
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
         max_length_q = max_length_k = length
+    if rows > 1:
         query, key, value = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, D)
     if key_index is not None:
         k, v = k.index_select(0, key_index), v.index_select(0, key_index)
     cu_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-    out = _attend(q, k, v, cu_seq_lens_q, cu_k, max_length_q, max_length_k, scaling, causal, flash or torch_flash)
+    segments = Segments(cu_seq_lens_q, cu_k, max_length_q, max_length_k, causal, sliding_window, image_blocks)
+    out = _attend(q, k, v, segments, scaling, flash or torch_flash)
     return out.view(rows, length, *out.shape[1:]), None
 
 
-def _check_supported(query: Tensor, cu_seqlens: Tensor | None, causal: bool, masked: bool) -> None:
-    if masked:
-        raise UnsupportedAttention("packed attention supports only segments: no mask, sliding window or dropout")
-    rows_are_segments = cu_seqlens is None and not causal
-    if not rows_are_segments and (cu_seqlens is None or query.shape[0] != 1):
+class Segments(NamedTuple):
+    """Which keys each query sees."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int | None
+    max_k: int | None
+    causal: bool
+    window: int | None
+    blocks: ImageBlocks | None
+
+
+def _check_supported(query: Tensor, cu_seqlens: Tensor | None, causal: bool, masked: bool, within_causal: bool) -> None:
+    if masked or (within_causal and not causal):
+        raise UnsupportedAttention(
+            "packed attention supports only segments: no mask, no dropout, and sliding windows or image blocks in causal layers "
+            "alone"
+        )
+    if causal and (cu_seqlens is None or query.shape[0] != 1):
         raise UnsupportedAttention(
             f"packed attention needs cu_seq_lens_q and one packed row (got shape {tuple(query.shape)}); "
             "for padded batches load a separate model with attn_implementation='sdpa'"
         )
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int | None,
-    max_k: int | None,
-    scaling: float | None,
-    causal: bool,
-    flash: FlashKernel,
-) -> Tensor:
-    """``(T, H, D)``, by the function for this device and dtype."""
-    if q.device.type == "cuda" and (q.dtype in HALF_DTYPES or torch.is_autocast_enabled("cuda")):
+def _attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None, flash: FlashKernel) -> Tensor:
+    """``(T, H, D)``, by the function for this device, dtype and head size."""
+    half = q.dtype in HALF_DTYPES or torch.is_autocast_enabled("cuda")
+    if q.device.type == "cuda" and half and q.shape[-1] <= MAX_FLASH_HEAD:
         dtype = q.dtype if q.dtype in HALF_DTYPES else torch.get_autocast_dtype("cuda")
-        max_q, max_k = max_q or _max_length(cu_q), max_k or _max_length(cu_k)
-        return flash(q.to(dtype), k.to(dtype), v.to(dtype), cu_q.int(), cu_k.int(), max_q, max_k, scaling, causal)
-    if torch.compiler.is_compiling():
-        return cast(Tensor, segment_attention(q, k, v, cu_q, cu_k, scaling, causal))
-    return segment_sdpa(q, k, v, cu_q, cu_k, scaling, causal)
+        q, k, v, cu_q, cu_k = q.to(dtype), k.to(dtype), v.to(dtype), at.cu_q.int(), at.cu_k.int()
+        longest = at.max_q or _max_length(cu_q), at.max_k or _max_length(cu_k)
+        if at.blocks is None:
+            return flash(q, k, v, cu_q, cu_k, *longest, scaling, at.causal, at.window)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        out, _ = block_attention(q, k, v, cu_q, cu_k, *at.blocks[:5], *longest, scale, at.window)
+        return cast(Tensor, out)
+    ahead = None if at.blocks is None else at.blocks.ahead
+    attend = segment_attention if torch.compiler.is_compiling() else segment_sdpa
+    return cast(Tensor, attend(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, ahead))
 
 
 def _max_length(cu_seqlens: Tensor) -> int:
@@ -123,12 +147,14 @@ def torch_flash(
     max_k: int,
     scaling: float | None,
     causal: bool,
+    window: int | None = None,
 ) -> Tensor:
     """Torch's variable-length flash attention; see `FlashKernel`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0) if causal else (-1, -1)  # aligned to the last query and key, as in flash attention
-    options: dict[str, Any] = {"scale": scaling, "window_size": window}
+    before = -1 if window is None else window - 1
+    size = (before, 0) if causal else (-1, -1)  # aligned to the last query and key, as in flash attention
+    options: dict[str, Any] = {"scale": scaling, "window_size": size}
     if _takes_enable_gqa():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return cast(Tensor, varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options))
@@ -152,10 +178,12 @@ def _flash4_or_torch(
     max_k: int,
     scaling: float | None,
     causal: bool,
+    window: int | None = None,
 ) -> Tensor:
-    """FlashAttention 4, or torch's kernel for short segments; see `FlashKernel`."""
-    kernel = flash_attention4.attend if max_q > flash_attention4.MAX_TORCH_QUERIES else torch_flash
-    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal)
+    """FlashAttention 4, or torch's kernel for short segments and sliding windows; see `FlashKernel`."""
+    if window is not None or max_q <= flash_attention4.MAX_TORCH_QUERIES:
+        return torch_flash(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal, window)
+    return flash_attention4.attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal)
 
 
 FLASH_KERNELS: dict[str, FlashKernel] = {"torch": torch_flash, "fa4": _flash4_or_torch}

@@ -24,6 +24,7 @@ def token_log_probs(
     entropy: bool = False,
     chunk_elements: int | None = None,
     compiled: bool = False,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of ``targets`` under softmax(logits / temperature), with banned ids masked: the policy of `rollout.sampling`.
 
@@ -37,6 +38,7 @@ def token_log_probs(
         entropy: also return the entropy of the policy at each token, in nats, with gradient.
         chunk_elements: number of logits in memory at a time; by default `CHUNK_ELEMENTS`.
         compiled: fuse the operations on logits with ``torch.compile``.
+        cap: soft cap of the logits, see `VLMFamily.logit_cap`.
 
     Returns:
         log-probs ``(N,)`` float32 and entropies ``(N,)`` float32 or ``None``.
@@ -51,7 +53,7 @@ def token_log_probs(
     banned = _on_device(tuple(banned_ids), hidden.device) if banned_ids else None
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropies = _TokenLogProbs.apply(
-            hidden, head_weight, targets, temperature, banned, entropy, size, compiled
+            hidden, head_weight, targets, temperature, banned, entropy, size, compiled, cap
         )
     return log_probs, entropies if entropy else None
 
@@ -74,23 +76,24 @@ class _TokenLogProbs(torch.autograd.Function):
         entropy: bool,
         size: int,
         compiled: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         chunk_log_probs = _compiled(_chunk_log_probs) if compiled else _chunk_log_probs
         keep = len(targets) <= size and hidden.device.type == "cpu"
         w, parts, kept = weight.to(hidden.dtype), [], None
         for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
-            *part, kept = chunk_log_probs(project(states, w), chosen, temperature, banned, entropy, keep)
+            *part, kept = chunk_log_probs(project(states, w, cap), chosen, temperature, banned, entropy, keep)
             parts.append(part)
         log_probs, log_sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, banned, log_sums, entropies, kept)
-        ctx.settings = temperature, entropy, size, compiled
+        ctx.settings = temperature, entropy, size, compiled, cap
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, banned, log_sums, entropies, kept = ctx.saved_tensors
-        temperature, entropy, size, compiled = ctx.settings
+        temperature, entropy, size, compiled, cap = ctx.settings
         gradient = _compiled(_logit_gradient) if compiled else _logit_gradient
         w = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -98,7 +101,7 @@ class _TokenLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), size):
                 chunk = slice(start, start + size)
-                logits = project(hidden[chunk], w) if kept is None else None
+                logits = project(hidden[chunk], w, cap) if kept is None else None
                 entropy_terms = (entropies[chunk], entropy_grad[chunk]) if entropy else None
                 part = gradient(
                     logits,
@@ -110,6 +113,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     grad[chunk],
                     entropy_terms,
                     hidden.dtype,
+                    cap,
                 )
                 if grad_hidden is not None:
                     torch.mm(part, w, out=grad_hidden[chunk])
@@ -117,7 +121,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     grad_weight = accumulate_matmul(grad_weight, part.t(), hidden[chunk])
         if grad_weight is None and ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
 
 
 def accumulate_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -166,10 +170,12 @@ def _logit_gradient(
     grad: Tensor,
     entropy_terms: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
+    cap: float | None = None,
 ) -> Tensor:
     """The gradient ``(n, V)`` of the model's logits.
 
-    With p = softmax(z), the derivative by z_j of log p_t is [j = t] - p_j, and of the entropy H is -p_j (log p_j + H).
+    With p = softmax(z), the derivative by z_j of log p_t is [j = t] - p_j, and of the entropy H is -p_j (log p_j + H). Of a cap c
+    of logits the derivative is 1 - (z / c) ** 2.
 
     Args:
         logits: the model's logits ``(n, V)``, or ``None`` if the forward pass kept the log-probs.
@@ -185,11 +191,14 @@ def _logit_gradient(
         entropies, entropy_grad = entropy_terms
         slope = slope - entropy_grad[:, None] * (log_probs + entropies[:, None])
     out = log_probs.exp().mul_(slope)
+    capped = None if cap is None else 1 - ((log_probs + log_sums[:, None]) * (temperature / cap)).square()
     if torch.compiler.is_compiling():  # fuses into one pass; a scatter would need another one
         is_target = torch.arange(out.shape[1], device=out.device) == targets[:, None]
         out = torch.where(is_target, out + grad[:, None], out)
     else:
         out.scatter_add_(1, targets[:, None], grad[:, None])
+    if capped is not None:
+        out = out * capped
     if banned is not None:
         out.index_fill_(1, banned, 0.0)
     return (out if temperature == 1.0 else out.div_(temperature)).to(dtype)

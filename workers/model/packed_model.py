@@ -17,6 +17,7 @@ from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
 from workers.model.patch_embedding import use_linear_patch_embedding
 from workers.model.recurrent import use_packed_recurrence
+from workers.model.segments.image_blocks import image_blocks
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class PackedVLM(nn.Module):
         self.model = model
         self.family = family
         self.temperature = temperature
+        self.logit_cap = family.logit_cap(model.config)
         self.banned_ids = tuple(family.banned_ids(model.config))
         self.tokens = TokenShare()
         self.features: Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] = family.features
@@ -140,6 +142,8 @@ class PackedVLM(nn.Module):
 
     def decode(self, embeddings: Tensor, extras: Mapping[str, Any], rows: PackedRows) -> Tensor:
         """The decoder's output ``(1, S, H)`` for this process's tokens; ``rows`` are those of `TokenShare.rows`."""
+        mutual = self.family.mutual_images(self.model.config)
+        blocks = {"image_blocks": image_blocks(rows, mutual == "windowed")} if mutual else {}
         return self.family.decode(
             self.model,
             embeddings,
@@ -151,6 +155,7 @@ class PackedVLM(nn.Module):
             max_length_q=rows.max_length,
             max_length_k=rows.key_max_length,
             key_index=rows.key_index,
+            **blocks,
             **self.tokens.attention(),
             **self._routing(rows),
         )
@@ -169,4 +174,5 @@ class PackedVLM(nn.Module):
     def head(self, states: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Scores ``(n,)`` of ``targets`` ``(n,)`` and, with ``entropy``, entropies, from states ``(n, H)`` that predict them."""
         weight = self.family.lm_head(self.model).weight
-        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy)
+        cap: dict[str, Any] = {} if self.logit_cap is None else {"cap": self.logit_cap}
+        return self.score(states, weight, targets, self.temperature, self.banned_ids, entropy, **cap)

@@ -44,11 +44,13 @@ class PipelineParallel(Transform):
         """
         ranks, options, mesh = self.ranks, self.options, self.mesh("pp")
         model, family, size = module.model, module.family, mesh.size()
+        family.check_stages(model.config)
         chunks = options.pipeline_chunks if options.pipeline_schedule == "interleaved" else 1
         whole = model.get_submodule(family.decoder_layers)
         bounds = stage_layers(len(list(whole.children())), size * chunks, options.pipeline_layers)
         numbers = range(ranks.rank("pp"), len(bounds), size)
-        layers = StageLayers(whole, [layer for number in numbers for layer in bounds[number]])
+        kept = [layer for number in numbers for layer in bounds[number]]
+        layers = StageLayers(whole, kept, family.numbered_layers)
         replace_submodule(model, family.decoder_layers, layers)
         self.tied = _remove_outer_parts(module, first=numbers[0] == 0, last=numbers[-1] == len(bounds) - 1)
         norm = model.get_submodule(family.final_norm)

@@ -41,19 +41,35 @@ def stage_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
 
 
 class StageLayers(nn.ModuleList):
-    """A rank's decoder layers under the names that they have in the whole model; iteration yields those of the running stage."""
+    """A rank's decoder layers under the names that they have in the whole model; iteration yields those of the running stage,
+    or with ``numbered`` as many layers as the whole model has, of which the others do nothing.
+    """
 
-    def __init__(self, whole: nn.Module, kept: Sequence[int]) -> None:
+    def __init__(self, whole: nn.Module, kept: Sequence[int], numbered: bool = False) -> None:
         super().__init__()
         for number in kept:
             self.add_module(str(number), whole.get_submodule(str(number)))
         self.running = range(0)
+        self.numbers = range(len(list(whole.children()))) if numbered else None
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter([self.get_submodule(str(number)) for number in self.running])
+        return (
+            self.get_submodule(str(number)) if number in self.running else NO_LAYER
+            for number in self.numbers or self.running
+        )
 
     def __getitem__(self, places: Any) -> Any:
         return list(self)[places]
+
+
+class NoLayer(nn.Module):
+    """Takes the place of a layer that another stage runs."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+NO_LAYER = NoLayer()
 
 
 @dataclass(frozen=True)

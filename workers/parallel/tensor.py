@@ -170,12 +170,12 @@ class HeadsLinear(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """A part of the vocabulary: ``weight (V, H)`` split along ``V``; ranks add zero for tokens of other parts.
 
-    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``.
+    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``, times ``scale``.
     """
 
-    def __init__(self, weight: nn.Parameter, padding_idx: int | None, peers: Peers) -> None:
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None, scale: float, peers: Peers) -> None:
         super().__init__()
-        self.weight, self.padding_idx, self.peers = weight, padding_idx, peers
+        self.weight, self.padding_idx, self.scale, self.peers = weight, padding_idx, scale, peers
 
     def forward(self, ids: Tensor) -> Tensor:
         weight = local_part(self.weight)
@@ -186,7 +186,8 @@ class VocabularyEmbedding(nn.Module):
         found = embedding(torch.where(inside, ids - first, 0), weight)
         if self.padding_idx is not None:
             found = torch.where(frozen[..., None], found.detach(), found)
-        return _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
+        embeddings = _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
+        return embeddings if self.scale == 1.0 else embeddings * torch.tensor(self.scale).to(embeddings)
 
 
 def _gather_input(
@@ -229,7 +230,8 @@ class _Split:
     def layer(self, name: str, layer: Any, style: str, parent: Any) -> nn.Module:
         """The split layer that replaces ``layer``, a child of ``parent``."""
         if style == "vocabulary":
-            return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, self.peers)
+            scale = getattr(layer, "scalar_embed_scale", 1.0)
+            return VocabularyEmbedding(self._parameter(name, layer.weight, 0), layer.padding_idx, scale, self.peers)
         if style == "recurrent":
             return self._recurrent(layer)
         if style == "rowwise":
@@ -241,9 +243,10 @@ class _Split:
             return HeadsLinear(layer.weight, layer.bias, (self.peers.rank, self.peers.size + self.peers.rank), part)
         if style != "colwise":
             raise InvalidConfig(f"tensor plan: {name} has the unknown style {style!r}")
-        heads, key_value_heads = self.text.num_attention_heads, self.text.num_key_value_heads
+        heads = self.text.num_attention_heads
         head_dim = getattr(parent, "head_dim", None)  # of an attention module
-        if head_dim and layer.out_features == key_value_heads * head_dim and key_value_heads % self.peers.size:
+        key_value_heads = layer.out_features // head_dim if head_dim else 0
+        if head_dim and key_value_heads % self.peers.size:  # those of queries divide
             mine = key_value_share(heads, key_value_heads, self.peers.size, self.peers.rank)
             return HeadsLinear(layer.weight, layer.bias, mine, head_dim)
         bias = None if layer.bias is None else self._parameter(name, layer.bias, 0)

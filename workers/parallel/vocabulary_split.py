@@ -27,6 +27,7 @@ def split_token_log_probs(
     entropy: bool = False,
     chunk_elements: int | None = None,
     compiled: bool = False,
+    cap: float | None = None,
     *,
     peers: Peers,
 ) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +42,7 @@ def split_token_log_probs(
     size = chunk_size(len(weight), hidden.device, chunk_elements)
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropies = _SplitLogProbs.apply(
-            hidden, weight, targets - first, temperature, banned.long(), entropy, size, peers
+            hidden, weight, targets - first, temperature, banned.long(), entropy, size, peers, cap
         )
     return log_probs, entropies if entropy else None
 
@@ -58,11 +59,12 @@ class _SplitLogProbs(torch.autograd.Function):
         entropy: bool,
         size: int,
         peers: Peers,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         w = weight.to(hidden.dtype)
         parts = []
         for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = _policy_logits(states, w, temperature, banned)
+            logits = _policy_logits(states, w, temperature, banned, cap)
             inside, place = _inside(chosen, len(w))
             picked = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), 0.0)
             normaliser = logits.logsumexp(1)
@@ -75,27 +77,28 @@ class _SplitLogProbs(torch.autograd.Function):
         log_probs = picked.sum(0) - normaliser
         entropies = normaliser - ((normalisers - normaliser).exp() * means).sum(0)
         ctx.save_for_backward(hidden, weight, targets, banned, normaliser, entropies)
-        ctx.settings = temperature, entropy, size, peers
+        ctx.settings = temperature, entropy, size, peers, cap
         return log_probs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, banned, normaliser, entropies = ctx.saved_tensors
-        temperature, entropy, size, peers = ctx.settings
+        temperature, entropy, size, peers, cap = ctx.settings
         w = weight.to(hidden.dtype)
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = None
         for start in range(0, len(targets), size):
             at = slice(start, start + size)
-            every = _policy_logits(hidden[at], w, temperature, banned).sub_(
-                normaliser[at, None]
-            )  # log-probs (n, V / size)
+            logits = _policy_logits(hidden[at], w, temperature, banned, cap)
+            capped = None if cap is None else 1 - (logits * (temperature / cap)).square()
+            every = logits.sub_(normaliser[at, None])  # log-probs (n, V / size)
             slope = -grad[at, None]
             if entropy:  # of the entropy H by logit j: -p_j (log p_j + H)
                 slope = slope - entropy_grad[at, None] * (every + entropies[at, None])
             inside, place = _inside(targets[at], len(w))
             part = every.exp_().mul_(slope).scatter_add_(1, place[:, None], torch.where(inside, grad[at], 0.0)[:, None])
+            part = part if capped is None else part.mul_(capped)
             part = part.index_fill_(1, banned, 0.0).div_(temperature).to(hidden.dtype)
             if to_hidden is not None:
                 torch.mm(part, w, out=to_hidden[at])
@@ -105,12 +108,12 @@ class _SplitLogProbs(torch.autograd.Function):
             to_weight = torch.zeros_like(weight)
         if to_hidden is not None:
             to_hidden = all_reduce(to_hidden, peers.name)
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 7
 
 
-def _policy_logits(states: Tensor, weight: Tensor, temperature: float, banned: Tensor) -> Tensor:
+def _policy_logits(states: Tensor, weight: Tensor, temperature: float, banned: Tensor, cap: float | None) -> Tensor:
     """This rank's part ``(n, V / size)`` of the policy's logits, float32 or float64."""
-    logits = project(states, weight)
+    logits = project(states, weight, cap)
     if temperature != 1.0:
         logits.div_(temperature)
     return logits.index_fill_(1, banned, BANNED_LOGIT)

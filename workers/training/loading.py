@@ -104,9 +104,12 @@ def checkpoint_family(model_path: str) -> VLMFamily:
     Raises:
         InvalidConfig: there is no such checkpoint.
         UnknownModel: it is of no registered family.
+        InvalidConfig: it has parts that the family does not compute.
     """
     try:
         config = AutoConfig.from_pretrained(model_path)
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"model path {model_path!r} holds no checkpoint: {str(error).splitlines()[0]}") from error
-    return family_of(config)
+    family = family_of(config)
+    family.check_supported(config)
+    return family

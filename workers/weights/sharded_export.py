@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from dataproto.errors import CheckpointError
 from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name
-from workers.model.named_weights import meta_copy, named_weights
+from workers.model.named_weights import meta_copy, named_buffers, named_weights
 from workers.model.patches import keep_conversions
 from workers.ranks.mesh import Ranks
 from workers.weights.stored_tensors import CheckpointFiles, whole
@@ -179,6 +179,7 @@ class ShardedExport:
             if base is not None:
                 exact = self.dtype is None or self.family.in_float32(base)
                 sizes[base] = weight.numel() * (weight.dtype if exact else self.dtype).itemsize  # type: ignore[union-attr]
+        sizes |= {name: buffer.nbytes for name, buffer in named_buffers(self.model)}
         if self.ranks.rank("pp") == self.ranks.size("pp") - 1:
             sizes |= self.unused.sizes
         group = self.ranks.group("dp", "sp", "tp")

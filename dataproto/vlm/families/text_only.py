@@ -103,7 +103,7 @@ class Llama(TextOnly):
 
 
 class Mistral(TextOnly):
-    """Mistral without a sliding window (from 7B v0.2 on); the attention function refuses a window."""
+    """Mistral 7B, with a sliding window (v0.1) or without."""
 
     model_type = "mistral"
     published = ("Mistral 7B",)

@@ -8,7 +8,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def segment_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    scaling: float | None,
+    causal: bool,
+    window: int | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Attention within segments, by one call of scaled-dot-product attention for all segments of the same lengths.
 
@@ -17,13 +25,16 @@ def segment_sdpa(
         cu_q: ``(S + 1,)`` boundaries of the segments among queries; cu_k among keys.
         scaling: of the scores; ``None`` is ``D ** -0.5``.
         causal: each query sees the keys up to its own; the last key of a segment belongs to its last query.
+        window: number of keys up to its own that each query of a causal segment sees; ``None`` is all.
+        ahead: ``(K,)`` how many keys after its own the query of each key sees, in causal segments; ``None`` is none.
 
     Returns:
         ``(T, H, D)``; zero where no segment lies.
     """
     groups = _equal_lengths(cu_q, cu_k)
     if len(groups) == 1 and len(q) == groups[0][0] * (len(cu_q) - 1):
-        return _attend_equal(q, k, v, *groups[0][:2], scaling, causal)
+        length_q, length_k = groups[0][:2]
+        return _attend_equal(q, k, v, length_q, length_k, scaling, causal, window, ahead)
     if not groups:
         return torch.zeros_like(q)
     # One gather for all lengths: in the backward pass each gather fills a gradient of full size.
@@ -31,8 +42,8 @@ def segment_sdpa(
     q_parts = q.index_select(0, q_index).split([len(group[2]) for group in groups])
     k_parts, v_parts = (x.index_select(0, k_index).split([len(group[3]) for group in groups]) for x in (k, v))
     outputs = [
-        _attend_equal(*qkv, length_q, length_k, scaling, causal)
-        for qkv, (length_q, length_k, _, _) in zip(zip(q_parts, k_parts, v_parts), groups, strict=True)
+        _attend_equal(*qkv, length_q, length_k, scaling, causal, window, None if ahead is None else ahead[places])
+        for qkv, (length_q, length_k, _, places) in zip(zip(q_parts, k_parts, v_parts), groups, strict=True)
     ]
     return torch.empty_like(q).index_copy(0, q_index, torch.cat(outputs))
 
@@ -55,13 +66,22 @@ def _equal_lengths(cu_q: Tensor, cu_k: Tensor) -> list[tuple[int, int, Tensor, T
 
 
 def _attend_equal(
-    q: Tensor, k: Tensor, v: Tensor, length_q: int, length_k: int, scaling: float | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length_q: int,
+    length_k: int,
+    scaling: float | None,
+    causal: bool,
+    window: int | None,
+    ahead: Tensor | None,
 ) -> Tensor:
     """Attention of consecutive segments that all have the same lengths."""
     queries, keys, values = (
         x.unflatten(0, (-1, length)).transpose(1, 2) for x, length in ((q, length_q), (k, length_k), (v, length_k))
     )  # (S, H, length, D)
-    mask = _causal_mask(length_q, length_k, q.device) if causal and length_q != length_k else None
+    square = length_q == length_k and ahead is None and (window is None or window >= length_k)
+    mask = None if square or not causal else _visible(length_q, length_k, window, ahead, q.device)
     grouped = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
         queries, keys, values, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
@@ -69,27 +89,52 @@ def _attend_equal(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _causal_mask(length_q: int, length_k: int, device: torch.device) -> Tensor:
-    """``(length_q, length_k)`` bool, the last query aligned with the last key."""
-    return torch.ones(length_q, length_k, dtype=torch.bool, device=device).tril(length_k - length_q)
+def _visible(length_q: int, length_k: int, window: int | None, ahead: Tensor | None, device: torch.device) -> Tensor:
+    """Which keys the queries of causal segments see: ``(length_q, length_k)`` bool, or ``(S, 1, length_q, length_k)`` with
+    ``ahead (S * length_k,)``. The last query is aligned with the last key.
+    """
+    keys = torch.arange(length_k, device=device)
+    own = keys[length_k - length_q :, None]  # the key of each query
+    last = (
+        own if ahead is None else own + ahead.view(-1, 1, length_k)[..., length_k - length_q :].transpose(1, 2)[:, None]
+    )
+    seen = keys <= last
+    return seen if window is None else seen & (keys > own - window)
 
 
 @torch.library.custom_op("dataproto::segment_attention", mutates_args=())
 def segment_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    scaling: float | None,
+    causal: bool,
+    window: int | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """`segment_sdpa` as one operator, so that compiled layers do not depend on the lengths of the segments."""
-    return segment_sdpa(q, k, v, cu_q, cu_k, scaling, causal).contiguous()
+    return segment_sdpa(q, k, v, cu_q, cu_k, scaling, causal, window, ahead).contiguous()
 
 
 @segment_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool) -> Tensor:
+def _(q: Tensor, *others: Any, **_: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
 @torch.library.custom_op("dataproto::segment_attention_backward", mutates_args=())
 def _segment_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    ahead: Tensor | None,
+    scaling: float | None,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of softmax attention, written out because autograd does not see inside an operator.
 
@@ -103,7 +148,9 @@ def _segment_attention_backward(
         keys, values = (x[k_index].unflatten(0, (-1, length_k)) for x in (k, v))
         scores = torch.einsum("sqhgd,skhd->shgqk", queries, keys).float() * scale
         if causal:
-            scores = scores.masked_fill(~_causal_mask(length_q, length_k, q.device), float("-inf"))
+            own = None if ahead is None else ahead[k_index]
+            seen = _visible(length_q, length_k, window, own, q.device)
+            scores = scores.masked_fill(~(seen if own is None else seen[:, None]), float("-inf"))
         probs = scores.softmax(-1)
         grad_probs = torch.einsum("sqhgd,skhd->shgqk", grad_out, values).float()
         grad_scores = (probs * (grad_probs - (probs * grad_probs).sum(-1, keepdim=True)) * scale).to(q.dtype)
@@ -114,20 +161,19 @@ def _segment_attention_backward(
 
 
 @_segment_attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scaling: float | None, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scaling, ctx.causal = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, scaling, causal, window, ahead = inputs
+    ctx.settings = scaling, causal, window
+    ctx.save_for_backward(*tensors, ahead)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _segment_attention_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.causal)
-    return (*grads, None, None, None, None)
+    grads = _segment_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *[None] * 6)
 
 
 segment_attention.register_autograd(_backward, setup_context=_setup_context)

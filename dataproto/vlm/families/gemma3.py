@@ -1,0 +1,179 @@
+"""Gemma 3 with images: every image has the same size and number of tokens, which see each other; most layers have a sliding
+window and rotary angles of their own. Positions are one-dimensional.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.media_layout import MediaLayout
+from dataproto.vlm.placeholders import Ids
+
+MAX_NEWLINES = 31
+"""The longest run of line breaks that is one token of Gemma's vocabulary."""
+
+
+@dataclass(frozen=True)
+class Squares(MediaLayout):
+    """Images ``(images, 3, size, size)``, each of which is one grid of patches."""
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Pixels of images. There are no videos: prompts show their frames as images."""
+        return ("pixel_values",) if kind == "image" else ()
+
+    def merge_size(self, config: Any) -> int:
+        """Patches along each side of a square whose mean becomes a feature."""
+        return patches_per_side(config) // math.isqrt(int(config.mm_tokens_per_image))
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """One grid per image."""
+        pixels = inputs.get("pixel_values") if kind == "image" else None
+        size, side = int(config.vision_config.image_size), patches_per_side(config)
+        if pixels is not None and tuple(pixels.shape[1:]) != (3, size, size):
+            raise MediaMismatch(f"images {tuple(pixels.shape)} are not (images, 3, {size}, {size})")
+        return torch.tensor([[1, side, side]]).expand(0 if pixels is None else len(pixels), 3)
+
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """The same number for each image."""
+        return np.full(len(self.grids(kind, inputs, config)), int(config.mm_tokens_per_image), dtype=np.int64)
+
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """Images have one size, so there are no limits to keep; crops beside the image ("pan and scan") are off."""
+        if min_pixels is not None or max_pixels is not None:
+            size = processor.size
+            raise InvalidConfig(
+                f"min_pixels={min_pixels} and max_pixels={max_pixels}: models of this family see every image in "
+                f"{size['height']} x {size['width']} pixels; leave the limits out"
+            )
+        return {"do_pan_and_scan": False}
+
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """The same number for each size."""
+        if min(height, width) <= 0:
+            raise InvalidMedia(f"image of height {height} and width {width} is empty")
+        return int(config.mm_tokens_per_image)
+
+    def smallest(self, config: Any) -> dict[str, Tensor]:
+        """One image."""
+        size = int(config.vision_config.image_size)
+        return {"pixel_values": torch.zeros(1, 3, size, size)}
+
+
+def patches_per_side(config: Any) -> int:
+    """Patches along each side of an image."""
+    return int(config.vision_config.image_size) // int(config.vision_config.patch_size)
+
+
+class Gemma3(VLMFamily):
+    """Gemma 3 with a vision tower."""
+
+    model_type = "gemma3"
+    published = ("Gemma-3-4B", "Gemma-3-12B", "Gemma-3-27B")
+    media_layout = Squares()
+    image_text = ("\n\n<start_of_image>", "<end_of_image>\n\n")
+    mrope = False
+    numbered_layers = True
+    vision_tower = "model.vision_tower"
+    vision_blocks = "model.vision_tower.encoder.layers"
+    mergers = ("model.multi_modal_projector",)
+
+    def mutual_images(self, config: Any) -> Literal["all"]:
+        """In all layers."""
+        return "all"
+
+    def image_placeholder(self, config: Any) -> int:
+        """The start token, to which `expand` adds the image's tokens and the end token."""
+        return int(config.boi_token_id)
+
+    def banned_ids(self, config: Any) -> tuple[int, ...]:
+        """The token of features, and those before and after them."""
+        return tuple(sorted({config.image_token_id, config.boi_token_id, config.eoi_token_id}))
+
+    def place_texts(
+        self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
+    ) -> Ids:
+        """The line breaks around an image join those of the prompt in one token, as if the whole text were tokenized."""
+        found = np.where(ids == config.boi_token_id, config.image_token_id, ids)
+        return join_newlines(super().place_texts(found, texts, config, encode_text), encode_text)
+
+    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
+        """Tokens of line breaks."""
+        raw = np.asarray(ids, dtype=np.int64)
+        count = int((raw == config.boi_token_id).sum())
+        if not count:
+            return 0
+        alone = len(raw) + count * sum(len(encode_text(text)) for text in self.image_text)
+        return alone - len(self.place_texts(raw, [self.image_text] * count, config, encode_text))
+
+    def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
+        """Features ``(F, H)`` after the tower, the means over squares of patches, and the projection."""
+        output = model.model.get_image_features(media["pixel_values"], return_dict=True, **vision_kwargs)
+        features: Tensor = output.pooler_output.flatten(0, 1)
+        return features
+
+    def decoder_masks(
+        self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
+    ) -> Any:
+        """Masks by kind of layer, in which tokens of an image see each other."""
+        return model.create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=embeddings,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=None,
+            token_type_ids=token_types,
+        )
+
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The number of tokens of an image."""
+        settings = {"processor_class": "Gemma3Processor", "image_seq_length": int(config.mm_tokens_per_image)}
+        return {"processor_config.json": settings}
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Full attention within an image, an MLP of two layers, and one matrix for each feature."""
+        vision = config.vision_config
+        width, depth = int(vision.hidden_size), int(vision.num_hidden_layers)
+        patches = grids.prod(-1)
+        embedding = width * int(vision.num_channels) * int(vision.patch_size) ** 2
+        block = 4 * width**2 + 2 * width * int(vision.intermediate_size)
+        features = patches // self.merge_size(config) ** 2
+        linear = patches * (embedding + depth * block) + features * width * int(config.text_config.hidden_size)
+        return torch.stack([2 * linear, 4 * width * depth * patches**2], dim=1)
+
+    def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
+        """Published checkpoints keep the names from when the output projection belonged to the language model."""
+        for old, new in (
+            ("lm_head.", "language_model.lm_head."),
+            ("model.language_model.", "language_model.model."),
+            ("model.vision_tower.", "vision_tower.vision_model."),
+            ("model.", ""),
+        ):
+            if name.startswith(old):
+                return new + name.removeprefix(old), weight
+        return name, weight
+
+
+def join_newlines(ids: Ids, encode_text: Callable[[str], Sequence[int]]) -> Ids:
+    """Neighbouring tokens of line breaks as the tokens of all these line breaks together.
+
+    >>> tokens = {"\\n": [1], "\\n\\n": [2], "\\n\\n\\n": [3]}
+    >>> join_newlines(np.array([9, 1, 2, 7, 7]), lambda text: tokens.get(text, [0, 0])).tolist()
+    [9, 3, 7, 7]
+    """
+    codes = ((list(encode_text("\n" * count)), count) for count in range(1, MAX_NEWLINES + 1))
+    counts = {code[0]: count for code, count in codes if len(code) == 1}
+    joined: list[int] = []
+    for newlines, group in groupby(ids.tolist(), key=counts.__contains__):
+        run = list(group)
+        joined += encode_text("\n" * sum(counts[token] for token in run)) if newlines else run
+    return np.array(joined, dtype=np.int64)

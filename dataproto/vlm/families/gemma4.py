@@ -1,0 +1,246 @@
+"""Gemma 4, dense, with images of any size: layers with a sliding window, in which the tokens of an image may see each other, and
+layers without, whose heads are wider and whose keys are also values; logits have a soft cap.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.vlm.costs import causal_pairs
+from dataproto.vlm.family import VLMFamily
+from dataproto.vlm.media_layout import MediaLayout, check_limits
+from dataproto.vlm.placeholders import Ids
+
+FEATURES = (70, 140, 280, 560, 1120)
+"""The largest numbers of features of an image that the image processor takes."""
+
+
+@dataclass(frozen=True)
+class PlacedPatches(MediaLayout):
+    """Patches ``(patches, dim)`` of images of any size, one image after another, and their columns and rows ``(patches, 2)``. The
+    forward of Hugging Face takes them padded.
+    """
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Patches and their places. There are no videos: prompts show their frames as images."""
+        return ("pixel_values", "image_position_ids") if kind == "image" else ()
+
+    def merge_size(self, config: Any) -> int:
+        """Patches along each side of a square whose mean becomes a feature."""
+        return int(config.vision_config.pooling_kernel_size)
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """One grid per image, which ends at its last column and row."""
+        names = self.names(kind)
+        given = [name for name in names if inputs.get(name) is not None]
+        if not given:
+            return torch.zeros(0, 3, dtype=torch.int64)
+        if len(given) < len(names):
+            raise MediaMismatch(f"{given[0]} without {next(name for name in names if name not in given)}")
+        pixels, places = inputs["pixel_values"], inputs["image_position_ids"].long()
+        ends = (places[1:] == 0).all(1).nonzero().squeeze(1)
+        ends = torch.cat([ends, ends.new_tensor([len(places) - 1])])
+        sides, merge = places[ends] + 1, self.merge_size(config)  # width, height
+        counts = ends.diff(prepend=ends.new_tensor([-1]))
+        if len(pixels) != len(places) or bool((sides.prod(1) != counts).any()) or bool((sides % merge).any()):
+            raise MediaMismatch(
+                f"{len(pixels)} patches and {len(places)} image_position_ids do not fill images in squares of {merge} x {merge}"
+            )
+        return torch.cat([torch.ones_like(counts)[:, None], sides.flip(1)], dim=1)
+
+    def feature_counts(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Ids:
+        """Each grid is one image."""
+        return np.asarray(self.grids(kind, inputs, config).cpu().prod(-1) // self.merge_size(config) ** 2)
+
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """Limits become a number of features: images are scaled to nearly fill it. It is one of `FEATURES`."""
+        area = (int(processor.patch_size) * int(processor.pooling_kernel_size)) ** 2
+        if min_pixels is None and max_pixels is None:
+            return {"max_soft_tokens": int(processor.max_soft_tokens)}
+        least = 1 if min_pixels is None else min_pixels
+        most = max(least, FEATURES[-1] * area) if max_pixels is None else max_pixels
+        check_limits(least, most)
+        fitting = [count for count in FEATURES if least <= count * area <= most]
+        if not fitting:
+            areas = [count * area for count in FEATURES]
+            raise InvalidConfig(
+                f"min_pixels={min_pixels} and max_pixels={max_pixels}: images of this family have about {areas} pixels"
+            )
+        default = int(processor.max_soft_tokens)
+        return {"max_soft_tokens": default if default in fitting else fitting[-1]}
+
+    def image_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Without the padding of the image processor."""
+        places = made["image_position_ids"][0]
+        kept = (places >= 0).all(1)
+        return {"pixel_values": made["pixel_values"][0][kept], "image_position_ids": places[kept]}
+
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """As the image processor scales: the largest size with this shape, in squares of a feature."""
+        if min(height, width) <= 0:
+            raise InvalidMedia(f"image of height {height} and width {width} is empty")
+        most, side = int(options["max_soft_tokens"]), int(processor.patch_size) * int(processor.pooling_kernel_size)
+        factor = math.sqrt(most * side**2 / (height * width))
+        rows, columns = int(factor * height // side), int(factor * width // side)
+        if not rows and not columns:
+            raise InvalidMedia(f"image of height {height} and width {width} cannot be scaled to {most} features")
+        if not rows:
+            rows, columns = 1, min(width // height, most)
+        elif not columns:
+            rows, columns = min(height // width, most), 1
+        return rows * columns
+
+    def smallest(self, config: Any) -> dict[str, Tensor]:
+        """An image of one feature."""
+        vision, merge = config.vision_config, self.merge_size(config)
+        places = torch.cartesian_prod(torch.arange(merge), torch.arange(merge)).flip(-1)
+        return {"pixel_values": torch.zeros(merge**2, 3 * int(vision.patch_size) ** 2), "image_position_ids": places}
+
+
+class Gemma4(VLMFamily):
+    """Gemma 4, dense, without per-layer embeddings and without audio."""
+
+    model_type = "gemma4"
+    published = ("Gemma-4-31B",)
+    media_layout = PlacedPatches()
+    image_text = ("<|image>", "<image|>")
+    mrope = False
+    numbered_layers = True
+    vision_tower = "model.vision_tower"
+    vision_blocks = "model.vision_tower.encoder.layers"
+    mergers = ("model.embed_vision",)
+
+    def check_supported(self, config: Any) -> None:
+        """Refuses what the larger dense models do not have: experts, per-layer embeddings, audio and clipped towers."""
+        text = config.get_text_config()
+        found = {
+            "experts (enable_moe_block)": text.enable_moe_block,
+            "per-layer embeddings (hidden_size_per_layer_input)": text.hidden_size_per_layer_input,
+            "audio (audio_config)": getattr(config, "audio_config", None) is not None,
+            "clipped linear layers (use_clipped_linears)": config.vision_config.use_clipped_linears,
+            "attention of all tokens to all (use_bidirectional_attention)": text.use_bidirectional_attention == "all",
+        }
+        if names := [name for name, value in found.items() if value]:
+            raise InvalidConfig(
+                f"models of type gemma4 with {', '.join(names)} are not supported: use a dense one without"
+            )
+
+    def check_stages(self, config: Any) -> None:
+        """Refuses keys that later layers share: they would have to travel between stages."""
+        if config.get_text_config().num_kv_shared_layers:
+            raise InvalidConfig(
+                "layout.pp: the last layers of this model use the keys and values of earlier ones, which stages do not send; use "
+                "dp, sp or tp instead of pp"
+            )
+
+    def mutual_images(self, config: Any) -> Literal["windowed"] | None:
+        """In layers with a sliding window, if the config says so."""
+        return "windowed" if config.get_text_config().use_bidirectional_attention == "vision" else None
+
+    def logit_cap(self, config: Any) -> float | None:
+        """From the config of the language model."""
+        cap = config.get_text_config().final_logit_softcapping
+        return None if cap is None else float(cap)
+
+    def banned_ids(self, config: Any) -> tuple[int, ...]:
+        """Tokens of media, and those before and after them."""
+        names = ("image", "video", "audio", "boi", "eoi", "boa")
+        found = {getattr(config, f"{name}_token_id", None) for name in names} | {
+            getattr(config, "eoa_token_index", None)
+        }
+        return tuple(sorted(token for token in found if token is not None))
+
+    def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
+        """Features ``(F, H)``. One call of the tower, as ranks that share it need; images are padded to the longest.
+
+        Attention of Hugging Face masks the padding. Packed attention gets an image and its padding as segments.
+        """
+        pixels, places = media["pixel_values"], media["image_position_ids"]
+        tower, embedder = (model.get_submodule(path) for path in (self.vision_tower, *self.mergers))
+        lengths = self.media_layout.grids("image", media, model.config).prod(1).cpu()
+        longest = int(lengths.max())
+        batch = [
+            pad_sequence(x.split(lengths.tolist()), batch_first=True, padding_value=fill).to(pixels.device)
+            for x, fill in ((pixels, 0.0), (places, -1))
+        ]
+        ends = (
+            torch.stack([lengths, torch.full_like(lengths, longest)], 1) + torch.arange(len(lengths))[:, None] * longest
+        )
+        bounds = pad(ends.flatten(), (1, 0)).int().to(pixels.device)
+        segments = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        found = tower(pixel_values=batch[0], pixel_position_ids=batch[1], **segments, **vision_kwargs)
+        features: Tensor = embedder(inputs_embeds=found.last_hidden_state)
+        return features
+
+    def decoder_masks(
+        self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
+    ) -> Any:
+        """Masks by kind of layer."""
+        return model.create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=embeddings,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=None,
+            mm_token_type_ids=token_types,
+        )
+
+    def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
+        """The processors of audio and videos, without which there is no Gemma4Processor."""
+        settings = {
+            "processor_class": "Gemma4Processor",
+            "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+            "video_processor": {"video_processor_type": "Gemma4VideoProcessor"},
+        }
+        return {"processor_config.json": settings}
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Attention, with keys that may be values too, or belong to an earlier layer; and a gated MLP."""
+        heads, key_heads, size = self._heads(text, layer)
+        first_shared = int(text.num_hidden_layers) - int(text.num_kv_shared_layers)
+        shared = layer >= first_shared
+        alike = text.attention_k_eq_v and text.layer_types[layer] == "full_attention"
+        keys = 0 if shared else key_heads * (1 if alike else 2)
+        wide = int(text.intermediate_size) * (2 if text.use_double_wide_mlp and shared else 1)
+        return int(text.hidden_size) * ((2 * heads + keys) * size + 3 * wide)
+
+    def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
+        """Attention with heads of each layer's size, over its window."""
+        total = torch.zeros_like(lengths)
+        for layer, kind in enumerate(text.layer_types):
+            heads, _, size = self._heads(text, layer)
+            window = int(text.sliding_window) if kind == "sliding_attention" else None
+            total = total + 4 * heads * size * causal_pairs(lengths, window)
+        return total
+
+    def _heads(self, text: Any, layer: int) -> tuple[int, int, int]:
+        """Query heads, key heads and the size of a head in a layer."""
+        own = text.per_layer_config[layer]
+        return int(text.num_attention_heads), int(own.num_key_value_heads), int(own.head_dim)
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Full attention within an image, a gated MLP, and one matrix for each feature. Hugging Face's code takes the means over
+        squares by a product of features and patches, which counts with attention.
+        """
+        vision = config.vision_config
+        hidden, depth = int(vision.hidden_size), int(vision.num_hidden_layers)
+        width, keys = (
+            int(heads) * int(vision.head_dim) for heads in (vision.num_attention_heads, vision.num_key_value_heads)
+        )
+        patches = grids.prod(-1)
+        block = hidden * (2 * width + 2 * keys + 3 * int(vision.intermediate_size))
+        features = patches // self.merge_size(config) ** 2
+        embedding = hidden * 3 * int(vision.patch_size) ** 2
+        linear = patches * (embedding + depth * block) + features * hidden * int(config.text_config.hidden_size)
+        mixing = 4 * width * depth * patches**2 + 2 * hidden * patches * features
+        return torch.stack([2 * linear, mixing], dim=1)

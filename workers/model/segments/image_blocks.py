@@ -1,0 +1,263 @@
+"""Images whose tokens see each other, in rows that are causal otherwise: where their blocks lie, and flash attention over them.
+
+A block is a run of an image's tokens within a row. Its tokens see what causal attention shows them, and the tokens of the block
+after their own. A kernel that knows causal windows alone computes this in two pieces: causal attention of all queries, and for
+the tokens of a block attention to those after their own. Each piece normalises its scores alone; the log-sum-exps of both say
+how to join the outputs. The gradient of a piece is the kernel's, given the joined output and log-sum-exp (as in ring attention,
+arXiv:2310.01889).
+
+Letters: T queries, K keys, H heads, D head size; M queries that see keys after their own, N blocks.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dataproto.packing import PackedRows
+from dataproto.vlm.mrope import IMAGE
+
+Window = tuple[int, int]
+"""How many keys before and after its own a query sees, -1 for all: flash attention's ``window_size``."""
+
+ForwardKernel = Callable[..., tuple[Tensor, Tensor]]
+"""``(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)`` to the output ``(T, H, D)`` and the log-sum-exps ``(H, T)``."""
+
+BackwardKernel = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""``(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, window)`` to the gradients of q, k and v."""
+
+
+class ImageBlocks(NamedTuple):
+    """The blocks of packed rows."""
+
+    ahead: Tensor  # (K,) how many keys after its own the query of each key sees
+    queries: Tensor  # (M,) index into T
+    keys: Tensor  # (M,) index into K of the key after that of each of these queries
+    cu_seqlens: Tensor  # (N + 1,) int32, bounds of the blocks among both
+    max_length: int
+    windowed: bool = False  # the blocks count in layers with a sliding window alone
+
+
+def image_blocks(rows: PackedRows, windowed: bool = False) -> ImageBlocks | None:
+    """The blocks of images in packed rows, ``None`` without images.
+
+    >>> from dataproto.packing import pack_rows
+    >>> ones, types = torch.ones(1, 5, dtype=torch.int64), torch.tensor([[0, 1, 1, 1, 0]])
+    >>> blocks = image_blocks(pack_rows(ones, ones, ones.cumsum(1) - 1, ones[:, :1], types))
+    >>> blocks.ahead.tolist(), blocks.queries.tolist(), blocks.keys.tolist(), blocks.cu_seqlens.tolist()
+    ([0, 2, 1, 0, 0], [1, 2], [2, 3], [0, 2])
+    """
+    types = rows.token_types[0]
+    if rows.key_index is not None:
+        types = types[rows.key_index]
+    image, places = types == IMAGE, torch.arange(len(types), device=types.device)
+    first = torch.zeros_like(image)  # of a row
+    first[rows.key_cu_seqlens[:-1].long()] = True
+    joins = image[1:] & image[:-1] & ~first[1:]  # the block of the key before goes on
+    ends = pad(~joins, (0, 1), value=True)
+    last = torch.where(ends, places, len(types)).flip(0).cummin(0).values.flip(0)
+    ahead = torch.where(image, last - places, 0)
+    lengths = rows.cu_seqlens.diff().long()
+    shift = (rows.key_cu_seqlens[1:] - rows.cu_seqlens[1:]).long().repeat_interleave(lengths)
+    own = torch.arange(len(shift), device=types.device) + shift  # the key of each query
+    queries = (ahead[own] > 0).nonzero().squeeze(1)
+    if not len(queries):
+        return None
+    keys = own[queries] + 1
+    begins = pad(keys.diff() != 1, (1, 0), value=True)  # the last token of a block sees no later key, so there is a gap
+    bounds = pad(begins.nonzero().squeeze(1), (0, 1), value=len(keys)).int()
+    return ImageBlocks(ahead, queries, keys, bounds, int(bounds.diff().max()), windowed)
+
+
+def joined_forward(
+    kernel: ForwardKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    blocks: ImageBlocks,
+) -> tuple[Tensor, Tensor]:
+    """The output ``(T, H, D)`` and log-sum-exps ``(H, T)`` float32 of causal attention with blocks, by a kernel without them."""
+    out, lse = kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, _before(window))
+    _, queries, keys, bounds, longest, _ = blocks
+    later, later_lse = kernel(q[queries], k[keys], v[keys], bounds, bounds, longest, longest, scale, (0, -1))
+    both = torch.logaddexp(lse[:, queries], later_lse)
+    parts = (out[queries], lse[:, queries]), (later, later_lse)
+    one, two = (part.to(both.dtype) * (own - both).exp().t()[..., None] for part, own in parts)
+    return out.index_copy(0, queries, (one + two).to(out.dtype)), lse.index_copy(1, queries, both)
+
+
+def joined_backward(
+    kernel: BackwardKernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    blocks: ImageBlocks,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from the output and log-sum-exps of `joined_forward`."""
+    grads = kernel(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, _before(window))
+    _, queries, keys, bounds, longest, _ = blocks
+    parts = grad[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries].contiguous()
+    later = kernel(*parts, bounds, bounds, longest, longest, scale, (0, -1))
+    places = queries, keys, keys  # each occurs once, so the order of sums is fixed
+    one, two, three = (whole.index_add(0, at, part) for whole, at, part in zip(grads, places, later, strict=True))
+    return one, two, three
+
+
+def _before(window: int | None) -> Window:
+    return (-1 if window is None else window - 1, 0)
+
+
+# Torch's flash attention
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: Window,
+) -> tuple[Tensor, Tensor]:
+    """A `ForwardKernel` on CUDA in half precision."""
+    found = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        0.0,
+        window == (-1, 0),
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return found[0], found[1]
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: Window,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A `BackwardKernel` on CUDA in half precision."""
+    found = torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        0.0,
+        window == (-1, 0),
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none
+        torch.empty(0, device=q.device),
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return found[0], found[1], found[2]
+
+
+@torch.library.custom_op("dataproto::block_attention", mutates_args=(), device_types="cuda")
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    ahead: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    bounds: Tensor,
+    longest: int,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`joined_forward` with torch's flash attention, as one operator with its gradient."""
+    blocks = ImageBlocks(ahead, queries, keys, bounds, longest)
+    return joined_forward(flash_forward, q, k, v, cu_q, cu_k, max_q, max_k, scale, window, blocks)
+
+
+@block_attention.register_fake
+def _(q: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("dataproto::block_attention_backward", mutates_args=(), device_types="cuda")
+def _block_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    ahead: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    bounds: Tensor,
+    longest: int,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = ImageBlocks(ahead, queries, keys, bounds, longest)
+    return joined_backward(flash_backward, grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, window, blocks)
+
+
+@_block_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *others = inputs
+    tensors, ctx.settings = others[:6], others[6:]
+    ctx.save_for_backward(q, k, v, *output, *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_block_attention_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 11)
+
+
+block_attention.register_autograd(_backward, setup_context=_setup_context)
