@@ -169,7 +169,9 @@ def test_no_more_features_are_kept_than_there_is_room_for(checkpoint, model_type
     config = ActorConfig(checkpoint(model_type), token_budget=25, scoring_token_budget=25, freeze_vision=True)
     actor, plain = ActorWorker(config, CPU), ActorWorker(config, CPU)
     kept, plain.module.kept = actor.module.kept, None
-    kept.max_bytes, sizes, runs = 10 * kept.bytes_of_one, [], []
+    family, model = actor.module.family, actor.module.model.config
+    one = (1 + family.deep_layers(model)) * model.get_text_config().hidden_size * 4  # bytes of a feature
+    kept.max_bytes, sizes, runs = 10 * one, [], []
 
     def measure(*_):
         sizes.append(sum(features.untyped_storage().nbytes() for _, features in kept._kept.values()))
@@ -181,7 +183,7 @@ def test_no_more_features_are_kept_than_there_is_room_for(checkpoint, model_type
     for _ in range(2):
         ours, theirs = (each.log_probs(data)["old_log_probs"] for each in (actor, plain))
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    assert max(sizes) == sizes[-1] == 6 * kept.bytes_of_one  # of the first prompt; the other one's 13 have no room
+    assert max(sizes) == sizes[-1] == 6 * one  # of the first prompt; the other one's 13 have no room
     whole = len([part for part in plain.model.micro_batches(data, backward=False) if part.tower])
     assert whole < len(runs) < 2 * whole
     actor.log_probs(rows(model_type)[2:])  # other media; those of an earlier call go first
