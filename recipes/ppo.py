@@ -93,6 +93,8 @@ def ppo_step(
             add_first_log_probs(data, learned, updated.scores)
             metrics = merge_updates(metrics, updated.metrics) | engine_differences(learned, config, updated.scores)
             add_actor_log_probs(data, learned, config, updated.scores)
+    for role in (roles.actor, roles.critic):  # also in a step that did not update them
+        role.forget_features()
     roles.sync_weights()
     return data, metrics
 

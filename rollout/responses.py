@@ -84,6 +84,7 @@ def attach_responses(
     Raises:
         RowCountMismatch: a request has no completion, or two; names the row.
         RequestFailed: a completion ended neither with an end token nor at ``max_tokens``; names the row.
+        InvalidRow: a completion has no experts, or not those of all its tokens, while others have theirs.
     """
     ordered = order_completions(completions, prompts, sampling)
     width = max((len(completion.token_ids) for completion in ordered), default=0) or 1
@@ -102,7 +103,7 @@ def attach_responses(
     data["response_mask"] = response_mask
     data["rollout_log_probs"] = log_probs
     data["truncated"] = torch.tensor([each.finish_reason == "length" for each in ordered], dtype=torch.bool)
-    if ordered and all(each.routed_experts is not None for each in ordered):
+    if has_experts(ordered):
         lengths = prompt_mask.sum(1).tolist()
         data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = collate_experts(ordered, lengths, sampling.n)
     for name, wanted in (
@@ -114,6 +115,22 @@ def attach_responses(
             data[name] = object_array([getattr(completion, name) for completion in ordered])
     data.meta_info |= {MAX_TOKENS: sampling.max_tokens, PAD_TOKEN: pad_token_id}
     return data
+
+
+def has_experts(completions: Sequence[Completion]) -> bool:
+    """Whether completions name the experts of their tokens: all of them do, or none.
+
+    Raises:
+        InvalidRow: some do and others do not. Their tokens would be computed with other experts than the engine's.
+    """
+    named = [completion.routed_experts is not None for completion in completions]
+    if any(named) and not all(named):
+        raise InvalidRow(
+            named.index(False),
+            f"the engine named no experts of its tokens, as for {named.count(False)} of {len(named)} responses: turn routing "
+            "replay off (--rollout.no-replay-routing)",
+        )
+    return any(named)
 
 
 def collate_experts(

@@ -13,11 +13,9 @@ from rollout.vllm.versions import (
     normalized_pixels,
     prefixes_within_blocks,
     process_settings_kept,
+    recording_options,
     set_environment,
 )
-
-RECORDING_WORKER = "rollout.vllm.routing.recording_worker.RecordingWorker"
-"""vLLM's name for the worker that records experts."""
 
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -25,8 +23,10 @@ def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]
     return {"use_fast": False} | dict(image_options or {})
 
 
-def start_llm(model_path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any]:
-    """A running ``vllm.LLM``, and the policy's sampler in it.
+def start_llm(
+    model_path: str, device: torch.device, options: dict[str, Any], routed_experts: bool = False
+) -> tuple[Any, Any]:
+    """A running ``vllm.LLM``, and the policy's sampler in it, which with ``routed_experts`` records experts.
 
     Raises:
         InvalidConfig: the options are not supported, or vLLM does not start.
@@ -54,6 +54,8 @@ def start_llm(model_path: str, device: torch.device, options: dict[str, Any]) ->
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     try:
         defaults |= normalized_pixels() | prefixes_within_blocks(checkpoint_family(model_path))
+        if routed_experts:
+            defaults |= recording_options()
         with process_settings_kept():
             llm = LLM(model_path, **defaults | options)
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:

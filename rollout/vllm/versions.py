@@ -36,6 +36,9 @@ EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Weights of experts: names in checkpoints, and in vLLM."""
 
 
+RECORDING_WORKER = "rollout.vllm.routing.recording_worker.RecordingWorker"
+"""vLLM's name for the worker that records experts."""
+
 PREFIX_MATCH_UNIT = 16
 """Tokens; vLLM's block sizes are multiples of it."""
 
@@ -101,6 +104,19 @@ def prefixes_within_blocks(family: VLMFamily) -> dict[str, int]:
     name = "prefix_match_unit"
     usable = family.recurrent_mixers is not None and name in EngineArgs.__dataclass_fields__
     return {name: PREFIX_MATCH_UNIT} if usable else {}
+
+
+def recording_options() -> dict[str, Any]:
+    """The options by which vLLM records experts in the slots of its KV cache (`rollout.vllm.routing`).
+
+    A step that vLLM schedules ahead would give away the slots of a response that ends in the step before, so it must not. Neither
+    may it copy a block of the cache that a request goes on to write, as it does for prefixes that end inside a block: the experts
+    would stay under the slots of the block before.
+    """
+    from vllm import EngineArgs
+
+    whole_blocks = {"prefix_match_unit": None} if "prefix_match_unit" in EngineArgs.__dataclass_fields__ else {}
+    return {"worker_cls": RECORDING_WORKER, "async_scheduling": False} | whole_blocks
 
 
 def executor(tensor_parallel: int) -> str | None:

@@ -31,7 +31,7 @@ from rollout.stop_texts import completes_stop_text
 from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
-from rollout.vllm.startup import RECORDING_WORKER, processor_options, start_llm
+from rollout.vllm.startup import processor_options, start_llm
 from rollout.vllm.versions import clear_kv_cache, error_line, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 
@@ -80,13 +80,15 @@ class VLLMEngine:
             "tensor_parallel_size": tensor_parallel,
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
-        } | ({"worker_cls": RECORDING_WORKER} if routed_experts else {})
-        self._start(model_path, sleep_level, max_images, chosen | options)
+        }
+        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts)
 
-    def _start(self, model_path: str, sleep_level: int, max_images: int | None, options: dict[str, Any]) -> None:
+    def _start(
+        self, model_path: str, sleep_level: int, max_images: int | None, options: dict[str, Any], routed_experts: bool
+    ) -> None:
         """Sets all attributes. ``options`` are those of ``vllm.LLM``."""
         self.device = cpu_or_cuda()
-        self.llm, self.sampler = start_llm(model_path, self.device, options)
+        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts)
         self.engine = self.llm.llm_engine
         config = self.llm.model_config
         self.dtype: torch.dtype = config.dtype

@@ -11,10 +11,15 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
+from helpers.engines import ROWS
 from recipes.geo3k_grpo import main as run_grpo
 from recipes.geo3k_ppo import TINY, main, parse
-from recipes.ppo import PPOConfig, add_advantages, critic_loss
-from workers.roles.critic import Values
+from recipes.ppo import PPOConfig, add_advantages, critic_loss, ppo_step
+from rollout.engine import SamplingParams
+from rollout.prompts import PromptBuilder
+from workers import launch
+from workers.roles.actor import ActorConfig
+from workers.roles.critic import CriticConfig, Values
 
 REWARD = '''
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -47,6 +52,28 @@ def test_the_critics_loss_by_hand():
     assert metrics["critic/vf_clipfrac"].item() == 1
     loss, _ = critic_loss(PPOConfig(value_clip=None))(Values(torch.tensor([[0.5]])), data)
     assert loss.item() == pytest.approx(0.5**2 / 2)
+
+
+def test_a_step_of_the_warm_up_leaves_no_features_of_the_tower(tmp_path):
+    path = write_checkpoint("qwen2_5_vl", tmp_path)
+    prompts = PromptBuilder.from_pretrained(path, max_prompt_length=300)(ROWS[:2])
+    actor = ActorConfig(path, freeze_vision=True)
+
+    def score(rows):
+        return [{"score": float(number)} for number, _ in enumerate(rows)]
+
+    with launch(actor, actor.frozen(), score, critic=CriticConfig(path, freeze_vision=True)) as roles:
+        kept = [group.worker.module.kept for group in (roles.actor, roles.critic)]
+        encoded = []
+        for group in (roles.actor, roles.critic):
+            module = group.worker.module
+            module.register_forward_hook(lambda *_, module=module: encoded.append(bool(module.kept._kept)))
+        config = PPOConfig(critic_warmup=1, kl_coef=0.1, kl_in="reward")  # which needs the actor's log-probs
+        _, metrics = ppo_step(roles, prompts, config, SamplingParams(max_tokens=4))
+    assert "actor/pg_loss" not in metrics
+    assert all(encoded)
+    assert len(encoded) >= 2
+    assert not any(each._kept for each in kept)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
 """The experts that the Hugging Face engine records, against those that its model chooses when it reads a whole row at once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
-from dataproto.errors import InvalidRow
+from dataproto.errors import InvalidConfig, InvalidRow
 from helpers.batches import padded_log_probs, prompt_batch
+from helpers.checkpoints import write_checkpoint
+from helpers.engines import ROWS
 from helpers.routes import routes_of
 from helpers.tiny_models import MOE_TYPES, tiny_model
 from rollout.engine import Completion, SamplingParams, returns_experts
 from rollout.hf import HFEngine
+from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests, collate_experts
+from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
 CPU = torch.device("cpu")
 SAMPLED = SamplingParams(n=2, max_tokens=6, seed=1, ignore_eos=True)
@@ -112,6 +118,28 @@ def test_experts_of_other_tokens_are_refused():
     done = Completion(0, [5, 2], [-0.5, -0.1], "stop", routed_experts=torch.zeros(4, 1, 1))
     with pytest.raises(InvalidRow, match="3 tokens were read"):
         collate_experts([done], [2], 1)
+
+
+def test_responses_of_which_some_have_no_experts_are_refused(engine):
+    prompts = prompts_for(engine)
+    done = list(engine.generate(build_requests(prompts, SAMPLED), SAMPLED))
+    mixed = [replace(each, routed_experts=None) if each.request in (2, 5) else each for each in done]
+    with pytest.raises(InvalidRow, match=r"row 2: .* for 2 of 6 responses: turn routing replay off"):
+        attach_responses(prompts, mixed, SAMPLED, engine.family, pad_token_id=0)
+
+
+def test_an_engine_that_names_no_experts_is_refused(tmp_path):
+    """Else replay would be off, and nobody would know."""
+    path = write_checkpoint("qwen3_vl_moe", tmp_path)
+    prompts = PromptBuilder.from_pretrained(path, max_prompt_length=300)(ROWS[:1])
+    worker = RolloutWorker(RolloutConfig(path, "hf"), lambda dtype: weights)
+    weights = list(worker.engine.model.named_parameters())
+    generate = worker.engine.generate
+    worker.engine.generate = lambda *given: (replace(each, routed_experts=None) for each in generate(*given))
+    with pytest.raises(InvalidConfig, match="'hf' has named no experts of its responses, which routing replay needs"):
+        worker.generate(prompts, SamplingParams(max_tokens=2))
+    worker.replays = False
+    assert ROUTED_EXPERTS not in worker.generate(prompts, SamplingParams(max_tokens=2))
 
 
 def test_engines_say_whether_they_return_experts():

@@ -7,6 +7,7 @@ import torch
 
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
+from dataproto.vlm import family_of
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, publish, start
 from helpers.routes import differences_with_and_without, write_like_a3b
@@ -14,6 +15,7 @@ from rollout.engine import SamplingParams, create_engine
 from rollout.hf.hf_engine import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
+from rollout.vllm.versions import prefixes_within_blocks, recording_options, set_environment
 from workers.roles.actor import ActorConfig, ActorWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
@@ -58,6 +60,32 @@ def test_interrupted_responses_keep_their_experts(family):
     done = [type(each)(**vars(each) | {"request": numbers[each.request]}) for each in done]
     ours = attach_responses(family.prompts, done, SAMPLED, family.builder.family, pad_token_id=0)
     assert_same_experts(ours, generate(family, family.hf, SAMPLED))
+
+
+def test_experts_are_recorded_again_after_a_sleep_has_freed_them(family):
+    slots = family.vllm.sampler.expert_slots
+    before = generate(family, family.vllm, SAMPLED)
+    assert slots.slots.nbytes > 0
+    slots.clear()
+    family.vllm.sleep()  # which clears the cached prefixes
+    assert slots.slots.nbytes == 0
+    assert_same_experts(generate(family, family.vllm, SAMPLED), before)
+
+
+def test_no_step_is_scheduled_ahead_of_its_tokens(family):
+    assert family.vllm.llm.llm_engine.vllm_config.scheduler_config.async_scheduling is False
+
+
+def test_prefixes_are_found_in_whole_blocks():
+    """vLLM copies a block of which a request uses a part, and its experts would not be copied."""
+    set_environment()
+    from vllm import EngineArgs
+
+    recurrent = prefixes_within_blocks(family_of("qwen3_5_moe"))
+    args = EngineArgs("model", **recurrent | recording_options())
+    assert getattr(args, "prefix_match_unit", None) is None
+    assert args.async_scheduling is False
+    assert getattr(EngineArgs("model", **recurrent), "prefix_match_unit", 16) == 16
 
 
 def test_the_difference_of_engine_and_actor_halves(tmp_path):

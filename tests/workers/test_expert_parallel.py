@@ -18,9 +18,12 @@ from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
+from workers.ranks.autograd_collectives import local_part
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import ReferenceWorker
+from workers.roles.reference import reference_worker
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
 
@@ -108,6 +111,17 @@ def learn(path, data, layout=None, folder=None, resume=None):
     return curve, scores, weights, restored
 
 
+def base_and_adapted(path, data, layout=None):
+    """Log-probs of the reference and of the actor, whose adapters have moved."""
+    config = ActorConfig(path, lora_rank=2)
+    actor = ActorWorker(config, CPU, Ranks() if layout is None else joined(layout))
+    for weight in actor.model.optimizer.parameters:
+        local_part(weight.data).add_(0.1)
+    reference = reference_worker(config.frozen(), actor)
+    assert reference.module is actor.module
+    return reference.log_probs(data)["ref_log_prob"], actor.log_probs(data)["old_log_probs"]
+
+
 TWO = {
     "dp 2": partial(equals_one_process, Layout(dp=2, ep=2)),
     "sp 2": partial(equals_one_process, Layout(sp=2, ep=2)),
@@ -162,6 +176,7 @@ def outcomes(checkpoint, tmp_path_factory):
     # Ranks along sp share their rows, so that both are given all of them.
     learning = partial(learn, *checkpoint, Layout(sp=2, ep=2), tmp_path_factory.mktemp("saved"))
     cases = TWO | CHECKS | {"refusals": refusals, "learning": learning}
+    cases["reference"] = partial(base_and_adapted, *checkpoint, Layout(dp=2, ep=2))
     return run_ranks(2, cases, tmp_path_factory.mktemp("two"))
 
 
@@ -206,6 +221,17 @@ def test_five_steps_are_those_of_one_process(outcomes, outcomes_of_four, alone, 
         for name, weight in outcome[2].items():
             assert (weight - weights[name]).abs().mean() < 1e-4, name
         assert outcome[3]  # what was saved came back
+
+
+def test_the_reference_of_split_experts_has_no_adapters(outcomes, checkpoint):
+    path, data = checkpoint
+    base = ReferenceWorker(ActorConfig(path).frozen(), CPU).log_probs(data)["ref_log_prob"]
+    _, adapted = base_and_adapted(path, data)
+    assert (adapted - base).abs().max() > 0.1
+    for outcome in outcomes["reference"]:
+        assert not isinstance(outcome, str), outcome
+        torch.testing.assert_close(outcome[0], base, atol=1e-5, rtol=0)
+        torch.testing.assert_close(outcome[1], adapted, atol=1e-5, rtol=0)
 
 
 def test_one_process_goes_on_from_four(outcomes_of_four, checkpoint, saved):

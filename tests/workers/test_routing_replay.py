@@ -23,6 +23,7 @@ from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests
 from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.reference import reference_worker
 from workers.training.forward_pass import forward_rows, pack, sharing
 from workers.training.row_checks import check_rows
 
@@ -202,3 +203,28 @@ def test_the_difference_of_engine_and_actor_halves(tmp_path):
     actor = ActorWorker(ActorConfig(path, dtype="bfloat16"), CPU)
     replayed, plain = differences_with_and_without(actor, data)
     assert replayed <= plain / 2, f"mean difference {replayed:.2e} with replay, {plain:.2e} without"
+
+
+def test_the_actor_without_its_adapters_chooses_for_itself(tmp_path):
+    """As a reference with a model of its own; the actor goes on replaying, also after an error."""
+    tiny_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    config = ActorConfig(str(tmp_path), lora_rank=2)
+    actor = ActorWorker(config, CPU)
+    reference = reference_worker(config.frozen(), actor)
+    plain = mixed_rows(actor.module.model.config)
+    data = with_routes(actor.module.model.config, plain)
+    replayed, chosen = (actor.log_probs(rows)["old_log_probs"] for rows in (data, plain))
+    assert (replayed - chosen).abs().max() > 1e-3
+    assert torch.equal(reference.log_probs(data)["ref_log_prob"], chosen)
+    with pytest.raises(MissingColumn):
+        reference.log_probs(data.select(["input_ids"]))
+    assert torch.equal(actor.log_probs(data)["old_log_probs"], replayed)
+
+
+def test_log_probs_of_all_tokens_use_the_recorded_experts(tmp_path):
+    tiny_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    actor = ActorWorker(ActorConfig(str(tmp_path)), CPU)
+    data = with_routes(actor.module.model.config, mixed_rows(actor.module.model.config))
+    mask = data["response_mask"].bool()
+    found = actor.compute_logprobs(data)[:, -mask.shape[1] :]
+    torch.testing.assert_close(found[mask], actor.log_probs(data)["old_log_probs"][mask], atol=1e-5, rtol=0)

@@ -159,8 +159,38 @@ def test_features_are_kept_of_towers_that_are_not_trained_alone(checkpoint):
     assert not torch.equal(other, before)
     frozen.module.forget_features()
     assert torch.equal(frozen.log_probs(changed)["old_log_probs"], other)
-    frozen.module.kept.max_bytes = 0  # what is kept is forgotten before a call, never within it
+    frozen.module.kept.max_bytes = 0
     torch.testing.assert_close(frozen.log_probs(data)["old_log_probs"], before, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_no_more_features_are_kept_than_there_is_room_for(checkpoint, model_type):
+    """Within a call too. The tower then runs in each pass for the others."""
+    config = ActorConfig(checkpoint(model_type), token_budget=25, scoring_token_budget=25, freeze_vision=True)
+    actor, plain = ActorWorker(config, CPU), ActorWorker(config, CPU)
+    kept, plain.module.kept = actor.module.kept, None
+    family, model = actor.module.family, actor.module.model.config
+    one = (1 + family.deep_layers(model)) * model.get_text_config().hidden_size * 4  # bytes of a feature
+    kept.max_bytes, sizes, runs = 10 * one, [], []
+
+    def measure(*_):
+        sizes.append(sum(features.untyped_storage().nbytes() for _, features in kept._kept.values()))
+
+    actor.module.register_forward_hook(measure)
+    tower = actor.module.model.get_submodule(actor.module.family.vision_tower)
+    tower.register_forward_pre_hook(lambda *_, **__: runs.append(1))
+    data = rows(model_type)
+    for _ in range(2):
+        ours, theirs = (each.log_probs(data)["old_log_probs"] for each in (actor, plain))
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert max(sizes) == sizes[-1] == 6 * one  # of the first prompt; the other one's 13 have no room
+    whole = len([part for part in plain.model.micro_batches(data, backward=False) if part.tower])
+    assert whole < len(runs) < 2 * whole
+    actor.log_probs(rows(model_type)[2:])  # other media; those of an earlier call go first
+    ours, theirs = (each.update(data, pg_loss, minibatch=2, epochs=2) for each in (actor, plain))
+    assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+    assert max(sizes) <= kept.max_bytes
+    assert not kept._kept
 
 
 def test_adapters_are_on_again_after_an_error(checkpoint):

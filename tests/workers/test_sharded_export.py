@@ -119,6 +119,20 @@ def a_full_disk_is_told_on_all(layout: Layout, behind: bool) -> str:
     return "written"
 
 
+def ranks_that_see_other_files_have_one_plan(layout: Layout) -> list[str]:
+    """The last rank finds weights in the checkpoint that the model does not use, the first one does not."""
+    ranks = init_ranks(layout, CPU)
+    worker, stage = ActorWorker(ActorConfig(str(folder() / "qwen3")), CPU, ranks), ShardedExport._stage
+
+    def differing(export: ShardedExport) -> StageWeights:
+        found = stage(export)
+        return StageWeights(found.sizes | ({"mtp.weight": 10**9} if export.rank else {}), found.ranks)
+
+    with mock.patch.object(ShardedExport, "_stage", differing):
+        export = ShardedExport(folder() / "plan", worker.module.model, worker.module.family, ranks, None)
+    return [file.file for file in export.mine]
+
+
 def an_export_replaces_one_of_more_files(layout: Layout) -> None:
     """Files of the export before are gone."""
     ranks = init_ranks(layout, CPU)
@@ -173,6 +187,7 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(checkpoints, tmp_path_factory):
     others = {"again": partial(an_export_replaces_one_of_more_files, DP)}
+    others["plan"] = partial(ranks_that_see_other_files_have_one_plan, DP)
     full = {f"full {behind}": each for behind, each in FULL.items()}
     return run_ranks(2, SCENARIOS | others | full, tmp_path_factory.mktemp("two"))
 
@@ -205,6 +220,32 @@ def test_a_rank_that_cannot_write_is_named_on_all(outcomes, behind):
 @pytest.mark.slow
 def test_an_earlier_export_is_replaced(outcomes):
     assert outcomes["again"] == [None, None]
+
+
+@pytest.mark.slow
+def test_ranks_write_the_files_of_one_plan(outcomes):
+    assert outcomes["plan"] == [["model-00001-of-00002.safetensors"], ["model-00002-of-00002.safetensors"]]
+
+
+def test_a_file_that_lacks_a_weight_is_an_error(checkpoints, tmp_path):
+    worker = ActorWorker(ActorConfig(str(checkpoints / "qwen3")), CPU)
+    gathered = list(sharded_export.named_weights(worker.module.model, None, worker.module.family.in_float32))
+    lost = gathered.pop()[0]
+    with (
+        mock.patch.object(sharded_export, "named_weights", return_value=gathered),
+        pytest.raises(CheckpointError, match=f"rank 0: model.safetensors lacks 1 weights: {lost}"),
+    ):
+        worker.save(tmp_path / "lost")
+
+
+def test_any_error_as_an_export_is_completed_is_told_on_all(checkpoints, tmp_path):
+    """The other ranks wait for the first one."""
+    worker = ActorWorker(ActorConfig(str(checkpoints / "qwen3")), CPU)
+    with (
+        mock.patch.object(ShardedExport, "_complete", side_effect=ValueError("no such option")),
+        pytest.raises(CheckpointError, match="rank 0: ValueError: no such option"),
+    ):
+        worker.save(tmp_path / "failed")
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,28 @@ def an_error_leaves_nothing_behind():
     assert all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
 
 
+def a_failed_scoring_pass_frees_what_it_gathered():
+    """Else the root's weights stay whole until the next pass."""
+    actor = worker(unsharded="nothing")
+    data, seen = share(actor, rows()), []
+    sharded = {
+        name: weight.shape for name, weight in actor.module.named_parameters() if local_part(weight) is not weight
+    }
+
+    def failing(*_):
+        seen.append(1)
+        if len(seen) == 2:
+            raise ValueError("the second micro-batch")
+
+    hook = actor.module.register_forward_hook(failing)
+    with pytest.raises(ValueError, match="second"):
+        actor.log_probs(data)
+    hook.remove()
+    after = {name: weight.shape for name, weight in actor.module.named_parameters() if local_part(weight) is not weight}
+    assert sharded == after
+    assert sharded
+
+
 def one_step_is_the_same(**options):
     """After a step the weights of all ways are the same; also with a frozen tower, which the last pass need not run."""
     weights = {}
@@ -177,6 +199,7 @@ SCENARIOS = {
     "gradients": gradients_and_collectives,
     "scores": scores_and_gathers,
     "error": an_error_leaves_nothing_behind,
+    "error in scoring": a_failed_scoring_pass_frees_what_it_gathered,
     "adapters": partial(one_step_is_the_same, lora_rank=2),
     "frozen tower": partial(one_step_is_the_same, freeze_vision=True),
 }

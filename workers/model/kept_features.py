@@ -1,6 +1,6 @@
 """Features of images and videos by a vision tower that is not trained, computed once for all passes of a step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,46 +39,70 @@ class Wanted:
     missing: Sequence[Medium]
     inputs: dict[str, Tensor]
     kept: dict[Key, tuple[Medium, Tensor]] = field(repr=False)
+    chosen: Set[Key] = field(repr=False)  # those to keep
 
     def joined(self, features: Tensor | None) -> Tensor | None:
         """The features ``(F, levels, H)`` of all media.
 
         Args:
-            features: of the missing ones, which are kept from now on; without any they are those of a dummy image, or ``None``.
+            features: of the missing ones, which are kept from now on if they are chosen; without any they are those of a dummy
+                image, or ``None``.
         """
         if not self.media:
             return features
+        found: dict[Key, Tensor] = {}
         if self.missing:
             assert features is not None
             parts = features.detach().split([medium.count for medium in self.missing])
-            self.kept.update({medium.key: (medium, part) for medium, part in zip(self.missing, parts, strict=True)})
-        return torch.cat([self.kept[medium.key][1] for medium in self.media])
+            found = {medium.key: part for medium, part in zip(self.missing, parts, strict=True)}
+        joined = torch.cat([found[key] if key in found else self.kept[key][1] for key in (m.key for m in self.media)])
+        # Copies, since a part is a view that would keep the memory of all.
+        stored = [medium for medium in self.missing if medium.key in self.chosen]
+        self.kept.update({medium.key: (medium, found[medium.key].clone()) for medium in stored})
+        return joined
 
 
 class KeptFeatures:
-    """Features of the media of a step; `clear` forgets them.
+    """Features of the media of a step, of a limited size; `clear` forgets them.
 
     The media's tensors are kept too, so that their memory tells what they are.
     """
 
-    def __init__(self, family: VLMFamily, config: Any, max_bytes: int = 1 << 30) -> None:
-        """``max_bytes`` of features are kept from one call to the next."""
+    def __init__(self, family: VLMFamily, config: Any, dtype: torch.dtype, max_bytes: int = 1 << 30) -> None:
+        """At most ``max_bytes`` of features, in ``dtype``, are kept at a time."""
         self.family, self.config, self.max_bytes = family, config, max_bytes
+        levels, width = 1 + family.deep_layers(config), int(config.get_text_config().hidden_size)
+        self.bytes_of_one = levels * width * dtype.itemsize
         self._kept: dict[Key, tuple[Medium, Tensor]] = {}
+        self._chosen: set[Key] = set()
 
     def clear(self) -> None:
         """Forgets all features."""
         self._kept.clear()
+        self._chosen = set()
 
     def plan(self, parts: Sequence[Sequence[RowMedia]]) -> list[bool]:
-        """Whether the tower runs for each micro-batch of a call, from the media of its rows; nothing is forgotten in the call."""
-        while sum(features.nbytes for _, features in self._kept.values()) > self.max_bytes:
-            del self._kept[next(iter(self._kept))]
+        """Whether the tower runs for each micro-batch of a call, from the media of its rows.
+
+        The first media of the call are kept, as many as there is room for, and those of earlier calls that leave it; nothing is
+        forgotten before the next call.
+        """
+        media = [{medium.key: medium for medium in self._media(rows)} for rows in parts]
+        sizes = {key: medium.count * self.bytes_of_one for part in media for key, medium in part.items()}
+        earlier = {key: medium.count * self.bytes_of_one for key, (medium, _) in reversed(self._kept.items())}
+        chosen: set[Key] = set()
+        used = 0
+        for key, size in (sizes | earlier).items():
+            if used + size <= self.max_bytes:
+                chosen.add(key)
+                used += size
+        for key in self._kept.keys() - chosen:
+            del self._kept[key]
+        self._chosen = chosen
         known, runs = set(self._kept), []
-        for rows in parts:
-            keys = {medium.key for medium in self._media(rows)}
-            runs.append(not keys <= known)
-            known |= keys
+        for part in media:
+            runs.append(not part.keys() <= known)
+            known |= part.keys() & chosen
         return runs
 
     def wanted(self, rows: Sequence[RowMedia]) -> Wanted:
@@ -86,7 +110,7 @@ class KeptFeatures:
         media = list(self._media(rows))
         missing = [medium for medium in media if medium.key not in self._kept]
         inputs = self.family.distinct_media([medium.inputs for medium in missing], self.config).inputs
-        return Wanted(media, missing, inputs, self._kept)
+        return Wanted(media, missing, inputs, self._kept, self._chosen)
 
     def _media(self, rows: Sequence[RowMedia]) -> Iterator[Medium]:
         """Each distinct medium once, in the order of `VLMFamily.distinct_media`."""

@@ -112,7 +112,7 @@ class AdaptedExperts(nn.Module):
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """In here the model computes as it did before it had adapters."""
-    adapted = [layer for layer in model.modules() if hasattr(layer, ADAPTERS_OFF)]
+    adapted = list(_with_adapters(model))
     for layer in adapted:
         turn_adapters(layer, ADAPTERS_OFF, off=True)
     try:
@@ -120,6 +120,15 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in adapted:
             turn_adapters(layer, ADAPTERS_OFF, off=False)
+
+
+def _with_adapters(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers that have adapters. What replaces a module of experts keeps it, unregistered, as ``compute[0]``."""
+    for module in model.modules():
+        layers = [module]
+        while isinstance(inner := getattr(layers[-1], "compute", None), tuple):
+            layers += inner
+        yield from (layer for layer in layers if hasattr(layer, ADAPTERS_OFF))
 
 
 def base_name(name: str) -> str | None:

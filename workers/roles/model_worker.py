@@ -151,6 +151,11 @@ class TrainedWorker(ModelWorker):
         return update.finish()
 
     @dispatch("all")
+    def forget_features(self) -> None:
+        """Forgets the features of a vision tower that is not trained, at the end of a step without an update of this model."""
+        self.module.forget_features()
+
+    @dispatch("all")
     def save(self, directory: Path, behind: bool = False) -> None:
         """Writes the weights as a Hugging Face checkpoint, adapters merged, and the training state beside it.
 

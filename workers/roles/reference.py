@@ -18,9 +18,13 @@ class BaseReferenceWorker(ReferenceWorker):
 
     @dispatch(split=split_scoring, join=join_rows)
     def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
-        """As `ReferenceWorker.log_probs`."""
-        with without_adapters(self.module.model):
-            return super().log_probs(data, into, entropy)
+        """As `ReferenceWorker.log_probs`. It chooses experts for itself, as a reference with a model of its own does."""
+        replays, self.module.replays_routing = self.module.replays_routing, False
+        try:
+            with without_adapters(self.module.model):
+                return super().log_probs(data, into, entropy)
+        finally:
+            self.module.replays_routing = replays
 
 
 def reference_worker(config: PolicyConfig, actor: ActorWorker) -> ReferenceWorker:

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dataproto import DataProto
+from dataproto.columns import ROUTED_EXPERTS
+from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams, create_engine, returns_experts
@@ -91,8 +93,9 @@ class RolloutWorker:
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.family = checkpoint_family(config.model_path)
-        options = {"routed_experts": True} if replays_routing(config, self.family) else {}
-        self.engine = create_engine(config.engine, config.model_path, **options | config.options)
+        options = {"routed_experts": True} | config.options if replays_routing(config, self.family) else config.options
+        self.replays = bool(options.get("routed_experts"))
+        self.engine = create_engine(config.engine, config.model_path, **options)
         self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self._calls = 0
         self._held = HeldEpisodes()
@@ -115,6 +118,7 @@ class RolloutWorker:
                 shared = sharding.preprocess_data(self._numbered(prompts))
                 completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
+                self._check_experts(rollouts)
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE])
@@ -251,6 +255,14 @@ class RolloutWorker:
         path, options = self.config.model_path, {"max_prompt_length": NO_LIMIT} | self.config.prompts
         builder = PromptBuilder.from_pretrained(path, **options)
         return TurnRenderer(builder, end_ids(generation_config(path, builder.config)))
+
+    def _check_experts(self, rollouts: DataProto) -> None:
+        """Refuses responses without experts where the actor is to use the engine's."""
+        if self.replays and len(rollouts) and ROUTED_EXPERTS not in rollouts:
+            raise InvalidConfig(
+                f"the engine {self.config.engine!r} has named no experts of its responses, which routing replay needs: turn it "
+                "off (--rollout.no-replay-routing)"
+            )
 
     def _numbered(self, prompts: DataProto) -> DataProto:
         """The prompts with the column `OCCURRENCE`, counted over all data-parallel ranks."""

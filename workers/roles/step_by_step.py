@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
+from dataproto.ragged import RaggedTensor
 from workers.model.packed_model import Outputs, PackedVLM
 from workers.training.forward_pass import LossFn, token_types
 
@@ -79,7 +81,19 @@ def every_token(data: DataProto, module: PackedVLM) -> DataProto:
         rows.pop(["targets"])
     if "response_mask" not in rows:
         rows["response_mask"] = ids[:, :0]
+    if PROMPT_ROUTED_EXPERTS in rows and ROUTED_EXPERTS in rows:
+        rows[PROMPT_ROUTED_EXPERTS], rows[ROUTED_EXPERTS] = _split_at_first(rows)
     rows["mm_token_type_ids"] = token_types(module, rows)
     rows["response_mask"] = torch.zeros_like(ids[:, 1:])
     rows["response_mask"] = scored_targets(rows, module)
     return rows
+
+
+def _split_at_first(rows: DataProto) -> tuple[RaggedTensor, RaggedTensor]:
+    """The recorded experts of what `every_token` makes the prompt, the first place of a row, and of all others."""
+    firsts, others = [], []
+    for row, first in enumerate(rows["attention_mask"][:, 0].bool().tolist()):
+        experts = torch.cat([rows[PROMPT_ROUTED_EXPERTS][row], rows[ROUTED_EXPERTS][row]])
+        firsts.append(experts[: int(first)])
+        others.append(experts[int(first) :])
+    return RaggedTensor.from_list(firsts), RaggedTensor.from_list(others)

@@ -57,7 +57,7 @@ def load_packed(
     with ranks.fail_together():
         fill(module, "model.", files, sources, hollow)
     if trains and ranks.size("pp") == 1 and keeps_features(model, family):
-        module.kept = KeptFeatures(family, model.config)
+        module.kept = KeptFeatures(family, model.config, compute_dtype(config.dtype, device.type))
     return module, transforms
 
 

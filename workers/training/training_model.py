@@ -136,14 +136,13 @@ class TrainingModel:
                     found[1, rows] = outputs.entropy
             return outputs.scores.new_zeros(())
 
-        with torch.no_grad(), self.precision.compute(), self._keep_gathered(backward=False):
+        with torch.no_grad(), self.precision.compute(), self._resharded(), self._keep_gathered(backward=False):
             parts = self.micro_batches(data, backward=False)
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, keep, entropy)
             else:
                 for part in parts:
                     keep(part, self._outputs(part, entropy))
-        self._reshard()
         on_host = found.cpu()  # once a call: the host prepares micro-batches while the device computes
         columns = self.ranks.broadcast_from_last(dict(zip(names, on_host, strict=True)), "pp")
         with self.ranks.fail_together():
@@ -240,6 +239,14 @@ class TrainingModel:
             for transform in self.transforms:
                 stack.enter_context(transform.keep_gathered(self.module, backward))
             yield
+
+    @contextmanager
+    def _resharded(self) -> Iterator[None]:
+        """Frees gathered weights at the end, also after an error."""
+        try:
+            yield
+        finally:
+            self._reshard()
 
     def _reshard(self) -> None:
         for transform in self.transforms:

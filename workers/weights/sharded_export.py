@@ -117,7 +117,9 @@ class ShardedExport:
         keep_conversions(self.shell, [each for each in conversions if not isinstance(each, PrefixChange)])
         self.unused = UnusedWeights(model, family)
         layers = [path for path in (family.vision_blocks, family.decoder_layers) if path is not None]
-        files = plan_export(ranks.all_gather(self._stage(), "pp"), layers, FILE_BYTES)
+        stages = ranks.all_gather(self._stage(), "pp")
+        (stages, *_) = ranks.all_gather(stages, "dp", "sp", "tp")  # ranks that see other files have the same plan
+        files = plan_export(stages, layers, FILE_BYTES)
         self.mine = [file for file in files if file.writer == self.rank]
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
         self._writing: Future[None] | None = None
@@ -142,6 +144,9 @@ class ShardedExport:
                 self._waiting.append((file, filling.pop(file.file)))
                 if not behind:
                     self._write_waiting()
+        for file in (file for file in self.mine if file.file in filling):
+            lacking = sorted(file.weights - filling[file.file].keys() - self.unused.sizes.keys())
+            self._error = self._error or f"{file.file} lacks {len(lacking)} weights: {', '.join(lacking[:3])}"
 
     def finish(self, group: ProcessGroup | None = None) -> None:
         """Writes what is kept, waits for all ranks, and makes the export complete.
@@ -159,7 +164,7 @@ class ShardedExport:
         if self.rank == 0 and not any(error for error, _ in outcomes):
             try:
                 self._complete({name: place for _, places in outcomes for name, place in places.items()})
-            except OSError as error:
+            except Exception as error:  # whatever it is: the other ranks wait for it
                 self._error = _reason(error)
         outcomes = self._gather((self._error, {}), group)
         failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error is not None]

@@ -58,6 +58,10 @@ class ExpertSlots:
             self.slots = torch.zeros(size, *self.tail, dtype=self.dtype, device=self.step.device)
         self.slots.index_copy_(0, places.long(), self.step[: len(places)])
 
+    def clear(self) -> None:
+        """Frees the memory of the experts; `record` allocates it again."""
+        self.slots = self.step[:0]
+
     def of(self, name: str, tokens: int) -> Tensor | None:
         """The experts ``(n, M, k)``, on the host, of the first ``tokens`` tokens of a request, by vLLM's own name of it. ``None``
         if its tokens are not in the cache.

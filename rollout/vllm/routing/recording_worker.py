@@ -19,3 +19,8 @@ class RecordingWorker(Worker):
         """Loads the model; see vLLM."""
         super().load_model(*args, **kwargs)
         self.expert_slots = ExpertSlots(self)
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        """Frees memory; see vLLM. The experts belong to the KV cache, which a sleep drops."""
+        self.expert_slots.clear()
+        super().sleep(*args, **kwargs)
