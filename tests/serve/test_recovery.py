@@ -8,6 +8,7 @@ import pytest
 
 from dataproto.errors import CheckpointError, InvalidConfig
 from helpers.fronts import Front, Recording, drive, until
+from recipes.serve.backend import LoraSpec
 from recipes.serve.front import recovery, scheduler
 from recipes.serve.front.service import DATABASE_FILE
 from recipes.serve.ledger import database
@@ -276,6 +277,28 @@ def test_a_stand_in_that_cannot_be_made_is_left_out(tmp_path, monkeypatch, error
         assert stepped["metrics"]["grad_norm"] == float(np.linalg.norm(gradient))
         assert fresh.groups == [["b"]]
         assert "steps" in (await front.result(await front.submit(a, 4, None)))["metrics"]
+
+    drive(work, tmp_path)
+
+
+def test_all_weights_have_no_stand_in(tmp_path, monkeypatch):
+    """They are computed by themselves, and a copy of them may find no room."""
+
+    async def work(front: Front):
+        a, b = await joint_round(front)
+        await front.result(await front.submit(a, 3, None))
+        await until(lambda: a.snapshot is not None)
+        create = Recording.create
+
+        def of_any_weights(self, model_id, base_model, lora, **options):
+            create(self, model_id, base_model, lora or LoraSpec(4), **options)
+
+        monkeypatch.setattr(Recording, "create", of_any_weights)
+        a.lora = None
+        fresh = await front.lose_engine()
+        await front.result(await front.submit(b, 2, None))
+        assert fresh.groups == [["b"]]
+        assert set(fresh.models) == {"a", "b"}
 
     drive(work, tmp_path)
 
