@@ -75,6 +75,8 @@ class VLMFamily(ForwardCosts):
     """``None``: the model reads text alone."""
     vision_blocks: str | None = "model.visual.blocks"
     """The list of the tower's repeated layers."""
+    gated_tower: bool = False
+    """The tower's MLP multiplies two products, of which an activation gates one."""
     mergers: tuple[str, ...] = ("model.visual.merger",)
     """Modules, inside or outside of the tower, that join patches into features."""
     language_model: str = "model.language_model"

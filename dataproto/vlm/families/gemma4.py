@@ -118,6 +118,7 @@ class Gemma4(VLMFamily):
     numbered_layers = True
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
+    gated_tower = True
     mergers = ("model.embed_vision",)
 
     def check_supported(self, config: Any) -> None:
