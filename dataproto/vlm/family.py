@@ -107,6 +107,8 @@ class VLMFamily(ForwardCosts):
     """Special tokens, as text, that the processor puts before and after the placeholders of an image. Empty if the chat template
     writes them.
     """
+    processor_tokens: tuple[str, ...] = ()
+    """Further special tokens, as text, that the processor writes around and between the parts of an image."""
     typed_content: bool = False
     """The chat template reads lists of parts alone: of content that is a string it would write nothing."""
     mrope: bool = True
