@@ -75,6 +75,8 @@ class VLMFamily(ForwardCosts):
     """``None``: the model reads text alone."""
     vision_blocks: str | None = "model.visual.blocks"
     """The list of the tower's repeated layers."""
+    gated_tower: bool = False
+    """The tower's MLP multiplies two products, of which an activation gates one."""
     mergers: tuple[str, ...] = ("model.visual.merger",)
     """Modules, inside or outside of the tower, that join patches into features."""
     language_model: str = "model.language_model"
@@ -105,6 +107,8 @@ class VLMFamily(ForwardCosts):
     """Special tokens, as text, that the processor puts before and after the placeholders of an image. Empty if the chat template
     writes them.
     """
+    processor_tokens: tuple[str, ...] = ()
+    """Further special tokens, as text, that the processor writes around and between the parts of an image."""
     typed_content: bool = False
     """The chat template reads lists of parts alone: of content that is a string it would write nothing."""
     mrope: bool = True

@@ -215,11 +215,26 @@ def gathered_bytes(text: Any, device: Device, part: MicroBatchSize) -> float:
 
 
 def mlp_width(text: Any) -> int:
-    """Numbers between the two products of a layer's MLP; of a mixture, those of the experts that a token is sent to."""
-    experts = getattr(text, "num_experts_per_tok", None)
-    if experts and getattr(text, "moe_intermediate_size", None):
-        return int(experts) * (int(text.moe_intermediate_size) + int(text.hidden_size) // 2)
-    return int(text.intermediate_size)
+    """Numbers between the two products of a layer's MLP; of a mixture, those of the experts that a token is sent to and of the
+    experts that all tokens share. If the first layers are dense, the mean of all layers, rounded up.
+
+    >>> from types import SimpleNamespace
+    >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    >>> mlp_width(SimpleNamespace(**sizes)), mlp_width(SimpleNamespace(**sizes, n_shared_experts=1))
+    (128, 160)
+    >>> mlp_width(SimpleNamespace(**sizes, first_k_dense_replace=1, num_hidden_layers=4))
+    120
+    """
+    experts, width = getattr(text, "num_experts_per_tok", None), getattr(text, "moe_intermediate_size", None)
+    if not experts or not width:
+        return int(text.intermediate_size)
+    shared = (getattr(text, "n_shared_experts", None) or 0) * int(width)
+    shared += getattr(text, "shared_expert_intermediate_size", None) or 0
+    sparse = int(experts) * (int(width) + int(text.hidden_size) // 2) + int(shared)
+    if not (dense := int(getattr(text, "first_k_dense_replace", None) or 0)):
+        return sparse
+    layers = int(text.num_hidden_layers)
+    return -(-(dense * int(text.intermediate_size) + (layers - dense) * sparse) // layers)
 
 
 def _per_token(width: int, text: Any) -> int:
@@ -243,8 +258,7 @@ def tower_bytes(config: Any, compute: ModelConfig, device: Device, trained: bool
         wide = int(width * vision.mlp_ratio)
     padded = width if device.on_cpu else -(-width // heads // 32) * 32 * heads
     attention = 4 * width if padded == width else 3 * width + 4 * padded
-    gated = config.model_type in ("qwen2_5_vl", "glm4v")
-    inner = 4 * wide if gated else 2 * wide
+    inner = 4 * wide if family_of(config).gated_tower else 2 * wide
     layer = 2 * width + attention + inner * 3 // 4 if compute.compile else 6 * width + attention + inner
     selective = 3 * width + 3 * width + padded + inner // 2
     if not trained or compute.freeze_vision:

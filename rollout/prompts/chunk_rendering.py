@@ -254,7 +254,24 @@ class ChunkRenderer:
                     images.append(image)
             except DataProtoError as error:
                 raise InvalidChunk(f"chunk {number} ({chunk.type}): {error}") from error
+        self._check_neighbours(parts)
         return parts, tuple(images)
+
+    def _check_neighbours(self, parts: Sequence[Part]) -> None:
+        """Raises `InvalidChunk` if the model's tokenizer would join the text around an image with the tokens beside it: a chunk's
+        tokens are kept as they are, so the model would read other tokens than in a prompt of messages.
+        """
+        family, config, place = self.builder.family, self.builder.config, 0
+        ids = self._raw_ids(parts)
+        for number, part in enumerate(parts):
+            beside = ids[max(place - 1, 0) : place + 2]
+            if part.types is not None and family.joined_tokens(beside, config, self.builder.encode_text):
+                raise InvalidChunk(
+                    f"chunk {number} is an image, and models of type {family.model_type} join the line breaks around it with "
+                    "those beside it in one token: leave them out of the chunks beside it, or make such prompts with a "
+                    "PromptBuilder"
+                )
+            place += len(part.ids) if part.types is None else 1
 
     def _text(self, chunk: EncodedTextChunk) -> Part:
         ids = chunk.ids()

@@ -90,7 +90,8 @@ class PromptBuilder:
         self.image_options = self.family.media_layout.processor_options(image_processor, min_pixels, max_pixels)
         self.media_tokens = self.family.media_tokens(config)
         media_tokens = tokenizer.convert_ids_to_tokens(list(self.family.banned_ids(config)))
-        self._media_strings = tuple(str(token) for token in [*media_tokens, *self.family.image_text] if token)
+        written = [*media_tokens, *self.family.image_text, *self.family.processor_tokens]
+        self._media_strings = tuple(str(token) for token in written if token)
         self._text_lengths: dict[str, int] = {"": 0}
         self.occurrences = 0
         """Number of prompts that have been given a uid."""

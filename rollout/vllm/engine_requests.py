@@ -96,15 +96,20 @@ class EngineRequest:
 
 def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:
     """The places of requests in an order in which, among ``window`` neighbours, the first request of each prompt comes before the
-    others.
+    others. Requests with images or videos stay in the order of the prompts.
 
     vLLM keeps a recurrent state at the end of a step. So the first samples of several prompts are read in one step, and the other
     samples go on from their states; in the order of the prompts, each would wait for the step of its first one.
+
+    vLLM caches images twice, where prompts are rendered, one after another, and where they are computed, and sends only those
+    that the first cache lacks. Both forget the same images only if requests come in the order in which they were rendered.
     """
     first = {id(request.input_ids): place for place, request in reversed(list(enumerate(requests)))}
-    return sorted(
-        range(len(requests)), key=lambda place: (place // window, first[id(requests[place].input_ids)] != place)
-    )
+    later = [
+        first[id(request.input_ids)] != place and not any(request.multi_modal_data.values())
+        for place, request in enumerate(requests)
+    ]
+    return sorted(range(len(requests)), key=lambda place: (place // window, later[place]))
 
 
 def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) -> Any:

@@ -6,6 +6,10 @@
 from dataproto.vlm import family_of
 from helpers.tiny_models import FURTHER_TYPES, MODEL_TYPES, TEXT_TYPES, WINDOWED_TYPES
 
+HF_ENGINE_TYPES = (*MODEL_TYPES, *FURTHER_TYPES)
+"""Families whose tokens from the HF engine are compared with a loop without a cache. One model of text alone stands for all."""
+TILED_TYPES = ("smolvlm", "idefics3")
+"""Families whose greedy tokens, from images in files, are compared with those of Hugging Face's ``generate``."""
 PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm", "gemma3", "gemma4", "qwen3")
 """Families of the tests of pipelines."""
 LAYOUT_TYPES = (*FURTHER_TYPES, "qwen2_vl", "internvl", "glm4v", "qwen3_5_moe", "idefics3", "gemma4")
@@ -60,14 +64,26 @@ def models_table() -> list[str]:
             lines.append(f"| {group} | {share} | {' | '.join([NOT_SUPPORTED] * 6)} |")
         for model_type in families:
             published = ", ".join(family_of(model_type).published) or "none"
-            shown = " | ".join([layouts(model_type), "yes", in_vllm(model_type), on_h200(model_type)])
+            shown = " | ".join(
+                [layouts(model_type), in_hf_engine(model_type), in_vllm(model_type), on_h200(model_type)]
+            )
             lines.append(f"| {group} | {share} | `{model_type}` | {published} | {shown} |")
     return lines
 
 
+def type_in_tests(model_type: str) -> str:
+    """The family that the tests run for it: a model of text alone stands for its like."""
+    return "qwen3" if model_type in TEXT_TYPES else model_type
+
+
+def in_hf_engine(model_type: str) -> str:
+    """Whether tests compare its tokens."""
+    return "yes" if type_in_tests(model_type) in (*HF_ENGINE_TYPES, *TILED_TYPES) else "not tested"
+
+
 def layouts(model_type: str) -> str:
-    """The degrees of parallelism that tests compare with one process; a model of text alone stands for its like."""
-    alike = "qwen3" if model_type in TEXT_TYPES else model_type
+    """The degrees of parallelism that tests compare with one process."""
+    alike = type_in_tests(model_type)
     every, extra = alike in LAYOUT_TYPES, family_of(alike).experts is not None
     found = [name for name in ("dp", "sp", "tp") if every or alike in MODEL_TYPES]
     found += ["pp"] * (every or alike in PIPELINE_TYPES)

@@ -13,7 +13,7 @@ from benchmarks.forecasts import GENERATIONS, UPDATES, batch_sizes, generation_r
 from benchmarks.workload import TINY, make_batch, model_config
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
-from helpers.tiny_models import WITH_FURTHER_TYPES, tiny_config, tiny_model
+from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, WITH_FURTHER_TYPES, tiny_config, tiny_model
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import draws
 from recipes.forecast import (
@@ -33,7 +33,7 @@ from recipes.forecast import (
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.calibration import text_rows, timed_rows
 from recipes.forecast.devices import Device, Overheads
-from recipes.forecast.role_memory import held, kv_bytes, scoring, updating, whole_gradients
+from recipes.forecast.role_memory import held, kv_bytes, mlp_width, scoring, tower_bytes, updating, whole_gradients
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import update_flops
 from recipes.plan import as_options, fit, main
@@ -116,6 +116,30 @@ def test_memory_worked_by_hand():
     assert (offloaded.device, offloaded.host) == (0, 8 * 140_704)
     assert held("reference", model_size(config, compute, trains=False), compute, Layout(), H200, False).moments == 0
     assert kv_bytes(config.get_text_config(), 2) == 2 * 2 * 32 * 2
+
+
+@pytest.mark.parametrize("model_type", [*VLM_TYPES, *FURTHER_TYPES, "idefics3"])
+def test_families_say_whether_the_towers_mlp_is_gated(model_type):
+    family = family_of(tiny_config(model_type))
+    blocks = tiny_model(model_type).get_submodule(family.vision_blocks)
+    assert family.gated_tower == any(name.endswith("gate_proj") for name, _ in blocks.named_modules())
+
+
+def test_gated_towers_keep_the_gate_and_shared_experts_are_counted():
+    """A compiled block keeps 3 numbers for each feature of a gated MLP; of GLM's 2 layers the first is dense, 96 wide,
+    the second sends a token to 2 experts of 32 (and 64 / 2 for its states), and one of 32 is shared.
+    """
+    text = tiny_config("glm4v_moe").get_text_config()
+    assert (text.first_k_dense_replace, text.num_experts_per_tok, text.n_shared_experts) == (1, 2, 1)
+    sparse = 2 * (text.moe_intermediate_size + text.hidden_size // 2) + text.moe_intermediate_size
+    assert mlp_width(text) == math.ceil((text.intermediate_size + sparse) / 2)
+    config = tiny_config("gemma4")
+    vision = config.vision_config
+    width, heads = vision.hidden_size, vision.num_attention_heads
+    assert width // heads <= 32
+    attention = 3 * width + 4 * 32 * heads
+    found = tower_bytes(config, ModelConfig(compile=True), H200, trained=False).layer
+    assert found == 2 * (2 * width + attention + 3 * vision.intermediate_size)
 
 
 def test_what_stays_unsharded_is_counted():

@@ -8,9 +8,10 @@ from dataproto import DataProto
 from dataproto.errors import InvalidConfig, NonFiniteLogits, RequestFailed, RowCountMismatch
 from dataproto.vlm import family_of, media_grids
 from helpers.batches import padded_log_probs, prompt_batch
+from helpers.shown_models import HF_ENGINE_TYPES
 from helpers.tiny_models import (
+    MODEL_TYPES,
     VLM_TYPES,
-    WITH_FURTHER_TYPES,
     forward_inputs,
     forward_positions,
     tiny_config,
@@ -47,7 +48,10 @@ def test_half_precision_engines_and_actors_score_by_one_policy(tmp_path, monkeyp
     assert (rounded - expected).abs().max() > 1e-2
 
 
-@pytest.fixture(scope="module", params=WITH_FURTHER_TYPES)
+@pytest.fixture(
+    scope="module",
+    params=[each if each in MODEL_TYPES else pytest.param(each, marks=pytest.mark.long) for each in HF_ENGINE_TYPES],
+)
 def engine(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     tiny_model(request.param).save_pretrained(path)

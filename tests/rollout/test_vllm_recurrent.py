@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from helpers.engines import SAMPLED, generate, start
-from rollout.engine import Request
 from rollout.responses import build_requests
-from rollout.vllm.engine_requests import first_samples_first
 
 pytestmark = pytest.mark.vllm
 
@@ -49,11 +47,3 @@ def test_samples_go_on_from_the_state_of_the_first_one(both):
     assert [cached[place] for place in range(len(requests))] == [n for each in shared for n in (0, each, each)]
     assert unit > 16 or max(shared) >= 48
     assert distance(both, generate(both, both.vllm, SAMPLED)) < 0.05  # all from cached states
-
-
-def test_the_first_samples_of_prompts_come_first():
-    prompts = [torch.tensor([1]), torch.tensor([2]), torch.tensor([3])]
-    requests = [Request((), each, each, each) for each in prompts for _ in range(3)]
-    assert first_samples_first(requests, 100) == [0, 3, 6, 1, 2, 4, 5, 7, 8]
-    assert first_samples_first(requests, 6) == [0, 3, 1, 2, 4, 5, 6, 7, 8]
-    assert first_samples_first(requests, 1) == list(range(9))

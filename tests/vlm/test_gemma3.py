@@ -2,6 +2,7 @@
 Hugging Face.
 """
 
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
+from dataproto.chunks import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
 from helpers.tiled_models import tiled_rows, write_with_pictures
@@ -16,7 +18,7 @@ from helpers.tiny_models import forward_inputs, tiny_config
 from helpers.tiny_prompts import tiny_builder, tiny_tokenizer
 from rollout.engine import SamplingParams
 from rollout.hf.hf_engine import HFEngine
-from rollout.prompts import PromptBuilder, load_image_processor
+from rollout.prompts import ChunkRenderer, PromptBuilder, load_image_processor
 from rollout.responses import attach_responses, build_requests
 
 FAMILY, CONFIG = family_of("gemma3"), tiny_config("gemma3")
@@ -65,6 +67,31 @@ def test_line_breaks_between_two_images_are_one_token():
     ids = builder.prepare({"prompt": "<image><image>", "images": [picture, picture]}).input_ids.tolist()
     end, start, four = (tokenizer.convert_tokens_to_ids(t) for t in ("<end_of_image>", "<start_of_image>", "\n\n\n\n"))
     assert ids[ids.index(end) : ids.index(end) + 3] == [end, four, start]
+
+
+def test_image_chunks_are_the_prompt_of_the_whole_text_or_refused():
+    """A tokenizer would make one token of the line breaks around an image and those beside it; chunks keep their tokens."""
+    builder, tokenizer, png = tiny_builder("gemma3"), tiny_tokenizer("gemma3"), io.BytesIO()
+    Image.new("RGB", (9, 9)).save(png, "PNG")
+    image, renderer = ImageChunk(png.getvalue(), "png"), ChunkRenderer(builder)
+
+    def text(written):
+        return EncodedTextChunk(tokenizer(written, add_special_tokens=False)["input_ids"])
+
+    shown = "\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\n"
+    whole = tokenizer(f"see{shown}why?\n", add_special_tokens=False)["input_ids"]
+    given = ModelInput([text("see"), image, text("why?\n")])
+    assert renderer.prompts([given])["input_ids"][0].tolist() == whole
+    for chunks, number in (
+        ([text("<start_of_turn>user\n"), image, text("why?")], 1),
+        ([text("see"), image, EncodedTextChunk([]), text("\nwhy?")], 1),
+        ([image, image], 0),
+    ):
+        says = f"chunk {number} is an image, and models of type gemma3 join the line breaks around it"
+        with pytest.raises(InvalidRow, match=says):
+            renderer.prompts([ModelInput(chunks)])
+        with pytest.raises(InvalidRow, match=says):
+            renderer.rows([Datum(ModelInput(chunks), {"target_tokens": [1]})])
 
 
 def test_greedy_tokens_are_those_of_a_forward_pass_without_cache(checkpoint):

@@ -109,6 +109,14 @@ def test_what_is_not_computed_is_refused_by_name(option, says, tmp_path):
         ActorWorker(ActorConfig(str(tmp_path)), CPU)
 
 
+def test_a_model_without_a_tower_is_refused_by_name(tmp_path):
+    config = tiny_config("gemma4")
+    config.vision_config = None
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InvalidConfig, match=r"without a vision tower \(vision_config is None\)"):
+        ActorWorker(ActorConfig(str(tmp_path)), CPU)
+
+
 def test_constants_of_layers_survive_an_export(tmp_path):
     """They are buffers of the checkpoint, which no optimizer changes."""
     model = tiny_model("gemma4")

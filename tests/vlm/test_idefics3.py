@@ -18,6 +18,7 @@ from transformers.video_utils import VideoMetadata
 from dataproto.errors import InvalidConfig, InvalidMedia, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of, media_spans
 from dataproto.vlm.families.idefics3 import number_words, tile_grid
+from helpers.shown_models import TILED_TYPES
 from helpers.tiled_models import check_greedy_tokens, check_prompts, check_wrong_tiles, tiled_rows, write_with_pictures
 from helpers.tiny_models import IMAGE, TILE, encode_text, image_inputs, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
@@ -36,7 +37,7 @@ TEXT = SimpleNamespace(
 """What their methods read of a processor."""
 
 
-@pytest.fixture(scope="module", params=PROCESSORS)
+@pytest.fixture(scope="module", params=TILED_TYPES)
 def checkpoint(request, tmp_path_factory):
     return write_with_pictures(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -118,6 +118,13 @@ def test_what_does_not_fit_is_named():
         FAMILY.distinct_media([inputs | {"pixel_values": inputs["pixel_values"][:64]}], CONFIG)
 
 
+@pytest.mark.parametrize("name", ["image", "slice", "image_id"])
+def test_text_with_tokens_of_the_processor_is_refused(name):
+    for token in (f"<{name}>", f"</{name}>"):
+        with pytest.raises(InvalidRow, match=f"the text contains {token}, which only the chat template may write"):
+            tiny_builder("minicpmv4_6")([{"prompt": [{"role": "user", "content": [{"type": "text", "text": token}]}]}])
+
+
 @pytest.mark.parametrize("model_type", ["minicpmv4_6", "glm46v"])
 def test_vllm_is_refused_before_it_starts(model_type, tmp_path):
     tiny_config(model_type).save_pretrained(tmp_path)

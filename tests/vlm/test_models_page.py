@@ -1,9 +1,13 @@
 """`docs/models.md` says what the registry has and what the tests show."""
 
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import pytest
+
 from dataproto.vlm.family_registry import _SHIPPED
-from helpers.shown_models import FIELD, MEASURED_ON_H200, models_table
+from helpers.shown_models import FIELD, LAYOUT_TYPES, MEASURED_ON_H200, layouts, models_table, type_in_tests
+from workers.ranks.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -17,6 +21,46 @@ def test_every_shipped_family_has_a_line_of_the_table():
 def test_the_page_has_the_table_that_the_tests_make():
     lines = [line for line in PAGE.splitlines() if line.startswith("|")]
     assert lines[: len(models_table())] == models_table(), "\n".join(models_table())
+
+
+@pytest.fixture(scope="module")
+def tests_of_layouts():
+    """The modules that compare layouts with one process, by the degree of parallelism."""
+    names = {
+        "dp": "test_fsdp",
+        "sp": "test_ulysses",
+        "tp": "test_tensor_parallel",
+        "pp": "test_pipeline",
+        "ep": "test_expert_parallel",
+        "families": "test_family_layouts",
+    }
+    return {degree: loaded(ROOT / "tests" / "workers" / f"{name}.py") for degree, name in names.items()}
+
+
+def loaded(path):
+    spec = spec_from_file_location(f"cases_of_{path.stem}", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compared(model_type, tests):
+    """The degrees of parallelism for which there is a case of this family."""
+    pipelines = [*tests["pp"].TWO.values(), *tests["pp"].MORE_OF_TWO.values()]
+    found = {
+        "dp": f"{model_type}, uneven, 30 tokens" in tests["dp"].SCENARIOS | tests["dp"].MORE_SCENARIOS,
+        "sp": f"mixed rows, {model_type}" in tests["sp"].CASES,
+        "tp": f"mixed rows, {model_type}" in tests["tp"].CASES,
+        "pp": any((model, layout) == (model_type, Layout(pp=2)) for model, layout, _ in pipelines),
+        "ep": model_type == tests["ep"].MOE,
+    }
+    further = [*tests["families"].layouts_of(model_type), "pp 2"] if model_type in LAYOUT_TYPES else []
+    return {degree for degree, case in found.items() if case or any(degree in name.split() for name in further)}
+
+
+def test_layouts_of_the_table_are_those_that_tests_compare(tests_of_layouts):
+    for model_type in _SHIPPED:
+        assert set(layouts(model_type).split()) == compared(type_in_tests(model_type), tests_of_layouts), model_type
 
 
 def test_what_was_measured_stands_in_the_results():

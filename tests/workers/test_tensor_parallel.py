@@ -11,6 +11,7 @@ from torch import distributed, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
@@ -99,6 +100,23 @@ def an_embedding_of_a_split_vocabulary():
         (layer(ids) * torch.arange(6.0)[None, tokens, None]).sum().backward()
     assert torch.equal(ours(ids), whole(ids)[:, mine])
     assert torch.equal(ours.weight.grad.full_tensor(), whole.weight.grad)
+
+
+def a_scaled_embedding_in_half_precision():
+    """Autocast leaves the weights in float32. The scale 3.1623 is 3.15625 in bfloat16."""
+    ranks = joined(TWO)
+    whole = Gemma3TextScaledWordEmbedding(6, 10, padding_idx=0, embed_scale=10**0.5).bfloat16()
+    nn.init.normal_(whole.weight, generator=torch.Generator().manual_seed(0))
+    weight = distribute_tensor(whole.weight.detach().float(), ranks.submesh("tp"), [Shard(0)], src_data_rank=None)
+    ours = VocabularyEmbedding(nn.Parameter(weight), None, 10**0.5, Peers.of(ranks.group("tp")))
+    ids = torch.tensor([[0, 4, 3, 5, 0, 2]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ours(ids)
+    assert found.dtype == torch.float32
+    first = 3 * distributed.get_rank()
+    assert torch.equal(found.bfloat16(), whole(ids)[:, first : first + 3])
+    exact = whole.weight.float()[ids[:, first : first + 3]] * 3.15625
+    assert torch.equal(found, exact)
 
 
 def weights_are_split_and_come_back_whole():
@@ -219,6 +237,7 @@ CHECKS = {
     "log-probs in chunks": partial(log_probs_of_a_split_vocabulary, (), 1.0, 48),
     "log-probs without half the words": partial(log_probs_of_a_split_vocabulary, tuple(range(12, 24)), 1.3, 24),
     "embedding": an_embedding_of_a_split_vocabulary,
+    "scaled embedding in bfloat16": a_scaled_embedding_in_half_precision,
     "weights": weights_are_split_and_come_back_whole,
     "sums": gradients_add_up_in_buckets,
     **{f"tokens, {kind}": partial(each_token_is_computed_once, kind) for kind in ("qwen3_vl", "qwen3_vl_moe", "glm4v")},

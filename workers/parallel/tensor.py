@@ -170,7 +170,8 @@ class HeadsLinear(nn.Module):
 class VocabularyEmbedding(nn.Module):
     """A part of the vocabulary: ``weight (V, H)`` split along ``V``; ranks add zero for tokens of other parts.
 
-    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``, times ``scale``.
+    From all ids ``(1, S)`` to the embeddings of this rank's part of them, ``(1, S / tp, H)``, times ``scale``. The scale is
+    rounded to the dtype that the model computes in, as in Hugging Face's layer.
     """
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None, scale: float, peers: Peers) -> None:
@@ -187,7 +188,10 @@ class VocabularyEmbedding(nn.Module):
         if self.padding_idx is not None:
             found = torch.where(frozen[..., None], found.detach(), found)
         embeddings = _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
-        return embeddings if self.scale == 1.0 else embeddings * torch.tensor(self.scale).to(embeddings)
+        if self.scale == 1.0:
+            return embeddings
+        scale = torch.tensor(self.scale, dtype=embeddings.dtype, device=embeddings.device)
+        return embeddings * in_autocast_dtype(scale).to(embeddings.dtype)
 
 
 def _gather_input(

@@ -118,11 +118,19 @@ class Gemma4(VLMFamily):
     numbered_layers = True
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
+    gated_tower = True
     mergers = ("model.embed_vision",)
 
     def check_supported(self, config: Any) -> None:
-        """Refuses what the larger dense models do not have: experts, per-layer embeddings, audio and clipped towers."""
+        """Refuses what the larger dense models do not have: experts, per-layer embeddings, audio and clipped towers; and a model
+        without a tower.
+        """
         text = config.get_text_config()
+        if config.vision_config is None:
+            raise InvalidConfig(
+                "models of type gemma4 without a vision tower (vision_config is None) are not supported: use a "
+                "checkpoint with its tower"
+            )
         found = {
             "experts (enable_moe_block)": text.enable_moe_block,
             "per-layer embeddings (hidden_size_per_layer_input)": text.hidden_size_per_layer_input,

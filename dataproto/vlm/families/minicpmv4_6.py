@@ -138,6 +138,7 @@ class MiniCPMV46(Qwen35):
     not_in_vllm = "its processor in vLLM takes no choice of the image backend, whose pixels differ from the actor's"
     media_layout = SLICES = Slices()
     image_text = ("<image>", "</image>")
+    processor_tokens = ("<slice>", "</slice>", "<image_id>", "</image_id>")
     numbers_images = True
     videos_by_frame = False
     mrope = False

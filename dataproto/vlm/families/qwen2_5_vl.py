@@ -17,6 +17,7 @@ class Qwen25VL(Qwen2VL):
 
     model_type = "qwen2_5_vl"
     published = ("Qwen2.5-VL",)
+    gated_tower = True
 
     def video_pieces(self, grids: Tensor, seconds: Tensor | Sequence[float] | None, config: Any) -> Pieces:
         """Time steps are ``tokens_per_second * seconds`` positions apart, rounded down. Seconds are 1 by default."""
