@@ -100,8 +100,6 @@ def grpo_step(
         add_first_log_probs(data, learned, updated.scores)
         metrics |= updated.metrics | engine_differences(learned, config, updated.scores)
         add_actor_log_probs(data, learned, config, updated.scores)
-    else:
-        roles.actor.forget_features()
     roles.sync_weights()
     progression.steps += 1
     return data, metrics

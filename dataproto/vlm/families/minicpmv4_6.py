@@ -6,6 +6,7 @@ Its own video inputs, with placeholders of another kind, are not read here: vide
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -100,12 +101,15 @@ class Slices(MediaLayout):
         if min(height, width) <= 0:
             raise InvalidMedia(f"image of height {height} and width {width} is empty")
         size, scale, patch = (height, width), processor.scale_resolution, processor.patch_size
+        more = {}
+        if "downsample_mode" in signature(processor.find_best_resize).parameters:  # of newer versions of transformers
+            more = {"downsample_mode": processor.downsample_mode}
         grid = processor.get_sliced_grid(size, options["max_slice_nums"], scale) if processor.slice_mode else None
-        whole = processor.find_best_resize(size, scale, patch, allow_upscale=grid is None)
+        whole = processor.find_best_resize(size, scale, patch, allow_upscale=grid is None, **more)
         sizes = [(whole[0] // patch, whole[1] // patch)]
         if grid is None:
             return (0, 0), sizes
-        fine = processor.get_refine_size(size, grid, scale, patch, allow_upscale=True)
+        fine = processor.get_refine_size(size, grid, scale, patch, allow_upscale=True, **more)
         sizes += [(fine[0] // grid[0] // patch, fine[1] // grid[1] // patch)] * (grid[0] * grid[1])
         return (grid[0], grid[1]), sizes
 
