@@ -56,7 +56,7 @@ class MicroBatchSize:
     tokens: int  # packed; a shared prompt counts once
     patches: int  # of distinct media
     logits: int  # tokens whose logits are computed
-    keys: int = 0  # tokens that attention reads, a shared prompt for each row and for itself; 0: as many as ``tokens``
+    keys: int = 0  # that attention reads; those of a shared prompt count for each row and for the prompt; 0: ``tokens``
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataproto.vlm import family_of
 from helpers.tiny_models import FURTHER_TYPES, MODEL_TYPES, TEXT_TYPES, WINDOWED_TYPES
 
 HF_ENGINE_TYPES = (*MODEL_TYPES, *FURTHER_TYPES)
-"""Families whose tokens from the HF engine are compared with a loop without a cache. One model of text alone stands for all."""
+"""Families whose tokens from the HF engine are compared with a loop without a cache. Of the language models one is compared."""
 TILED_TYPES = ("smolvlm", "idefics3")
 """Families whose greedy tokens, from images in files, are compared with those of Hugging Face's ``generate``."""
 PIPELINE_TYPES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl", "smolvlm", "gemma3", "gemma4", "qwen3")

@@ -163,7 +163,7 @@ class MiniCPMV46(Qwen35):
         return self.SLICES.part_counts("image", media, config)
 
     def numbered(self, texts: Sequence[str], number: int) -> tuple[str, ...]:
-        """The number stands before the image."""
+        """The texts of an image, with the number of the image put before the first one."""
         return (f"<image_id>{number}</image_id>{texts[0]}", *texts[1:])
 
     def _texts(self, rows: int, columns: int) -> tuple[str, ...]:
