@@ -89,13 +89,10 @@ def train_and_measure(
         trainer.model.train()
         return {"val-core/trl/acc/mean@1": found}
 
-    rows: list[dict[str, float]] = []
-    trainer.add_callback(measuring_callback(rows, accuracy, steps, eval_every))
-    trainer.train()
     directory.mkdir(parents=True, exist_ok=True)
-    draft = directory / ".metrics.jsonl"
-    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    draft.replace(directory / "metrics.jsonl")
+    (directory / "metrics.jsonl").unlink(missing_ok=True)
+    trainer.add_callback(measuring_callback(directory / "metrics.jsonl", accuracy, steps, eval_every))
+    trainer.train()
 
 
 def make_trainer(
@@ -146,15 +143,17 @@ def make_trainer(
     )
 
 
-def measuring_callback(
-    rows: list[dict[str, float]], accuracy: Callable[[], dict[str, float]], steps: int, eval_every: int
-) -> Any:
-    """A callback of TRL's trainer that appends a row for each step: its CPU seconds, and the accuracy where it is due."""
+def measuring_callback(path: Path, accuracy: Callable[[], dict[str, float]], steps: int, eval_every: int) -> Any:
+    """A callback of TRL's trainer that writes a line for each step: its CPU seconds, and the accuracy where it is due."""
     from transformers import TrainerCallback
+
+    def write(row: dict[str, float]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            rows.append({"step": 0, **accuracy()})
+            write({"step": 0, **accuracy()})
             self.start = time.process_time()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -162,7 +161,7 @@ def measuring_callback(
             row = {"step": step, "timing_cpu_s/step": time.process_time() - self.start}
             if step % eval_every == 0 or step == steps:
                 row |= accuracy()
-            rows.append(row)
+            write(row)
             self.start = time.process_time()
 
     return Clock()
