@@ -67,7 +67,7 @@ class Clock:
 
 @dataclass
 class Played:
-    """What playing took, and of that the time in which nothing was decoded because all environments were working."""
+    """What playing took, and of that the time in which nothing was decoded because the loop waited for environments."""
 
     seconds: float = 0.0
     processor: float = 0.0
@@ -94,7 +94,7 @@ def play(engine: Any, renderer: TurnRenderer, options: argparse.Namespace, secon
 
 @contextmanager
 def counted(engine: Any, found: Played) -> Iterator[None]:
-    """Counts decoding steps, and the time in which the loop waits for environments and the engine has nothing to do."""
+    """Counts decoding steps, and the time in which the loop waits for environments."""
     poll_engine, poll_host = engine.poll, environment_host.EnvironmentHost.poll
 
     def poll() -> Any:
@@ -104,8 +104,7 @@ def counted(engine: Any, found: Played) -> Iterator[None]:
     def wait(host: Any, patience: float | None) -> Any:
         began = time.perf_counter()
         answers = poll_host(host, patience)
-        if patience is None:  # the engine has nothing to decode
-            found.idle += time.perf_counter() - began
+        found.idle += time.perf_counter() - began
         return answers
 
     engine.poll, environment_host.EnvironmentHost.poll = poll, wait  # type: ignore[method-assign]

@@ -20,6 +20,9 @@ from rollout.prompts import Prompt
 from rollout.prompts.prepared_rows import in_prompt_order, media_objects
 from rollout.sampling import turn_seed
 
+WORTH_WAITING = 0.1
+"""Part of the engine's last step that it waits for environments which usually answer sooner."""
+
 EndReason = Literal["done", "turns", "tokens", "length"] | Failure
 """Why an episode ended.
 
@@ -217,8 +220,10 @@ class _Play:
             self._begin(number)
         step_s = 0.0  # of the engine's last step
         while (host.working or self.requests) and not self.groups.enough:
-            # Environments that answer within a step of the engine have their next turns together; slower ones are not waited for.
-            patience = step_s if host.typical_s < step_s else 0.0
+            # Environments that answer at once have their next turns together. The engine never waits long for that: a turn that
+            # begins a step later costs it nothing.
+            patience = step_s * WORTH_WAITING
+            patience = patience if host.typical_s < patience else 0.0
             answered = host.poll(patience if self.requests else None)
             for name, outcome in sorted(answered, key=lambda each: numbers[each[0]]):
                 self._observe(numbers[name], outcome)

@@ -16,6 +16,8 @@ from helpers.episodes import DrawnEnvironment, RandomEngine, picture, renderer_o
 from recipes.run.environment_roles import PlayedEnvironment, PlayingRollout
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments.environment_host import EnvironmentHost
+from rollout.environments.episodes import WORTH_WAITING
 from rollout.prompts import PromptBuilder
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
@@ -235,6 +237,37 @@ class PacedAlike(DrawnEnvironment):
 
 class Paced(PacedAlike):
     pause = 0.03
+
+
+class TwoAtATime(RandomEngine):
+    """Completes two requests in a step of 30 ms."""
+
+    longest = 0.0  # step, seconds
+
+    def poll(self):
+        began = time.monotonic()
+        time.sleep(0.03)
+        completions = [self._complete(number) for number in list(self.waiting)[:2]]
+        time.sleep(0.001)
+        self.longest = max(self.longest, time.monotonic() - began + 0.01)
+        return completions
+
+
+def test_the_engine_hardly_waits_for_environments_while_it_has_requests(monkeypatch):
+    renderer, given = renderer_of("smolvlm"), []
+    engine, poll = TwoAtATime(renderer), EnvironmentHost.poll
+
+    def recorded(host, patience):
+        given.append((patience, engine.unfinished))
+        return poll(host, patience)
+
+    monkeypatch.setattr(EnvironmentHost, "poll", recorded)
+    monkeypatch.setattr(Paced, "pause", 0.02)  # shorter than a step
+    play_episodes(engine, renderer, starts_of(20), Paced, SamplingParams(max_tokens=5), EpisodeLimits(turns=3))
+    assert all(patience is None for patience, unfinished in given if not unfinished)
+    patient = [patience for patience, unfinished in given if unfinished]
+    assert patient
+    assert max(patient) <= WORTH_WAITING * engine.longest
 
 
 class SmallEngine(RandomEngine):
