@@ -69,7 +69,7 @@ def test_compiled_and_checkpointed_layers_give_the_same_numbers():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "qwen3_5"])
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_every_mode_can_be_compiled(model_type, mode):
     check_compiled(model_type, mode)

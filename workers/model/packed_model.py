@@ -17,6 +17,7 @@ from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
 from workers.model.patch_embedding import use_linear_patch_embedding
 from workers.model.recurrent import use_packed_recurrence
+from workers.model.recurrent.pieces import Pieces
 from workers.model.segments.image_blocks import image_blocks
 
 
@@ -156,9 +157,17 @@ class PackedVLM(nn.Module):
             max_length_k=rows.key_max_length,
             key_index=rows.key_index,
             **blocks,
+            **self._recurrence(rows),
             **self.tokens.attention(),
             **self._routing(rows),
         )
+
+    def _recurrence(self, rows: PackedRows) -> dict[str, tuple[Tensor, Tensor]]:
+        """Keywords of `workers.model.recurrent.gated_delta_net.PackedGatedDeltaNet`, which only recurrent layers take."""
+        if self.family.recurrent_mixers is None:
+            return {}
+        pieces = Pieces.of(rows.cu_seqlens, rows.key_cu_seqlens, rows.key_index)
+        return {"taps": pieces.taps(self.model.config.get_text_config().linear_conv_kernel_dim)}
 
     def _routing(self, rows: PackedRows) -> dict[str, Tensor | None]:
         """Keywords of `workers.model.mixture.routing.RoutedLayer`, which only layers of a mixture take."""

@@ -18,8 +18,9 @@ from torch.nn.functional import silu, softplus
 from dataproto.errors import InvalidConfig, UnsupportedAttention
 from dataproto.vlm import VLMFamily
 from workers.model.patches import replace_forward
-from workers.model.recurrent.packed_rule import packed_convolution, packed_delta_rule
+from workers.model.recurrent.packed_rule import packed_convolution
 from workers.model.recurrent.pieces import Pieces
+from workers.model.recurrent.rule_operator import delta_rule_along_rows
 from workers.ranks.autograd_collectives import Peers, exchange
 
 
@@ -61,6 +62,7 @@ class PackedGatedDeltaNet:
         cu_seq_lens_k: Tensor | None = None,
         key_index: Tensor | None = None,
         peers: Peers | None = None,
+        taps: tuple[Tensor, Tensor] | None = None,
         **_: Any,
     ) -> Tensor:
         """Mixed states ``(1, S, H)`` of ``hidden_states (1, S, H)``.
@@ -68,6 +70,7 @@ class PackedGatedDeltaNet:
         Args:
             cu_seq_lens_q, cu_seq_lens_k, key_index: as in `workers.model.attention.packed_attention`.
             peers: ranks that have the other tokens of the sequence.
+            taps: `Pieces.taps` of these boundaries; by default they are computed here, which ``torch.compile`` cannot follow.
 
         Raises:
             UnsupportedAttention: there is a mask or a cache, or the boundaries are missing.
@@ -83,10 +86,10 @@ class PackedGatedDeltaNet:
         if peers is not None:
             share = HeadShare(peers.rank, peers.size).inside(share)
             parts = self._all_tokens(parts, peers)
-        out = self._mix(parts, share, cu_seq_lens_q, cu_seq_lens_k, key_index)  # (T, h, E)
+        out = self._mix(parts, share, cu_seq_lens_q, cu_seq_lens_k, key_index, taps)  # (T, h, E)
         if peers is not None:
             out = exchange(out.unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)  # (S, heads, E)
-        normed = mixer.norm(out.reshape(-1, mixer.head_v_dim), gate.reshape(-1, mixer.head_v_dim))
+        normed = gated_norm(out, gate.view(out.shape), mixer.norm.weight, mixer.layer_norm_epsilon)
         mixed: Tensor = mixer.out_proj(normed.view(1, len(gate), -1))
         return mixed
 
@@ -102,7 +105,6 @@ class PackedGatedDeltaNet:
         *qkv_parts, rate, step = received.split(widths, dim=1)
         return [torch.cat(qkv_parts, dim=1), rate, step]
 
-    @torch.compiler.disable
     def _mix(
         self,
         parts: list[Tensor],
@@ -110,24 +112,31 @@ class PackedGatedDeltaNet:
         cu_seqlens: Tensor,
         key_cu_seqlens: Tensor | None,
         key_index: Tensor | None,
+        taps: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Values ``(T, h, E)`` that the heads of ``share`` read, from their projections ``(T, .)``."""
         mixer = self.mixer
-        pieces = Pieces.of(cu_seqlens, key_cu_seqlens, key_index)
         qkv, rate, step = parts
-        mixed = silu(packed_convolution(qkv, channels(mixer, mixer.conv1d.weight.squeeze(1), share), pieces))
+        weight = channels(mixer, mixer.conv1d.weight.squeeze(1), share)
+        if taps is None:
+            taps = Pieces.of(cu_seqlens, key_cu_seqlens, key_index).taps(weight.shape[1])
+        mixed = silu(packed_convolution(qkv, weight, *taps))
         keys, values = share.of(mixer.num_k_heads), share.of(mixer.num_v_heads)
         width = len(keys) * mixer.head_k_dim
         query, key, value = mixed.split([width, width, len(values) * mixer.head_v_dim], dim=1)
         query, key = (x.unflatten(1, (len(keys), -1)) for x in (query, key))
-        repeats = len(values) // len(keys)
-        if repeats > 1:
-            query, key = (x.repeat_interleave(repeats, dim=1) for x in (query, key))
+        value = value.unflatten(1, (len(values), -1))
         here = slice(values.start, values.stop)
         decay = -mixer.A_log[here].float().exp() * softplus(step.float() + mixer.dt_bias[here].float())
-        return packed_delta_rule(
-            query, key, value.unflatten(1, (len(values), -1)), decay, rate.float().sigmoid(), pieces
-        )
+        bounds = cu_seqlens, key_cu_seqlens, key_index
+        return delta_rule_along_rows(query, key, value, decay, rate.float().sigmoid(), *bounds)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``x (T, h, E)`` normalized over its last dimension, in float32, times ``weight (E,)`` and silu of ``gate (T, h, E)``."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (weight * normed.to(x.dtype) * silu(gate.float())).to(x.dtype)
 
 
 def channels(mixer: Any, weight: Tensor, share: HeadShare) -> Tensor:

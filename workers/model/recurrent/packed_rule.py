@@ -22,32 +22,47 @@ Rule = Callable[[tuple[Tensor, ...], list[int], Tensor | None, bool], tuple[Tens
 """``(inputs of n tokens, lengths of pieces, their first states, whether final states are wanted) -> (outputs, final states)``."""
 
 
-def packed_convolution(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+def packed_convolution(x: Tensor, weight: Tensor, chosen: Tensor, read: Tensor) -> Tensor:
     """A causal convolution of each channel ``(T, C)`` along its row; before a row's first token there are zeros.
 
     Args:
         x: ``(T, C)``.
         weight: ``(C, W)``; the last one is the token's own.
+        chosen, read: see `Pieces.taps`.
     """
-    width, weight = weight.shape[1], weight.to(x.dtype)
-    out = conv1d(pad(x.t(), (width - 1, 0))[None], weight[:, None], groups=len(weight))[0].t()
-    chosen, read = pieces.taps(width)
+    weight = weight.to(x.dtype)
+    out = _shifted_sum(x, weight) if torch.compiler.is_compiling() else _convolution(x, weight)
     if not len(chosen):
         return out
     window = embedding(read.clamp_min(0), x) * (read >= 0)[..., None]  # (m, W, C)
     return out.index_copy(0, chosen, (window * weight.t()).sum(1).to(out.dtype))
 
 
+def _convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """The convolution as if all tokens were one row."""
+    return conv1d(pad(x.t(), (weight.shape[1] - 1, 0))[None], weight[:, None], groups=len(weight))[0].t()
+
+
+def _shifted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """`_convolution` as a sum of shifted copies: ``torch.compile`` makes one kernel of it, several times as fast as torch's."""
+    total, width = len(x), weight.shape[1]
+    wide = pad(x, (0, 0, width - 1, 0))
+    parts = [wide.narrow(0, tap, total).float() * weight[:, tap].float() for tap in range(width)]
+    return torch.stack(parts).sum(0).to(x.dtype)
+
+
 def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, pieces: Pieces) -> Tensor:
     """`gated_delta_rule` along the rows of a packed sequence; a prompt that rows share is computed once.
 
     Args:
-        query, key: ``(T, H, D)``; value: ``(T, H, E)``; decay and rate: ``(T, H)``.
+        query, key: ``(T, K, D)``, each for H / K heads of the values; value: ``(T, H, E)``; decay and rate: ``(T, H)``.
 
     Returns:
         ``(T, H, E)`` in the dtype of ``value``.
     """
     rule: Rule = _by_fla if query.device.type == "cuda" and has_fla() else _by_length
+    if rule is _by_length and (repeats := value.shape[1] // key.shape[1]) > 1:
+        query, key = (x.repeat_interleave(repeats, dim=1) for x in (query, key))
     inputs = query, key, value, decay, rate
     states: Tensor | None = None  # of all pieces of earlier levels
     outputs = []
