@@ -3,6 +3,7 @@
 import copy
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -138,10 +139,13 @@ def timed_rows(batch: BatchSizes, tokens: int = TOKENS) -> BatchSizes:
 
     If a single prompt has more, equal rows of the batch's mean lengths, each with a prompt of its own.
     """
-    tokens, count = min(tokens, TOKENS), len(batch.prompts.tokens)
-    while count and (3 * batch.part(count).language_flops > FLOPS or batch.part(count).packed_tokens > tokens):
-        count //= 2
-    if count:
+    tokens = min(tokens, TOKENS)
+
+    def too_large(prompts: int) -> bool:
+        part = batch.part(prompts)
+        return 3 * part.language_flops > FLOPS or part.packed_tokens > tokens
+
+    if count := bisect_left(range(1, len(batch.prompts.tokens) + 1), True, key=too_large):
         return batch.part(count)
     rows = len(batch.responses)
     length, response = (max(int(total / rows), 2) for total in (batch.lengths.sum(), sum(batch.responses)))

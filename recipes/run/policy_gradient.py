@@ -55,7 +55,7 @@ from workers.roles.rollout_worker import RolloutConfig, replays_routing
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
 ChooseDevice = Callable[[BatchSizes, PromptLoader, int], Device]
-"""The rows of a step, the loader, and the token budget -> the device that a forecast is for."""
+"""The rows of an optimizer step, the loader, and the token budget -> the device that a forecast is for."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ def expected_setting(
     else:
         sizes = measure_episode(loader, played.make, played.limits, played.actions)
         batch = episode_batch(config, model, sizes, mean_response)
-    return policy_gradient_setting(config, batch, device(batch, loader, config.compute.token_budget))
+    trained = batch.part(config.algorithm.minibatch or len(batch.prompts.tokens))  # at a time
+    return policy_gradient_setting(config, batch, device(trained, loader, config.compute.token_budget))
 
 
 def launch_roles(
