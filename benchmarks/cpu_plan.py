@@ -9,6 +9,7 @@ CPU seconds, in forecast and fact, depend less than others on what else the mach
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -24,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "benchmarks")]
 
 from recipes.configs import plan_config  # noqa: E402
+from recipes.forecast import StepForecast  # noqa: E402
 from recipes.options import divided  # noqa: E402
+from recipes.plan import plan  # noqa: E402
 
 RUN, STEPS, MIB = "run", 9, 2**20
 OF_THE_RUN = f"--steps {STEPS} --eval-first false --eval-rows 1 --save-every 0 --keep-rollouts 0 --loggers jsonl"
@@ -57,11 +60,22 @@ def run_timed(options: Sequence[str]) -> None:
     print(json.dumps(found))
 
 
-def main(options: Sequence[str]) -> None:
-    from recipes.plan import plan
+def planned(options: Sequence[str]) -> StepForecast:
+    """The forecast in CPU seconds, which are measured now and not kept: those of runs are other seconds."""
+    kept = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        try:
+            return plan(plan_config.parse(["grpo", "--device", "cpu", *options]), time.process_time)
+        finally:
+            os.environ.pop("XDG_CACHE_HOME")
+            if kept is not None:
+                os.environ["XDG_CACHE_HOME"] = kept
 
+
+def main(options: Sequence[str]) -> None:
     _, of_recipe = divided(options, plan_config.PlanOptions())
-    found = plan(plan_config.parse(["grpo", "--device", "cpu", *options]), time.process_time)
+    found = planned(options)
     done = subprocess.run([sys.executable, __file__, RUN, *of_recipe], capture_output=True, text=True, check=True)
     fact = json.loads(done.stdout.splitlines()[-1])
     lines = [(f"{phase.name}, CPU s", phase.seconds, fact.get(f"timing_s/{phase.name}", 0.0)) for phase in found.phases]

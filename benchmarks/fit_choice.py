@@ -23,10 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "benchmarks")]
 
+from benchmarks.cpu_plan import planned  # noqa: E402
 from recipes.configs import plan_config  # noqa: E402
 from recipes.forecast import StepForecast, forecast  # noqa: E402
 from recipes.options import divided  # noqa: E402
-from recipes.plan import fit, plan  # noqa: E402
+from recipes.plan import fit  # noqa: E402
 
 STEPS, ROUNDS = 11, 2
 OF_THE_RUN = f"--steps {STEPS} --eval-first false --eval-rows 1 --save-every 0 --keep-rollouts 0 --loggers jsonl"
@@ -84,7 +85,7 @@ def run_timed(options: Sequence[str]) -> None:
 
 def main(options: Sequence[str]) -> None:
     _, of_recipe = divided(options, plan_config.PlanOptions())
-    chosen = fit(plan(plan_config.parse(["grpo", "--device", "cpu", *options]), time.process_time).setting)
+    chosen = fit(planned(options).setting)
     choices = neighbours(chosen)
     rounds = [[measured(each, of_recipe) for each in choices] for _ in range(ROUNDS)]
     print("| budget | checkpointing | micro-batches | forecast s | CPU s | wall s | forecast GiB | GiB |")

@@ -82,7 +82,7 @@ def update_row(measured: Update) -> tuple[float, float]:
     for step in (3, 4, 5):
         data = make_batch(config, shape_of(measured.size), measured.prompts, measured.samples, seed=1000 * step)
         sizes = batch_sizes(data, config, measured.samples)
-        setting = Setting(config, sizes, DEVICES["h200"], compute, Layout(dp=measured.dp), engine=None)
+        setting = Setting(config, sizes, DEVICES["h200"], compute, Layout(dp=measured.dp), engine=None, variation=0)
         phase = forecast(setting).phases[-1]
         actor = phase.roles[0] if measured.optimizer else replace(phase.roles[0], moments=0)
         seconds.append(phase.seconds)

@@ -10,18 +10,22 @@ from recipes.forecast.batch_sizes import (
     measure_prompts,
     preparation_seconds,
     response_lengths,
-    sizes_of_conversations,
-    sizes_of_prompts,
 )
-from recipes.forecast.calibration import calibrate_cpu, this_device, this_gpu
-from recipes.forecast.cpu_speed import cpu_from_step, keep_cpu, known_cpu, unknown_cpu
+from recipes.forecast.calibration import calibrate_cpu, this_gpu
+from recipes.forecast.cpu_speed import this_cpu, this_device
 from recipes.forecast.devices import DEVICES, Device, device_named
 from recipes.forecast.episode_sizes import EpisodeSizes, measure_episode
 from recipes.forecast.forecast_table import beside_fact, compared, duration, forecast_lines
 from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import RoleMemory
-from recipes.forecast.settings import episode_batch, policy_gradient_batch, policy_gradient_setting, supervised_setting
-from recipes.forecast.step_forecast import SLACK, Phase, Setting, StepForecast, forecast
+from recipes.forecast.settings import (
+    Setting,
+    episode_batch,
+    policy_gradient_batch,
+    policy_gradient_setting,
+    supervised_setting,
+)
+from recipes.forecast.step_forecast import SLACK, Phase, StepForecast, forecast
 
 __all__ = [
     "DEVICES",
@@ -38,14 +42,11 @@ __all__ = [
     "beside_fact",
     "calibrate_cpu",
     "compared",
-    "cpu_from_step",
     "device_named",
     "duration",
     "episode_batch",
     "forecast",
     "forecast_lines",
-    "keep_cpu",
-    "known_cpu",
     "measure_conversations",
     "measure_episode",
     "measure_prompts",
@@ -54,10 +55,8 @@ __all__ = [
     "policy_gradient_setting",
     "preparation_seconds",
     "response_lengths",
-    "sizes_of_conversations",
-    "sizes_of_prompts",
     "supervised_setting",
+    "this_cpu",
     "this_device",
     "this_gpu",
-    "unknown_cpu",
 ]

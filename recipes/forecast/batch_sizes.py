@@ -3,29 +3,33 @@
 Dimension letters: P prompts, B rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from dataproto import DataProto
 from dataproto.errors import DataProtoError, InvalidConfig
 from dataproto.vlm import family_of
-from recipes.data.loader import draws
+from recipes.data.loader import PromptLoader, draws
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from rollout.prompts.images import image_size
 from rollout.prompts.prepared_rows import conversation_of
 from workers.training.micro_batches import plan_rows
 
 SIGMA = 0.7  # of the logarithm of a response's length
-SAMPLE = 64  # rows of the data that are measured
+SAMPLE = 512  # prompts of the data that are measured, by their headers
+CONVERSATIONS = 64  # rows to learn from that are measured, prepared
 PREPARED = 16  # rows whose preparation is timed
+VARIATION = 0.1  # share by which the tokens of a step are more or fewer than expected
+
+Grids = tuple[tuple[int, int, int], ...]
+"""Patches of each medium: time, height, width."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class PromptSizes:
     """The prompts of some rows."""
 
     tokens: tuple[int, ...]  # media included
-    grids: tuple[tuple[tuple[int, int, int], ...], ...]  # patches of the media of each prompt: time, height, width
+    grids: tuple[Grids, ...]  # of the media of each prompt
 
     def repeated(self, prompts: int) -> "PromptSizes":
         """As many prompts as that, the given ones over and over.
@@ -57,6 +61,16 @@ class MicroBatchSize:
     patches: int  # of distinct media
     logits: int  # tokens whose logits are computed
     keys: int = 0  # that attention reads; those of a shared prompt count for each row and for the prompt; 0: ``tokens``
+
+    def times(self, share: float) -> "MicroBatchSize":
+        """With so many times the tokens; media stay.
+
+        >>> MicroBatchSize(tokens=100, patches=8, logits=50).times(1.1)
+        MicroBatchSize(tokens=110, patches=8, logits=55, keys=0)
+        """
+        return replace(
+            self, tokens=round(self.tokens * share), logits=round(self.logits * share), keys=round(self.keys * share)
+        )
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,22 @@ class BatchSizes:
         shown = None if self.shown is None else self.shown.first(rows)
         return BatchSizes(self.config, self.prompts.first(prompts), self.responses[:rows], self.samples, shown)
 
+    def fullest_micro_batches(self, token_budget: int, variation: float = VARIATION) -> list[MicroBatchSize]:
+        """The micro-batches of whichever of three batches has the fullest one: this batch, and batches with a share of
+        ``variation`` more and fewer tokens.
+
+        Fewer tokens can take more memory: rows that do not quite fit into one micro-batch are two halves.
+
+        >>> rows = BatchSizes(None, PromptSizes((1,) * 4, ((),) * 4), (9,) * 4)
+        >>> rows.fullest_micro_batches(60)[0].tokens
+        44
+        """
+        found = []
+        for share in (1.0, 1 - variation, 1 + variation) if variation else (1.0,):
+            parts = self.micro_batches(round(token_budget / share))
+            found.append([part.times(share) for part in parts])
+        return max(found, key=lambda parts: max(part.tokens for part in parts))
+
     def micro_batches(self, token_budget: int) -> list[MicroBatchSize]:
         """The micro-batches that an update plans for these rows, by `workers.training.micro_batches.plan_rows`."""
         own, responses = self.lengths - self.shared, torch.tensor(self.responses)
@@ -193,85 +223,85 @@ def response_lengths(count: int, mean: int, longest: int) -> tuple[int, ...]:
     return tuple(lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist())
 
 
-def measure_prompts(rows: Any, builder: PromptBuilder, seed: int = 0, sample: int = SAMPLE) -> PromptSizes:
-    """The prompts of the first ``sample`` rows that a training run draws, from the headers of their images.
+def measure_prompts(loader: PromptLoader) -> PromptSizes:
+    """The prompts of the first batch that a loader draws, at most `SAMPLE`, from the headers of their images.
 
     An image processor splits a blank image of an image's size as it splits the image. Rows with videos, whose number of frames
-    no header tells, are prepared.
+    no header tells, are prepared. The loader stays where it is.
     """
+    builder, wanted = loader.builder, min(loader.batch_size, SAMPLE)
     tokens, grids = [], []
-    blanks: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
-    for _, place, raw in islice(draws(rows, seed), sample):
-        row = rows[place] if raw is None else rows.read_row(raw, place)
-        conversation = conversation_of(row)
-        if conversation.videos:
-            prompt = builder.prepare(row)
-            tokens.append(len(prompt.input_ids))
-            parts = [*(one.inputs for one in prompt.images), *(one.inputs for one in prompt.videos)]
-            grids.append(tuple(grid for part in parts for grid in grids_of(builder, part)))
-            continue
-        length = builder.prompt_length(row)
-        if length > builder.max_prompt_length:
-            continue
-        tokens.append(length)
-        found: list[tuple[int, int, int]] = []
-        for source in conversation.images:
-            size = image_size(source, row.get("media_root"))
-            if size not in blanks:
-                blank = Image.new("RGB", size[::-1])
-                blanks[size] = grids_of(builder, builder.process_image(blank).inputs)
-            found += blanks[size]
-        grids.append(tuple(found))
+    blanks: dict[tuple[int, int], Grids] = {}
+    for row in islice(first_rows(loader), 2 * wanted):
+        length, media = _prompt_size(row, builder, blanks)
+        if length <= builder.max_prompt_length:
+            tokens.append(length)
+            grids.append(media)
+        if len(tokens) == wanted:
+            break
     if not tokens:
-        raise InvalidConfig(f"none of the first {sample} rows fits into {builder.max_prompt_length} tokens")
+        raise InvalidConfig(f"none of the first {2 * wanted} rows fits into {builder.max_prompt_length} tokens")
     return PromptSizes(tuple(tokens), tuple(grids))
 
 
-def preparation_seconds(
-    rows: Any, builder: PromptBuilder, batch_size: int, seed: int, clock: Callable[[], float]
-) -> float:
-    """Seconds to read and prepare a batch, from its first rows: images are decoded and processed. Rows that fail count too."""
-    places = [(place, raw) for _, place, raw in islice(draws(rows, seed), 1 + min(batch_size, PREPARED))]
-    for number, (place, raw) in enumerate(places):
-        if number == 1:  # the first one loads what it needs
-            start = clock()
+def _prompt_size(row: Any, builder: PromptBuilder, blanks: dict[tuple[int, int], Grids]) -> tuple[int, Grids]:
+    """Tokens and grids of a row; ``blanks`` are those of blank images of each size so far."""
+    conversation = conversation_of(row)
+    if conversation.videos:
+        prompt = builder.prepare(row)
+        parts = [*(one.inputs for one in prompt.images), *(one.inputs for one in prompt.videos)]
+        return len(prompt.input_ids), tuple(grid for part in parts for grid in grids_of(builder, part))
+    found: Grids = ()
+    for source in conversation.images:
+        size = image_size(source, row.get("media_root"))
+        if size not in blanks:
+            blanks[size] = grids_of(builder, builder.process_image(Image.new("RGB", size[::-1])).inputs)
+        found += blanks[size]
+    return builder.prompt_length(row), found
+
+
+def first_rows(loader: PromptLoader) -> Iterator[Any]:
+    """The rows as the loader draws them, from its first one on; where it skips unusable ones, without those."""
+    rows = loader.rows
+    for _, place, raw in draws(rows, loader.seed, loader.shuffle):
+        with suppress(*((DataProtoError,) if loader.on_bad_row == "skip" else ())):
+            row = rows[place] if raw is None else rows.read_row(raw, place)
+            conversation_of(row)
+            yield row
+
+
+def preparation_seconds(loader: PromptLoader, clock: Callable[[], float]) -> float:
+    """Seconds to read and prepare a row, from the first ones: images are decoded and processed. Rows that fail count too."""
+    start, number = clock(), 0
+    for number, row in enumerate(islice(first_rows(loader), 1 + min(loader.batch_size, PREPARED))):
         with suppress(DataProtoError):
-            builder.prepare(rows[place] if raw is None else rows.read_row(raw, place))
-    return (clock() - start) / (len(places) - 1) * batch_size if len(places) > 1 else 0.0
+            loader.builder.prepare(row)
+        if number == 0:  # the first one loads what it needs
+            start = clock()
+    return (clock() - start) / max(number, 1)
 
 
-def sizes_of_prompts(prompts: DataProto, builder: PromptBuilder) -> PromptSizes:
-    """The sizes of a batch of prompts."""
-    grids = tuple(grids_of(builder, media) if media else () for media in prompts["multi_modal_inputs"])
-    return PromptSizes(tuple(prompts["attention_mask"].sum(1).tolist()), grids)
-
-
-def sizes_of_conversations(rows: DataProto, builder: PromptBuilder) -> BatchSizes:
-    """The sizes of a batch of rows to learn from. The learnt tokens of a row count as its response."""
-    learnt = rows["response_mask"].sum(1).tolist()
-    whole = sizes_of_prompts(rows, builder)
-    prompts = PromptSizes(tuple(length - own for length, own in zip(whole.tokens, learnt, strict=True)), whole.grids)
-    return BatchSizes(builder.config, prompts, tuple(int(each) for each in learnt))
-
-
-def measure_conversations(
-    rows: Any, builder: SupervisedBuilder, batch_size: int, seed: int = 0, sample: int = SAMPLE
-) -> BatchSizes:
-    """A batch of conversations like the first ``sample`` ones, prepared: which tokens are learnt follows from their texts.
+def measure_conversations(loader: PromptLoader) -> BatchSizes:
+    """A batch of conversations like the first ones that a loader draws, at most `CONVERSATIONS`, which are prepared: which tokens
+    are learnt follows from their texts. The loader stays where it is.
 
     The learnt tokens of a row count as its response.
     """
+    builder, batch_size = cast(SupervisedBuilder, loader.builder), loader.batch_size
     prompts, learnt, grids = [], [], []
-    for _, place, raw in islice(draws(rows, seed), sample):
-        row = builder.prepare(rows[place] if raw is None else rows.read_row(raw, place))
-        learnt.append(int(row.loss_mask.sum()))
-        prompts.append(len(row.input_ids) - learnt[-1])
-        parts = [*(one.inputs for one in row.images), *(one.inputs for one in row.videos)]
-        grids.append(tuple(grid for part in parts for grid in grids_of(builder, part)))
+    for raw in islice(first_rows(loader), min(batch_size, CONVERSATIONS)):
+        with suppress(*((DataProtoError,) if loader.on_bad_row == "skip" else ())):
+            row = builder.prepare(raw)
+            learnt.append(int(row.loss_mask.sum()))
+            prompts.append(len(row.input_ids) - learnt[-1])
+            parts = [*(one.inputs for one in row.images), *(one.inputs for one in row.videos)]
+            grids.append(tuple(grid for part in parts for grid in grids_of(builder, part)))
+    if not prompts:
+        raise InvalidConfig(f"none of the first {min(batch_size, CONVERSATIONS)} rows can be used")
     sizes = PromptSizes(tuple(prompts), tuple(grids)).repeated(batch_size)
     return BatchSizes(builder.config, sizes, tuple(learnt[place % len(learnt)] for place in range(batch_size)))
 
 
-def grids_of(builder: PromptBuilder, inputs: Mapping[str, Tensor]) -> tuple[tuple[int, int, int], ...]:
+def grids_of(builder: PromptBuilder, inputs: Mapping[str, Tensor]) -> Grids:
     grids = builder.family.grids(inputs, builder.config).tolist()
     return tuple((int(t), int(h), int(w)) for t, h, w in grids)

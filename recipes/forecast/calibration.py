@@ -3,6 +3,7 @@
 import copy
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,40 +38,33 @@ CPU = torch.device("cpu")
 Clock = Callable[[], float]
 
 
-def this_device(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device:
-    """The machine's GPU, with its own memory, or else its CPU.
-
-    A GPU that the table does not have counts as an H100.
-    """
-    return this_gpu() if torch.cuda.is_available() else calibrate_cpu(batch, clock)
-
-
 def this_gpu() -> Device:
-    """The machine's first GPU; see `this_device`."""
+    """The machine's first GPU, with its own memory; one that the table does not have counts as an H100."""
     title = torch.cuda.get_device_name().lower()
     known = next((each for each in DEVICES if each.split("-")[0] in title), "h100")
     return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
 
 
-def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter) -> Device:
+def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter, tokens: int = TOKENS) -> Device:
     """`timed_cpu`, with the memory that this process took beside what is forecast for the timed passes: that of the interpreter
     and of the libraries that a run uses, of what the allocator keeps, and of results that exist for a moment.
     """
     begin_peak()
-    device = timed_cpu(batch, clock)
+    device = timed_cpu(batch, clock, tokens)
     config, compute = _shortened(batch.config), ModelConfig()
-    rows, place = timed_rows(replace(batch, config=config)), (compute, Layout(), device)
+    rows, place = timed_rows(replace(batch, config=config), tokens), (compute, Layout(), device)
     size = model_size(config, compute)
     weights = replace(held("actor", size, *place, trains=True), moments=0)
-    passes = updating(weights, size, config, *place, rows.micro_batches(TOKENS))
+    passes = updating(weights, size, config, *place, rows.micro_batches(2 * TOKENS))
     return replace(device, context=max(peak_bytes() - passes.device, 0))
 
 
-def timed_cpu(batch: BatchSizes, clock: Clock) -> Device:
+def timed_cpu(batch: BatchSizes, clock: Clock, tokens: int = TOKENS) -> Device:
     """This CPU, with the operations per second that a model of these widths reaches on rows like these.
 
     Builds the model with random weights, of a large one the first decoder layers, and times forward and backward passes of text
-    rows, of the tower, decoding steps of the engine, optimizer steps, and a copy in memory. ``clock`` returns seconds.
+    rows, of the tower, decoding steps of the engine, optimizer steps, and a copy in memory. ``clock`` returns seconds; a pass has
+    at most ``tokens``.
     """
     config = _shortened(batch.config)
     family = family_of(config)
@@ -79,7 +73,7 @@ def timed_cpu(batch: BatchSizes, clock: Clock) -> Device:
         model = family_of(config).model_class().from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     decoding = _decoding_speed(model, batch, clock)
     module = PackedVLM(model, family, 1.0)
-    speed = _pass_speed(module, timed_rows(replace(batch, config=config)), clock)
+    speed = _pass_speed(module, timed_rows(replace(batch, config=config), tokens), clock)
     vision = _vision_rate(module, family, batch, config, clock)
     bandwidth = _bandwidth(clock)
     layers = batch.config.get_text_config().num_hidden_layers / config.get_text_config().num_hidden_layers
@@ -140,26 +134,25 @@ class PassSpeed:
     scoring_overhead: float
 
 
-def timed_rows(batch: BatchSizes) -> BatchSizes:
-    """The first prompts of the batch with all their samples, of at most `FLOPS` operations and `TOKENS` tokens.
+def timed_rows(batch: BatchSizes, tokens: int = TOKENS) -> BatchSizes:
+    """The first prompts of the batch with all their samples, of at most `FLOPS` operations and ``tokens`` (and `TOKENS`).
 
     If a single prompt has more, equal rows of the batch's mean lengths, each with a prompt of its own.
     """
-    count = len(batch.prompts.tokens)
-    while count and not _is_small(batch.part(count)):
-        count //= 2
-    if count:
+    tokens = min(tokens, TOKENS)
+
+    def too_large(prompts: int) -> bool:
+        part = batch.part(prompts)
+        return 3 * part.language_flops > FLOPS or part.packed_tokens > tokens
+
+    if count := bisect_left(range(1, len(batch.prompts.tokens) + 1), True, key=too_large):
         return batch.part(count)
     rows = len(batch.responses)
     length, response = (max(int(total / rows), 2) for total in (batch.lengths.sum(), sum(batch.responses)))
     response = min(response, length - 1)
     one = BatchSizes(batch.config, PromptSizes((length - response,), ((),)), (response,))
-    count = max(min(int(FLOPS / (3 * one.language_flops)), TOKENS // length, rows), 1)
+    count = max(min(int(FLOPS / (3 * one.language_flops)), tokens // length, rows), 1)
     return replace(one, prompts=one.prompts.repeated(count), responses=one.responses * count)
-
-
-def _is_small(batch: BatchSizes) -> bool:
-    return 3 * batch.language_flops <= FLOPS and batch.packed_tokens <= TOKENS
 
 
 def _pass_speed(module: PackedVLM, batch: BatchSizes, clock: Clock) -> PassSpeed:

@@ -1,67 +1,76 @@
-"""The speed of this CPU with a model, from the steps of a run, kept for the next run on the same machine.
+"""The speed of this CPU with a model and its data, measured and kept for a day, so that a plan and the run have the same numbers.
 
 It is in ``dataproto/cpu_speed`` of the user's cache directory (``$XDG_CACHE_HOME`` or ``~/.cache``), one small file for each
-model, number of threads and release of PyTorch. The folder may be deleted at any time.
+model, first rows, token budget, number of threads and release of PyTorch. The folder may be deleted at any time; what it held is
+measured again.
 """
 
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipes.forecast.calibration import cpu_memory
-from recipes.forecast.devices import Device
-from recipes.forecast.step_forecast import StepForecast, forecast
-from recipes.forecast.step_time import prefill_seconds
+from recipes.data.loader import PromptLoader
+from recipes.forecast.batch_sizes import BatchSizes, preparation_seconds
+from recipes.forecast.calibration import calibrate_cpu, cpu_memory, this_gpu, timed_rows
+from recipes.forecast.devices import Device, Overheads
 
-SPEEDS = ("bandwidth", "language", "vision", "decode_overhead")
-BANDWIDTH = 10e9  # bytes per second; what it adds to a step on a CPU is small
+KEPT = 86_400  # seconds
+NO_SIZES = (
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "transformers_version",
+)  # of a config, which differ between equal models
 
 
-def unknown_cpu() -> Device:
-    """This CPU with its memory, while its speed is not known: `Device.speed_known` is false."""
-    return Device("cpu", cpu_memory(), math.inf, math.inf, math.inf, on_cpu=True)
+def this_device(
+    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.perf_counter
+) -> Device:
+    """The machine's GPU, or else its CPU; see `this_gpu` and `this_cpu`."""
+    return this_gpu() if torch.cuda.is_available() else this_cpu(batch, loader, token_budget, clock)
 
 
-def cpu_from_step(found: StepForecast, metrics: Mapping[str, float]) -> Device | None:
-    """This CPU, from the seconds of a step whose operations were forecast; ``None`` if the step computed nothing.
+def this_cpu(
+    batch: BatchSizes, loader: PromptLoader, token_budget: int, clock: Callable[[], float] = time.perf_counter
+) -> Device:
+    """This CPU as an earlier call, here or in another process, has measured it for such rows; else measured now, and kept.
 
-    The passes of all roles share one rate of operations, and a decoding step of the engine takes a constant time.
+    Args:
+        loader: of the run, whose first rows are prepared unless other processes do that; it stays where it is.
+        token_budget: tokens of a micro-batch; no more are timed together.
+        clock: returns seconds.
     """
-    seconds = {phase.name: metrics.get(f"timing_s/{phase.name}", 0.0) for phase in found.phases}
-    passes = [phase for phase in found.phases if phase.name != "gen" and seconds[phase.name] > 0]
-    if not passes:
-        return None
-    rate = sum(phase.flops for phase in passes) / sum(seconds[phase.name] for phase in passes)
-    overhead = 0.0
-    if generated := seconds.get("gen", 0.0):
-        one_second_each = forecast(replace(found.setting, device=replace(unknown_cpu(), decode_overhead=1.0)))
-        steps = next(phase.seconds for phase in one_second_each.phases if phase.name == "gen")
-        filled = prefill_seconds(found.setting.batch, replace(unknown_cpu(), language=rate, vision=rate))
-        overhead = max(generated - filled, 0.0) / max(steps, 1.0)
-    return Device("cpu", cpu_memory(), BANDWIDTH, rate, rate, decode_overhead=overhead, on_cpu=True)
+    file = _file(batch, loader, token_budget)
+    if (kept := _read(file)) is not None:
+        return replace(kept, memory=cpu_memory())
+    device = calibrate_cpu(batch, clock, token_budget)
+    if not loader.num_workers:
+        overheads = replace(device.overheads, preparation=preparation_seconds(loader, clock))
+        device = replace(device, overheads=overheads)
+    _keep(device, file)
+    return device
 
 
-def known_cpu(config: Any) -> Device | None:
-    """The speed that an earlier run has kept for a model with this config; ``None`` without one."""
+def _read(file: Path) -> Device | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        found = json.loads(_file(config).read_text(encoding="utf-8"))
-        bandwidth, language, vision, overhead = (float(found[name]) for name in SPEEDS)
-        return Device("cpu", cpu_memory(), bandwidth, language, vision, decode_overhead=overhead, on_cpu=True)
+        if time.time() - file.stat().st_mtime > KEPT:
+            return None
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return Device(**found | {"overheads": Overheads(**found["overheads"])})
     return None
 
 
-def keep_cpu(device: Device, config: Any) -> None:
-    """Keeps the speed for later runs; does nothing where the cache directory cannot be written."""
-    file = _file(config)
+def _keep(device: Device, file: Path) -> None:
+    """Does nothing where the cache directory cannot be written."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".{file.name}.{os.getpid()}")
@@ -69,8 +78,22 @@ def keep_cpu(device: Device, config: Any) -> None:
         draft.replace(file)
 
 
-def _file(config: Any) -> Path:
+def _file(batch: BatchSizes, loader: PromptLoader, token_budget: int) -> Path:
     machine = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
-    digest = hashlib.sha256(repr((machine, config.to_json_string())).encode()).hexdigest()[:16]
+    timed = timed_rows(batch, token_budget)
+    rows = (timed.prompts, timed.responses, timed.samples, batch.prompts, loader.batch_size, bool(loader.num_workers))
+    model = _sizes(json.loads(batch.config.to_json_string()))
+    digest = hashlib.sha256(repr((machine, model, token_budget, rows)).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dataproto" / "cpu_speed" / f"{digest}.json"
+    return cache / "dataproto" / "cpu_speed" / f"{digest.hexdigest()[:16]}.json"
+
+
+def _sizes(config: Any) -> Any:
+    """A config without `NO_SIZES`.
+
+    >>> _sizes({"dtype": "float32", "text_config": {"hidden_size": 64, "dtype": "float32"}})
+    {'text_config': {'hidden_size': 64}}
+    """
+    if not isinstance(config, dict):
+        return config
+    return {name: _sizes(value) for name, value in config.items() if name not in NO_SIZES}

@@ -1,6 +1,5 @@
 """Devices by name: what their data sheets say, and which part of it a training step reaches."""
 
-import math
 from dataclasses import dataclass
 
 from dataproto.errors import InvalidConfig
@@ -17,6 +16,7 @@ class Overheads:
     scoring: float = 0.0  # of a pass without gradients
     optimizer: float = 0.0  # of an optimizer step
     scoring_rate: float = 1.0  # operations per second of passes without gradients, as a multiple of those with
+    preparation: float = 0.0  # of a prompt, to read and prepare it; 0 where other processes do
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,6 @@ class Device:
     on_cpu: bool = False
     context: int = 0  # bytes that the driver and its libraries take; on a CPU the interpreter and its libraries
     overheads: Overheads = Overheads()
-
-    @property
-    def speed_known(self) -> bool:
-        """Whether seconds can be forecast; those of a device with unknown speed are 0."""
-        return math.isfinite(self.language)
 
     @property
     def bytes_of_number(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dataproto import DataProto
+from recipes.data.loader import PromptLoader
 from recipes.forecast.batch_sizes import PromptSizes, grids_of
 from rollout.engine import SamplingParams
 from rollout.environments import EnvironmentFailed, EpisodeLimits, MakeEnvironment, Observation, TurnRenderer
@@ -24,13 +24,12 @@ class EpisodeSizes:
 
 
 def measure_episode(
-    prompts: DataProto,
-    builder: PromptBuilder,
+    loader: PromptLoader,
     make_environment: MakeEnvironment,
     limits: EpisodeLimits,
     actions: Sequence[str] = (),
 ) -> EpisodeSizes:
-    """Plays an episode from the first prompt.
+    """Plays an episode from the first prompt of a loader, which stays where it is.
 
     Args:
         actions: of the episode. Without them the environment is only reset, and each further turn counts as if it showed the same
@@ -39,7 +38,9 @@ def measure_episode(
     Raises:
         EnvironmentFailed: the environment raised, took too long, or returned something that is no observation.
     """
-    start = episode_starts(prompts[:1], SamplingParams())[0]
+    builder = loader.builder
+    alone = PromptLoader(loader.rows, builder, 1, loader.seed, loader.shuffle, loader.on_bad_row)
+    start = episode_starts(next(alone), SamplingParams())[0]
     renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
     name = "forecast"
     with EnvironmentHost(make_environment, limits.seconds, limits.memory_gib) as host:

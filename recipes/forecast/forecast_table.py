@@ -6,7 +6,9 @@ from statistics import median
 from recipes.forecast.devices import GIB
 from recipes.forecast.step_forecast import StepForecast
 
-COLUMNS = ("weights", "copies", "gradients", "moments", "activations", "tower", "logits", "kv_cache", "other", "device")
+ACTIVITY = ("activations", "tower", "logits", "kv_cache", "features", "routes", "other")
+MEMORY = ("weights", "copies", "gradients", "moments", *ACTIVITY, "device")
+"""The columns of the table of memory: fields of `RoleMemory`."""
 
 
 def forecast_lines(found: StepForecast) -> list[str]:
@@ -15,7 +17,7 @@ def forecast_lines(found: StepForecast) -> list[str]:
     layout = ", ".join(f"{name} {degree}" for name, degree in vars(setting.layout).items() if degree > 1) or "alone"
     scale, unit = (GIB, "GiB") if found.memory > GIB else (2**20, "MiB")
     roles = [(phase, number, role) for phase in found.phases for number, role in enumerate(phase.roles)]
-    columns = [name for name in COLUMNS if any(getattr(role, name) for _, _, role in roles)]
+    columns = [name for name in MEMORY if any(getattr(role, name) for _, _, role in roles)]
     lines = [
         f"forecast: {setting.layout.world_size} x {setting.device.name} ({layout}), {count(setting.size.total)} parameters, "
         f"{count(setting.size.trained)} trained",
@@ -25,25 +27,19 @@ def forecast_lines(found: StepForecast) -> list[str]:
     for phase, number, role in roles:
         cells = "".join(f"{getattr(role, each) / scale:12.1f}" for each in columns)
         lines.append(f"{phase.name if not number else '':14}{role.role:11}{cells}")
-    timed = setting.device.speed_known
     lines += ["", f"{'phase':14}{'TFLOP':>12}{'seconds':>10}{unit:>10}"]
     for phase in found.phases:
         lines.append(
-            f"{phase.name:14}{figures(phase.flops / 1e12):>12}{_seconds(phase.seconds, timed)}{phase.memory / scale:10.1f}"
+            f"{phase.name:14}{figures(phase.flops / 1e12):>12}{phase.seconds:10.3g}{phase.memory / scale:10.1f}"
         )
-    rate = f", {found.tokens / found.seconds / setting.layout.world_size:,.0f} tokens/s/device" if timed else ""
-    time = f" in {duration(found.run_seconds)}" if timed else " (time: a step on this CPU will tell)"
+    rate = found.tokens / found.seconds / setting.layout.world_size
     lines += [
-        f"{'step':14}{figures(found.flops / 1e12):>12}{_seconds(found.seconds, timed)}{found.memory / scale:10.1f} of "
-        f"{setting.device.memory / scale:,.1f} with reserve; {found.tokens:,} tokens{rate}",
-        f"run: {setting.steps} steps{time}, {found.disk / GIB:.3g} GiB on disk in checkpoints of "
+        f"{'step':14}{figures(found.flops / 1e12):>12}{found.seconds:10.3g}{found.memory / scale:10.1f} of "
+        f"{setting.device.memory / scale:,.1f} with reserve; {found.tokens:,} tokens, {rate:,.0f} tokens/s/device",
+        f"run: {setting.steps} steps in {duration(found.run_seconds)}, {found.disk / GIB:.3g} GiB on disk in checkpoints of "
         f"{found.checkpoint / GIB:.3g} GiB, {found.host / GIB:.3g} GiB of host memory a process",
     ]
     return [*lines, *(f"does not fit: {problem}" for problem in found.problems)]
-
-
-def _seconds(value: float, known: bool) -> str:
-    return f"{value:10.3g}" if known else f"{'?':>10}"
 
 
 def count(number: int) -> str:
@@ -76,14 +72,12 @@ def duration(seconds: float) -> str:
 def compared(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
     """Metrics of a step with their forecast and fact: medians over the steps of ``metrics.jsonl``, the first one left out.
 
-    A fact that the run did not measure (the memory of a CPU) is left out, and seconds of a device whose speed is not known.
+    A fact that the run did not measure (the memory of a CPU) is left out.
     """
     steps = [row for row in rows if row.get("step", 0) > 0]
     steps = steps[1:] or steps
-    expected: dict[str, float] = {}
-    if found.setting.device.speed_known:
-        expected = {f"timing_s/{phase.name}": phase.seconds for phase in found.phases}
-        expected |= {"timing_s/step": found.seconds}
+    expected = {f"timing_s/{phase.name}": phase.seconds for phase in found.phases}
+    expected |= {"timing_s/step": found.seconds}
     expected |= {"perf/total_num_tokens": float(found.tokens)}
     expected |= {"perf/max_memory_allocated_gb": max(phase.memory for phase in found.phases) / GIB}
     facts = {name: [row[name] for row in steps if name in row] for name in expected}

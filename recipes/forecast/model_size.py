@@ -27,6 +27,7 @@ class ModelSize:
     trained: int  # of all parts, adapters included
     tower_trained: bool
     norms: tuple[int, ...] = ()  # widths of the norms in a decoder layer
+    expert_layers: int = 0  # decoder layers that are mixtures of experts
 
     @property
     def total(self) -> int:
@@ -96,6 +97,7 @@ def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, mak
         trained=sum(trained.values()),
         tower_trained=trained["vision"] > 0,
         norms=tuple(_norms(layers[0])),
+        expert_layers=len(family.expert_layers(model)),
     )
 
 

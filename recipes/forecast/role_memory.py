@@ -10,9 +10,10 @@ from typing import Any
 
 from dataproto.vlm import family_of
 from dataproto.vlm.costs import attention_width, head_dim, of_layers
-from recipes.forecast.batch_sizes import MicroBatchSize
+from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.model_size import ModelSize
+from rollout.engine import expert_dtype
 from workers.model.logprobs import CHUNK_ELEMENTS
 from workers.model.model_config import ModelConfig, Unsharded
 from workers.ranks.layout import Layout
@@ -35,6 +36,8 @@ class RoleMemory:
     tower: int = 0  # activations of the vision tower
     logits: int = 0  # one chunk, with the float32 gradient of the head
     kv_cache: int = 0
+    features: int = 0  # of a tower that is not trained, kept for the passes of a step
+    routes: int = 0  # experts that the engine has recorded, for routing replay
     other: int = 0  # of an engine
     host: int = 0  # in host memory, not on the device
 
@@ -56,7 +59,7 @@ def held(role: str, size: ModelSize, compute: ModelConfig, layout: Layout, devic
     >>> from recipes.forecast.devices import DEVICES
     >>> held("actor", size, ModelConfig(), Layout(), DEVICES["h200"], trains=True)
     RoleMemory(role='actor', weights=4000, copies=2000, gradients=0, moments=8000, activations=0, tower=0, logits=0, \
-kv_cache=0, other=0, host=0)
+kv_cache=0, features=0, routes=0, other=0, host=0)
     """
     mine = size.on_rank(layout)
     trained = round(mine * size.trained / size.total) if trains else 0
@@ -281,6 +284,29 @@ def head_bytes(text: Any, tokens: int, size: ModelSize, device: Device, layout: 
 def _chunk_bytes(text: Any, tokens: int, device: Device) -> int:
     kind = "cpu" if device.on_cpu else "cuda"
     return LOGIT_BYTES[kind] * min(tokens * int(text.vocab_size), CHUNK_ELEMENTS[kind])
+
+
+def feature_bytes(batch: BatchSizes, size: ModelSize, compute: ModelConfig, layout: Layout, device: Device) -> int:
+    """Features of all media of the rows, as a role keeps them through a step if it does not train its tower; else 0.
+
+    `workers.model.kept_features.MAX_BYTES` of them are kept at most.
+    """
+    family, config = family_of(batch.config), batch.config
+    if family.vision_tower is None or size.tower_trained or layout.pp > 1:
+        return 0
+    patches = int(batch.patches.sum() + batch.shown_patches.sum())
+    features = patches // family.media_layout.merge_size(config) ** 2
+    width = (1 + family.deep_layers(config)) * int(config.get_text_config().hidden_size)
+    return features * width * (2 if _half(compute, device) else 4)
+
+
+def route_bytes(config: Any, size: ModelSize) -> int:
+    """Bytes of the experts of a token, as an engine records them."""
+    if not size.expert_layers:
+        return 0
+    text = config.get_text_config()
+    number = expert_dtype(family_of(config).expert_count(text)).itemsize
+    return size.expert_layers * int(text.num_experts_per_tok) * number
 
 
 def kv_bytes(text: Any, number: int) -> int:

@@ -1,16 +1,128 @@
-"""Makes the setting of a forecast from a recipe's options.
+"""The setting of a forecast, and how it is made from a recipe's options.
 
 Options are read by attribute, without the recipes' own types: recipes may import this package, and it may not import them.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from recipes.forecast.batch_sizes import BatchSizes, PromptSizes, response_lengths
+from recipes.forecast.batch_sizes import VARIATION, BatchSizes, MicroBatchSize, PromptSizes, response_lengths
 from recipes.forecast.devices import Device
 from recipes.forecast.episode_sizes import EpisodeSizes
-from recipes.forecast.step_forecast import Setting
+from recipes.forecast.model_size import ModelSize, model_size
+from recipes.forecast.role_memory import feature_bytes, route_bytes
+from rollout.engine import returns_experts
 from workers.cluster.ray_config import RayConfig
+from workers.model.kept_features import MAX_BYTES
+from workers.model.model_config import ModelConfig
+from workers.ranks.layout import Layout
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a forecast depends on."""
+
+    config: Any  # the checkpoint's
+    batch: BatchSizes  # all rows of a step
+    device: Device
+    compute: ModelConfig = field(default_factory=ModelConfig)
+    layout: Layout = field(default_factory=Layout)
+    engine: str | None = "hf"  # None: nothing is generated in a step
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    engine_apart: bool = False  # on devices of its own
+    longest: int = 4096  # tokens of a prompt and its response together
+    minibatch: int | None = None  # prompts of an optimizer step
+    epochs: int = 1
+    old_log_probs: float = 0.0  # share of the rows whose old log-probs are computed in a pass of their own
+    reference: bool = False
+    teacher: bool = False  # the reference is another model than the policy
+    critic_epochs: int = 0  # 0: no critic
+    replays_routing: bool = False  # the engine records the experts of each token for the actor
+    variation: float = VARIATION  # memory is that of a step with a share of so many tokens more or fewer
+    steps: int = 1
+    eval_every: int = 0
+    eval_rows: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a step."""
+        return len(self.batch.prompts.tokens)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.epochs * -(-self.prompts // (self.minibatch or self.prompts))
+
+    @cached_property
+    def share(self) -> BatchSizes:
+        """The rows of one data-parallel rank."""
+        return self.batch.part(-(-self.prompts // self.layout.dp))
+
+    @cached_property
+    def micro_batches(self) -> list[MicroBatchSize]:
+        """Those of an optimizer step on one rank."""
+        prompts = -(-(self.minibatch or self.prompts) // self.layout.dp)
+        return self.batch.part(prompts).micro_batches(self.compute.token_budget * self.layout.sp)
+
+    @cached_property
+    def fullest_micro_batches(self) -> list[MicroBatchSize]:
+        """Those that take the most memory, see `BatchSizes.fullest_micro_batches`."""
+        prompts = -(-(self.minibatch or self.prompts) // self.layout.dp)
+        budget = self.compute.token_budget * self.layout.sp
+        return self.batch.part(prompts).fullest_micro_batches(budget, self.variation)
+
+    @cached_property
+    def scoring_micro_batches(self) -> list[MicroBatchSize]:
+        """Those of a pass without gradients on one rank."""
+        return self.share.micro_batches(self.compute.budget(backward=False) * self.layout.sp)
+
+    @cached_property
+    def fullest_scoring_micro_batches(self) -> list[MicroBatchSize]:
+        """Those of a pass without gradients that take the most memory."""
+        budget = self.compute.budget(backward=False) * self.layout.sp
+        return self.share.fullest_micro_batches(budget, self.variation)
+
+    @cached_property
+    def feature_bytes(self) -> int:
+        """Bytes of the features of a step's media on one rank, if the policy's tower is not trained."""
+        return feature_bytes(self.share, self.size, self.compute, self.layout, self.device)
+
+    @property
+    def kept_share(self) -> float:
+        """The share of these features that is kept for the next pass."""
+        return min(1.0, MAX_BYTES / self.feature_bytes) if self.feature_bytes else 0.0
+
+    @cached_property
+    def route_bytes(self) -> int:
+        """Bytes of a token's experts, if the engine records them."""
+        return route_bytes(self.config, self.size) if self.replays_routing else 0
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the reference is the actor's model with its adapters off."""
+        return self.compute.lora_rank > 0 and not self.teacher
+
+    @cached_property
+    def size(self) -> ModelSize:
+        """The policy's."""
+        return model_size(self.config, self.compute)
+
+    @cached_property
+    def critic_size(self) -> ModelSize:
+        return model_size(self.config, self.compute, makes_logits=False)
+
+    @cached_property
+    def reference_size(self) -> ModelSize:
+        return model_size(self.config, _frozen(self.compute), trains=False)
+
+
+def _frozen(compute: ModelConfig) -> ModelConfig:
+    return replace(compute, lora_rank=0, lora_vision=False, activation_checkpointing="none")
 
 
 def policy_gradient_batch(
@@ -53,9 +165,12 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
 
     Args:
         options: a `recipes.run.PolicyGradientConfig`.
-        batch: from `policy_gradient_batch`.
+        batch: from `policy_gradient_batch` or `episode_batch`.
     """
     algorithm, data = options.algorithm, options.data
+    whole = options.rollout.in_order and not hasattr(
+        options, "episodes"
+    )  # such responses alone come with their experts
     return Setting(
         batch.config,
         batch,
@@ -66,6 +181,7 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
         reference=algorithm.needs_reference,
         teacher=getattr(options, "teacher", None) is not None,
         critic_epochs=algorithm.critic_epochs if options.critic else 0,
+        replays_routing=whole and options.rollout.replay_routing and returns_experts(options.engine),
         longest=data.max_prompt_length + options.longest_response,
         eval_rows=data.eval_rows,
         **_shared(options),

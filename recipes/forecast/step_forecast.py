@@ -1,13 +1,9 @@
 """The forecast of a run: memory of each role in each phase, operations and time of a step, disk and time of the whole run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from recipes.forecast.batch_sizes import BatchSizes, MicroBatchSize
 from recipes.forecast.devices import GIB, Device
-from recipes.forecast.model_size import ModelSize, model_size
 from recipes.forecast.role_memory import (
     ASLEEP,
     ENGINE_RESERVE,
@@ -18,6 +14,7 @@ from recipes.forecast.role_memory import (
     sharded,
     updating,
 )
+from recipes.forecast.settings import Setting
 from recipes.forecast.step_time import (
     engine_of,
     gather_seconds,
@@ -27,87 +24,11 @@ from recipes.forecast.step_time import (
     update_flops,
     update_seconds,
 )
-from workers.model.model_config import UNSHARDED, ModelConfig, Unsharded
-from workers.ranks.layout import Layout
+from workers.model.model_config import UNSHARDED, Unsharded
 
 FULL = 0.92  # share of the memory that `with_unsharded` uses at most
 SLACK = 1.05  # memory that the allocator reserves beside what is in use
 DISK = 1e9  # bytes per second
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Everything that a forecast depends on."""
-
-    config: Any  # the checkpoint's
-    batch: BatchSizes  # all rows of a step
-    device: Device
-    compute: ModelConfig = field(default_factory=ModelConfig)
-    layout: Layout = field(default_factory=Layout)
-    engine: str | None = "hf"  # None: nothing is generated in a step
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
-    engine_apart: bool = False  # on devices of its own
-    longest: int = 4096  # tokens of a prompt and its response together
-    minibatch: int | None = None  # prompts of an optimizer step
-    epochs: int = 1
-    old_log_probs: float = 0.0  # share of the rows whose old log-probs are computed in a pass of their own
-    reference: bool = False
-    teacher: bool = False  # the reference is another model than the policy
-    critic_epochs: int = 0  # 0: no critic
-    steps: int = 1
-    data_seconds: float = 0.0  # to read and prepare the prompts of a step, if no other process does
-    eval_every: int = 0
-    eval_rows: int = 0
-    save_every: int = 0
-    keep_checkpoints: int = 2
-
-    @property
-    def prompts(self) -> int:
-        """Prompts of a step."""
-        return len(self.batch.prompts.tokens)
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps of a step."""
-        return self.epochs * -(-self.prompts // (self.minibatch or self.prompts))
-
-    @cached_property
-    def share(self) -> BatchSizes:
-        """The rows of one data-parallel rank."""
-        return self.batch.part(-(-self.prompts // self.layout.dp))
-
-    @cached_property
-    def micro_batches(self) -> list[MicroBatchSize]:
-        """Those of an optimizer step on one rank."""
-        prompts = -(-(self.minibatch or self.prompts) // self.layout.dp)
-        return self.batch.part(prompts).micro_batches(self.compute.token_budget * self.layout.sp)
-
-    @cached_property
-    def scoring_micro_batches(self) -> list[MicroBatchSize]:
-        """Those of a pass without gradients on one rank."""
-        return self.share.micro_batches(self.compute.budget(backward=False) * self.layout.sp)
-
-    @property
-    def base_is_reference(self) -> bool:
-        """Whether the reference is the actor's model with its adapters off."""
-        return self.compute.lora_rank > 0 and not self.teacher
-
-    @cached_property
-    def size(self) -> ModelSize:
-        """The policy's."""
-        return model_size(self.config, self.compute)
-
-    @cached_property
-    def critic_size(self) -> ModelSize:
-        return model_size(self.config, self.compute, makes_logits=False)
-
-    @cached_property
-    def reference_size(self) -> ModelSize:
-        return model_size(self.config, _frozen(self.compute), trains=False)
-
-
-def _frozen(compute: ModelConfig) -> ModelConfig:
-    return replace(compute, lora_rank=0, lora_vision=False, activation_checkpointing="none")
 
 
 @dataclass(frozen=True)
@@ -204,25 +125,33 @@ def forecast(setting: Setting) -> StepForecast:
     """The forecast of a setting, `with_unsharded`; `StepForecast.problems` says what does not fit."""
     setting = with_unsharded(setting)
     resting = _resting(setting)
-    phases = [Phase("data", setting.data_seconds, 0.0, tuple(resting.values()))] if setting.data_seconds else []
+    prepared = setting.prompts * setting.device.overheads.preparation
+    phases = [Phase("data", prepared, 0.0, tuple(resting.values()))] if prepared else []
     if setting.engine is not None:
         phases.append(_generation(setting, resting))
-    passes = scoring_flops(setting.batch)
-    place = setting.compute, setting.layout, setting.device
-    gathers = 1 if setting.compute.leaves_unsharded("scoring") else len(setting.scoring_micro_batches)
-    seconds = scoring_seconds(setting.batch, *place, len(setting.scoring_micro_batches))
-    seconds += gather_seconds(setting.size, setting.layout, setting.device, gathers)
+    phases += _passes(setting, resting)
+    found = StepForecast(setting, tuple(phases))
+    return replace(found, problems=tuple(_problems(found)))
+
+
+def _passes(setting: Setting, resting: Mapping[str, RoleMemory]) -> Iterator[Phase]:
+    """The passes of a step in order. What a tower that is not trained keeps spares it the media of later ones."""
+    kept = {"actor": 0.0, "critic": 0.0}  # share of the step's features that each of them has so far
     scored = {"old_log_prob": setting.old_log_probs, "ref": setting.reference, "values": bool(setting.critic_epochs)}
     role_of = {"old_log_prob": "actor", "ref": "reference", "values": "critic"}
     for name, share in scored.items():
         if share:
-            busy = _busy(setting, resting, role_of[name], learns=False)
-            phases.append(Phase(name, share * seconds, share * passes.total, busy))
+            owner = "actor" if name == "ref" and not setting.teacher else role_of[name]
+            read = 1 - kept.get(owner, 0.0)
+            if owner in kept:
+                kept[owner] = max(kept[owner], share * setting.kept_share)
+            yield _scoring(setting, resting, name, role_of[name], float(share), kept, read)
     for role, epochs in (("critic", setting.critic_epochs), ("actor", setting.epochs)):
         if epochs:
-            phases.append(_update(setting, resting, role, epochs))
-    found = StepForecast(setting, tuple(phases))
-    return replace(found, problems=tuple(_problems(found)))
+            read = (epochs - kept[role] - (epochs - 1) * setting.kept_share) / epochs
+            kept[role] = setting.kept_share
+            yield _update(setting, resting, role, epochs, kept, read)
+            kept[role] = 0.0
 
 
 def with_unsharded(setting: Setting) -> Setting:
@@ -242,7 +171,14 @@ def with_unsharded(setting: Setting) -> Setting:
 def _keeping(setting: Setting, kept: Unsharded) -> Setting:
     """The setting with ``kept`` unsharded; it has the same micro-batches and sizes."""
     found = replace(setting, compute=replace(setting.compute, unsharded=kept))
-    same = ("share", "micro_batches", "scoring_micro_batches", "size", "critic_size", "reference_size")
+    batches = (
+        "share",
+        "micro_batches",
+        "fullest_micro_batches",
+        "scoring_micro_batches",
+        "fullest_scoring_micro_batches",
+    )
+    same = (*batches, "size", "critic_size", "reference_size", "feature_bytes", "route_bytes")
     vars(found).update({name: vars(setting)[name] for name in same if name in vars(setting)})
     return found
 
@@ -252,7 +188,8 @@ def working_memory(setting: Setting) -> int:
     resting, works = _resting(setting), [("actor", True), ("actor", False)]
     works += [("reference", False)] if setting.reference else []
     works += [("critic", True), ("critic", False)] if setting.critic_epochs else []
-    phases = [_busy(setting, resting, role, learns) for role, learns in works]
+    kept = dict.fromkeys(("actor", "critic"), setting.kept_share)
+    phases = [_busy(setting, resting, role, learns, kept) for role, learns in works]
     return max(_reserved(roles, setting.device) for roles in phases) + setting.device.context
 
 
@@ -290,7 +227,9 @@ def _generation(setting: Setting, resting: Mapping[str, RoleMemory]) -> Phase:
     weights = setting.size.total * number // parallel
     if setting.engine == "vllm" and not setting.device.on_cpu:
         whole = round(float(setting.engine_options.get("memory_share", 0.5)) * setting.device.memory)
-        memory = RoleMemory("engine", weights, kv_cache=max(whole - weights - ENGINE_RESERVE, 0), other=ENGINE_RESERVE)
+        cache = max(whole - weights - ENGINE_RESERVE, 0)
+        recorded = cache // engine.kv_bytes * setting.route_bytes  # beside memory_share
+        memory = RoleMemory("engine", weights, kv_cache=cache, routes=recorded, other=ENGINE_RESERVE)
         fitting = int(memory.kv_cache / engine.kv_bytes / float(share.lengths.double().mean()))
         engine = replace(engine, rows=max(min(engine.rows, fitting), 1))
     else:
@@ -298,33 +237,66 @@ def _generation(setting: Setting, resting: Mapping[str, RoleMemory]) -> Phase:
         cache = int(share.lengths.topk(rows).values.sum()) * engine.kv_bytes
         vocabulary = int(setting.config.get_text_config().vocab_size)
         memory = RoleMemory("engine", weights, kv_cache=cache, logits=8 * rows * vocabulary)
+    columns = share.packed_tokens * setting.route_bytes
+    memory = replace(memory, routes=columns) if setting.device.on_cpu else replace(memory, host=columns)
     roles = {name: role for name, role in resting.items() if name != "engine"}
     flops = scoring_flops(setting.batch).total
     seconds = generation_seconds(share, engine, setting.layout, setting.device)
     return Phase("gen", seconds, flops, (memory,) if setting.engine_apart else (*roles.values(), memory))
 
 
-def _update(setting: Setting, resting: Mapping[str, RoleMemory], role: str, epochs: int) -> Phase:
+def _scoring(
+    setting: Setting,
+    resting: Mapping[str, RoleMemory],
+    name: str,
+    role: str,
+    share: float,
+    kept: Mapping[str, float],
+    tower: float,
+) -> Phase:
+    """A pass without gradients over a share of the rows; ``tower`` as in `update_flops`."""
+    parts, layout, device = len(setting.scoring_micro_batches), setting.layout, setting.device
+    seconds = scoring_seconds(setting.batch, setting.compute, layout, device, parts, tower)
+    gathers = 1 if setting.compute.leaves_unsharded("scoring") else parts
+    seconds += gather_seconds(setting.size, layout, device, gathers)
+    busy = _busy(setting, resting, role, False, kept)
+    return Phase(name, share * seconds, share * scoring_flops(setting.batch, tower).total, busy)
+
+
+def _update(
+    setting: Setting,
+    resting: Mapping[str, RoleMemory],
+    role: str,
+    epochs: int,
+    kept: Mapping[str, float],
+    tower: float,
+) -> Phase:
     size = setting.critic_size if role == "critic" else setting.size
-    flops = epochs * update_flops(setting.batch, size, setting.compute).total
-    updates = setting.updates // setting.epochs
-    once = update_seconds(
-        setting.batch, size, setting.compute, setting.layout, setting.device, updates, len(setting.micro_batches)
-    )
-    return Phase(f"update_{role}", epochs * once, flops, _busy(setting, resting, role, learns=True))
+    flops = epochs * update_flops(setting.batch, size, setting.compute, tower).total
+    updates, parts = setting.updates // setting.epochs, len(setting.micro_batches)
+    place = setting.compute, setting.layout, setting.device
+    once = update_seconds(setting.batch, size, *place, updates, parts, tower)
+    return Phase(f"update_{role}", epochs * once, flops, _busy(setting, resting, role, True, kept))
 
 
-def _busy(setting: Setting, resting: Mapping[str, RoleMemory], role: str, learns: bool) -> tuple[RoleMemory, ...]:
-    """All roles while ``role`` works."""
+def _busy(
+    setting: Setting, resting: Mapping[str, RoleMemory], role: str, learns: bool, kept: Mapping[str, float]
+) -> tuple[RoleMemory, ...]:
+    """All roles while ``role`` works and has taken in what it keeps: ``kept`` are shares of the step's features."""
     sizes = {"actor": setting.size, "critic": setting.critic_size if setting.critic_epochs else setting.size}
     place = setting.compute, setting.layout, setting.device
     if learns:
-        parts = setting.micro_batches
+        parts = setting.fullest_micro_batches
         memory = updating(resting[role], sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
     else:
-        size = sizes.get(role) or setting.reference_size
-        memory = scoring(resting[role], size, setting.config, *place, setting.scoring_micro_batches)
-    return tuple(memory if name == role else each for name, each in resting.items())
+        size, parts = sizes.get(role) or setting.reference_size, setting.fullest_scoring_micro_batches
+        memory = scoring(resting[role], size, setting.config, *place, parts)
+    if role == "actor":
+        memory = replace(memory, routes=setting.route_bytes * max(part.tokens for part in parts))
+    features = {name: round(share * setting.feature_bytes) for name, share in kept.items()}
+    return tuple(
+        replace(memory if name == role else each, features=features.get(name, 0)) for name, each in resting.items()
+    )
 
 
 def _problems(found: StepForecast) -> list[str]:

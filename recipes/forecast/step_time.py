@@ -33,15 +33,18 @@ class Passes:
         return self.language + self.vision
 
 
-def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig) -> Passes:
-    """Operations that an update over these rows requires, as `workers.training.accounting.required_work` counts them."""
+def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig, tower: float = 1.0) -> Passes:
+    """Operations that an update over these rows requires, as `workers.training.accounting.required_work` counts them.
+
+    ``tower`` is the share of the media that the tower reads: features of the others are kept from an earlier pass.
+    """
     decoder = 2 if compute.lora_rank else 3
-    return Passes(decoder * batch.language_flops, (3 if size.tower_trained else 1) * batch.tower_flops)
+    return Passes(decoder * batch.language_flops, (3 if size.tower_trained else 1) * tower * batch.tower_flops)
 
 
-def scoring_flops(batch: BatchSizes) -> Passes:
-    """Operations of a pass without gradients."""
-    return Passes(batch.language_flops, batch.tower_flops)
+def scoring_flops(batch: BatchSizes, tower: float = 1.0) -> Passes:
+    """Operations of a pass without gradients; for ``tower`` see `update_flops`."""
+    return Passes(batch.language_flops, tower * batch.tower_flops)
 
 
 def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: Device) -> float:
@@ -59,12 +62,12 @@ def pass_seconds(passes: Passes, compute: ModelConfig, layout: Layout, device: D
 
 
 def scoring_seconds(
-    batch: BatchSizes, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int
+    batch: BatchSizes, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int, tower: float = 1.0
 ) -> float:
-    """Seconds of a pass without gradients over the rows, in ``micro_batches`` on a device."""
+    """Seconds of a pass without gradients over the rows, in ``micro_batches`` on a device; for ``tower`` see `update_flops`."""
     faster = replace(device, language=device.language * device.overheads.scoring_rate)
     started = micro_batches * device.overheads.scoring
-    return pass_seconds(scoring_flops(batch), compute, layout, faster) + started
+    return pass_seconds(scoring_flops(batch, tower), compute, layout, faster) + started
 
 
 def update_seconds(
@@ -75,9 +78,12 @@ def update_seconds(
     device: Device,
     updates: int,
     micro_batches: int,
+    tower: float = 1.0,
 ) -> float:
-    """Seconds of ``updates`` optimizer steps over the rows, with ``micro_batches`` in each on a device."""
-    passes, again = update_flops(batch, size, compute), RECOMPUTED[compute.activation_checkpointing]
+    """Seconds of ``updates`` optimizer steps over the rows, with ``micro_batches`` in each on a device; for ``tower`` see
+    `update_flops`.
+    """
+    passes, again = update_flops(batch, size, compute, tower), RECOMPUTED[compute.activation_checkpointing]
     head = 3 * sum(batch.responses) * logit_flops(batch.config.get_text_config())  # has no layers that compute again
     passes = Passes(passes.language + again * (passes.language - head), passes.vision * (1 + again))
     computed = pass_seconds(passes, compute, layout, device)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ Config = TypeVar("Config")
 
 
 TRACEBACK, PRESET, CONFIG = "--traceback", "--preset", "--config"
+PARSED = re.compile(r"^Error parsing \w+: ")  # before the text of an error, of which it says nothing more
 NAMES_OF_AN_ALGORITHM = ("--algorithm.loss", "--algorithm.advantage")
 TRACEBACK_TEXT = "show the whole traceback of an error"
 CONFIG_TEXT = "read options from a YAML file; those given here override it"
@@ -171,7 +173,8 @@ def _parse(arguments: Sequence[str], default: Config, prog: str) -> Config:
             return tyro.cli(type(default), args=list(arguments), default=default, prog=prog, add_help=False)
     except SystemExit:
         lines = [line.strip("╭╮╰╯│─ ") for line in refusal.getvalue().splitlines()]
-        raise InvalidConfig("; ".join(line for line in lines[1:] if line)) from None
+        text = "; ".join(line for line in lines[1:] if line)
+        raise InvalidConfig(PARSED.sub("", text)) from None
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

@@ -39,7 +39,7 @@ IDLE_RULES = (
         "only one schedule has chunks: add --pipeline-schedule interleaved",
     ),
     IdleRule(
-        ("unsharded",),
+        ("unsharded", "offload"),
         lambda c: c.layout.dp * c.layout.sp == 1,
         "weights are not sharded: add --layout.dp or --layout.sp",
     ),
@@ -86,6 +86,7 @@ IDLE_RULES = (
         lambda c: not c.data.data_path,
         "drawn pictures have no files and columns: add --data-path",
     ),
+    IdleRule(("on-bad-row",), lambda c: not c.data.data_path, "all drawn rows can be used: add --data-path"),
     IdleRule(("shuffle-buffer",), lambda c: not c.data.streaming, "only streams have a buffer: add --streaming"),
     IdleRule(("weights",), lambda c: len(c.data.data_path) == 1, "one data set has the whole weight: name several"),
     IdleRule(

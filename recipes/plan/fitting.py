@@ -80,7 +80,9 @@ def with_share(setting: Setting) -> Setting:
         return setting
     generating = forecast(setting).phases[0]
     others = sum(role.device for role in generating.roles if role.role != "engine") * SLACK + setting.device.context
-    share = math.floor(100 * (1 - others / setting.device.memory)) / 100
+    engine = generating.roles[-1]
+    recorded = engine.routes / max(engine.kv_cache, 1)  # experts of each token, beside its keys and values
+    share = math.floor(100 * (1 - others / setting.device.memory) / (1 + recorded)) / 100
     options = dict(setting.engine_options) | {"memory_share": min(max(share, LEAST_SHARE), MOST_SHARE)}
     return replace(setting, engine_options=options)
 

@@ -73,18 +73,6 @@ class Stateless:
         """There is nothing to load."""
 
 
-class Expectation(Protocol):
-    """What a run is expected to take; see `recipes.run.run_forecast.RunForecast`."""
-
-    def begin(self) -> None:
-        """Prints it, unless it has been."""
-        ...
-
-    def observe(self, metrics: Mapping[str, float]) -> list[str]:
-        """Lines to show after a step with these metrics."""
-        ...
-
-
 class Loader(Stateful, Protocol):
     """An endless source of batches. Each row has a unique ``uid``, the same after a resume; see `PromptLoader`."""
 
@@ -106,7 +94,6 @@ def train(
     progression: Stateful | None = None,
     measure: Measure = measure_rollouts,
     kept: KeptRollouts | None = None,
-    expected: Expectation | None = None,
 ) -> None:
     """Calls ``step`` until the run has ``run.steps`` of them, with evaluation, metrics, checkpoints and resume around it.
 
@@ -122,7 +109,6 @@ def train(
         progression: state that the algorithm carries from step to step; checkpoints hold it.
         measure: statistics of the rows that a step returns.
         kept: writes some of these rows for the viewer.
-        expected: the forecast of the run; a resumed one prints it only here, where the loader has its position.
 
     Raises:
         MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
@@ -131,12 +117,10 @@ def train(
     best = BestStep(run.keep_best)
     done = begin_or_restore(run, roles, loader, progression, best)
     keep = done if done is not None or not run.resume else -1
-    if expected is not None:
-        expected.begin()
     if kept is not None and keep is not None:
         kept.drop_after(keep)
     with open_loggers(run.loggers, LoggedRun(run.output_dir, keep)) as loggers:
-        shown = StepReports(loggers, Progress(run.steps, done or 0), expected)
+        shown = StepReports(loggers, Progress(run.steps, done or 0))
         if evaluate and done is None and run.eval_first:
             with start_phase("evaluating before the first step"):
                 measured = evaluate(roles, 0)
@@ -176,8 +160,8 @@ def begin_or_restore(run: RunConfig, roles: Roles, loader: Loader, progression: 
 class StepReports:
     """Where the metrics of each step go: the loggers and the display, with notes on what they are a sign of."""
 
-    def __init__(self, loggers: RunLoggers, progress: Progress, expected: Expectation | None = None) -> None:
-        self.loggers, self.progress, self.expected = loggers, progress, expected
+    def __init__(self, loggers: RunLoggers, progress: Progress) -> None:
+        self.loggers, self.progress = loggers, progress
         self.signals = LearningSignals()
 
     def report(self, number: int, metrics: Mapping[str, float], evaluated: bool) -> None:
@@ -188,9 +172,7 @@ class StepReports:
         self.progress.update(number, metrics)
 
     def note_signs(self, metrics: Mapping[str, float]) -> None:
-        """Shows what the metrics of a step say about the forecast, and problems that appear with them."""
-        for line in self.expected.observe(metrics) if self.expected is not None else ():
-            self.progress.note(line)
+        """Shows problems that appear with the metrics of a step."""
         for problem in self.signals.new_problems(metrics):
             self.progress.note(f"warning: {problem}")
 

@@ -24,13 +24,15 @@ from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.problem_rows import load_rows
 from recipes.forecast import (
+    BatchSizes,
     Device,
     Setting,
     episode_batch,
     measure_episode,
+    measure_prompts,
     policy_gradient_batch,
     policy_gradient_setting,
-    sizes_of_prompts,
+    this_device,
 )
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
@@ -52,6 +54,8 @@ from workers.roles.rollout_worker import RolloutConfig, replays_routing
 
 AlgorithmStep = Callable[..., tuple[DataProto, dict[str, float]]]
 """``step(roles, prompts, config, sampling, progression, more)`` -> rollouts, metrics; as `recipes.grpo.grpo_step`."""
+ChooseDevice = Callable[[BatchSizes, PromptLoader, int], Device]
+"""The rows of an optimizer step, the loader, and the token budget -> the device that a forecast is for."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,9 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
     task = (prepare or problems)(config)
     config, builder, ahead = task.config, task.builder, LookAhead(task.loader)
     kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-    expected = RunForecast(ahead, partial(first_setting, task), builder.config, config.on == "local")
+    expected = RunForecast(partial(expected_setting, config, task.loader, task.played), config.on == "local")
     with reported(config.run.output_dir, started, expected.compared) as directory:
-        if not config.run.resume:
-            expected.begin()
+        expected.begin()
         config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
@@ -115,7 +118,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
                 corrected, steps = config.algorithm.compares_engine, attempt.run.steps
                 batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
                 roles = task.roles(launched)
-                train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept, expected)
+                train(attempt.run, roles, batches, bound, task.evaluate, builder, progression, measure, kept)
     return directory / REPORT_FILE
 
 
@@ -157,15 +160,27 @@ def open_task_directory(config: Config, asked: Config | None = None) -> Config:
     return completed
 
 
-def first_setting(task: PolicyTask, prompts: DataProto, device: Device) -> Setting:
-    """What the forecast of a run depends on, with the run's first prompts, or an episode of the first one."""
-    config, builder, played = task.config, task.builder, task.played
+def expected_setting(
+    config: PolicyGradientConfig,
+    loader: PromptLoader,
+    played: PlayedEnvironment | None = None,
+    device: ChooseDevice = this_device,
+    mean_response: int | None = None,
+) -> Setting:
+    """What the forecast of a run depends on: its options, its first prompts or an episode of the first one, and the device.
+
+    Args:
+        loader: of the run; it stays where it is.
+        mean_response: see `recipes.forecast.policy_gradient_batch`.
+    """
+    model = loader.builder.config
     if played is None:
-        batch = policy_gradient_batch(config, builder.config, sizes_of_prompts(prompts, builder))
+        batch = policy_gradient_batch(config, model, measure_prompts(loader), mean_response)
     else:
-        sizes = measure_episode(prompts, builder, played.make, played.limits, played.actions)
-        batch = episode_batch(config, builder.config, sizes)
-    return policy_gradient_setting(config, batch, device)
+        sizes = measure_episode(loader, played.make, played.limits, played.actions)
+        batch = episode_batch(config, model, sizes, mean_response)
+    trained = batch.part(config.algorithm.minibatch or len(batch.prompts.tokens))  # at a time
+    return policy_gradient_setting(config, batch, device(trained, loader, config.compute.token_budget))
 
 
 def launch_roles(

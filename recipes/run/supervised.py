@@ -15,14 +15,14 @@ from dataproto import DataProto
 from recipes.configs.shared.supervised_config import SupervisedConfig
 from recipes.console import start_phase
 from recipes.data.loader import PromptLoader
-from recipes.forecast import Device, Setting, sizes_of_conversations, supervised_setting
+from recipes.forecast import Setting, measure_conversations, supervised_setting, this_device
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.report.page import REPORT_FILE
-from recipes.run.carried_rollouts import LookAhead
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import Evaluate
 from recipes.run.loop import attempts, train
 from recipes.run.metrics import speed_metrics, timed
+from recipes.run.policy_gradient import ChooseDevice
 from recipes.run.run_directory import open_run_directory, over_epochs, over_the_run, reported, with_schedules
 from recipes.run.run_forecast import RunForecast
 from recipes.tiny import make_tiny_model
@@ -72,31 +72,30 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
         with start_phase("reading data"):
             task = make_task(model_path)
     limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
-    ahead, builder = LookAhead(task.loader), task.builder
-    expected = RunForecast(ahead, partial(first_setting, config, task), builder.config, config.on == "local")
+    loader, builder = task.loader, task.builder
+    expected = RunForecast(partial(expected_setting, config, task), config.on == "local")
     with reported(directory, started, expected.compared):
-        if not config.run.resume:
-            expected.begin()
+        expected.begin()
         config = replace(config, compute=expected.resolved(config.compute, config.layout))
-        for attempt in attempts(config.run, ahead, config.max_restarts):
+        for attempt in attempts(config.run, loader, config.max_restarts):
             with attempt, launch_supervised(config, model_path, limits) as roles:
                 train(
                     attempt.run,
                     roles,
-                    ahead,
+                    loader,
                     sft_step,
                     task.evaluate,
                     builder,
                     measure=measure_rows,
                     kept=KeptRollouts(config.run.output_dir, config.keep_rows, builder.tokenizer),
-                    expected=expected,
                 )
     return directory / REPORT_FILE
 
 
-def first_setting(config: SupervisedConfig, task: SupervisedTask, rows: DataProto, device: Device) -> Setting:
-    """What the forecast of a run depends on, with the run's first rows."""
-    return supervised_setting(config, sizes_of_conversations(rows, task.builder), device, task.longest)
+def expected_setting(config: SupervisedConfig, task: SupervisedTask, device: ChooseDevice = this_device) -> Setting:
+    """What the forecast of a run depends on: its options, its first rows, and the device."""
+    batch = measure_conversations(task.loader)
+    return supervised_setting(config, batch, device(batch, task.loader, config.compute.token_budget), task.longest)
 
 
 def tiny_model(directory: Path, seed: int) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import export_config, parity_config, plan_config, view_config
+from recipes.configs import export_config, grpo_config, parity_config, plan_config, view_config
 from recipes.configs.grpo_config import TINY
 
 
@@ -52,7 +52,8 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (plan_config.parse, "grpo --ray.cpus 2", "--ray.cpus would do nothing"),
         (plan_config.parse, "parity", "one of grpo, ppo, sft, classify, walk, zoom"),
         (parity_config.parse, "--engine hf --engine-options memory_share 0.3", "no option 'memory_share'"),
-        (parity_config.parse, "--engine abacus", "engine 'abacus' is unknown"),
+        (parity_config.parse, "--engine abacus", "^engine 'abacus' is unknown"),
+        (grpo_config.parse, "--optimizer.total-steps 5", "^total_steps=5 must be above warmup_steps=10"),
         (view_config.parse, "", "Missing from dataproto view:; RUN-DIR"),
     ],
 )

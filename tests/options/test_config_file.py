@@ -127,6 +127,8 @@ def test_presets_are_defaults_by_name():
         (grpo, "--pipeline-chunks 3", "add --layout.pp"),
         (grpo, "--on ray --layout.pp 2 --pipeline-chunks 3", "add --pipeline-schedule interleaved"),
         (grpo, "--unsharded scoring", "add --layout.dp"),
+        (grpo, "--offload", "--offload would do nothing: .* add --layout.dp"),
+        (grpo, "--on-bad-row skip", "all drawn rows can be used: add --data-path"),
         (grpo, "--optimizer.schedule constant --optimizer.min-lr-ratio 0.1", "add --optimizer.schedule"),
         (
             ppo,

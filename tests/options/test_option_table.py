@@ -19,6 +19,7 @@ from recipes.configs import (
 from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import options_of, with_plain_flags
 from recipes.parity import ParityConfig
+from recipes.serve.serve_config import ServeConfig
 
 CONFIGS = (
     grpo.TINY,
@@ -34,6 +35,7 @@ CONFIGS = (
     export_config.DEFAULT,
     plan_config.PlanOptions(),
     view_config.ViewConfig(tyro.MISSING),
+    ServeConfig(),
 )
 
 

@@ -15,7 +15,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, WITH_FURTHER_TYPES, tiny_config, tiny_model
 from recipes.data.drawn_rows import ProblemRows
-from recipes.data.loader import draws
+from recipes.data.loader import PromptLoader, draws
 from recipes.forecast import (
     DEVICES,
     BatchSizes,
@@ -28,18 +28,28 @@ from recipes.forecast import (
     measure_prompts,
     model_size,
     response_lengths,
-    unknown_cpu,
 )
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.calibration import text_rows, timed_rows
 from recipes.forecast.devices import Device, Overheads
-from recipes.forecast.role_memory import held, kv_bytes, mlp_width, scoring, tower_bytes, updating, whole_gradients
+from recipes.forecast.role_memory import (
+    feature_bytes,
+    held,
+    kv_bytes,
+    mlp_width,
+    route_bytes,
+    scoring,
+    tower_bytes,
+    updating,
+    whole_gradients,
+)
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import update_flops
 from recipes.plan import as_options, fit, main
 from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
 from rollout.prompts import PromptBuilder
+from workers.model.kept_features import MAX_BYTES, KeptFeatures
 from workers.model.lora import add_adapters
 from workers.model.model_config import UNSHARDED, ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -49,6 +59,7 @@ from workers.training.forward_pass import sharing
 from workers.training.micro_batches import micro_batches
 
 H200 = DEVICES["h200"]
+CPU = Device("cpu", 10**9, math.inf, math.inf, math.inf, on_cpu=True)  # an operation takes no time
 
 
 @pytest.mark.parametrize("model_type", WITH_FURTHER_TYPES)
@@ -87,7 +98,9 @@ def test_operations_tokens_and_micro_batches_are_those_of_a_real_batch(tiny_batc
 def test_the_headers_of_images_give_the_sizes_that_the_processor_makes(tmp_path):
     builder, rows = PromptBuilder.from_pretrained(make_tiny_model(tmp_path), 256), ProblemRows(level=2)
     places = [place for _, place, _ in islice(draws(rows, 0), 4)]
-    sizes = measure_prompts(rows, builder, sample=4)
+    loader = PromptLoader(rows, builder, batch_size=4)
+    sizes = measure_prompts(loader)
+    assert loader.state_dict()["drawn"] == 0
     for number, (tokens, grids) in enumerate(zip(sizes.tokens, sizes.grids, strict=True)):
         prompt = builder.prepare(rows[places[number]])
         assert tokens == len(prompt.input_ids)
@@ -199,22 +212,22 @@ def test_the_most_that_fits_stays_unsharded():
     assert chosen[-1] == "gradients"
     assert [UNSHARDED.index(one) for one in chosen] == sorted(UNSHARDED.index(one) for one in chosen)
     assert with_unsharded(replace(setting, layout=Layout())).compute.unsharded == "nothing"
-    assert with_unsharded(replace(setting, device=unknown_cpu())).compute.unsharded == "nothing"
+    assert with_unsharded(replace(setting, device=CPU)).compute.unsharded == "nothing"
 
 
 def test_seconds_of_starting_operations_worked_by_hand():
     """Two prompts with two samples each, in two micro-batches; an operation takes no time, only starting them does."""
     config = tiny_config("qwen2_5_vl")
     batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (3, 1, 2, 2), samples=2)
-    overheads = Overheads(decoded_row=1e-3, learning=0.2, scoring=0.05, optimizer=0.01)
-    device = Device("cpu", 10**9, math.inf, math.inf, math.inf, decode_overhead=0.5, on_cpu=True, overheads=overheads)
+    overheads = Overheads(decoded_row=1e-3, learning=0.2, scoring=0.05, optimizer=0.01, preparation=0.125)
+    device = replace(CPU, decode_overhead=0.5, overheads=overheads)
     compute = ModelConfig(token_budget=30, scoring_token_budget=30)
-    setting = Setting(config, batch, device, compute, reference=True, data_seconds=0.25)
+    setting = Setting(config, batch, device, compute, reference=True)
     assert len(setting.micro_batches) == 2
     found = {phase.name: phase.seconds for phase in forecast(setting).phases}
     assert found == pytest.approx(
         {
-            "data": 0.25,
+            "data": 2 * 0.125,
             "gen": 0.05 + (0.5 + 0.004) + (0.5 + 0.004) + (0.5 + 0.001),  # 4, 3 and 1 rows run: one of 4 is not removed
             "ref": 2 * 0.05,
             "update_actor": 2 * 0.2 + 0.01,
@@ -240,6 +253,101 @@ def test_a_cpu_is_timed_on_rows_like_those_of_the_batch():
     assert device.context > 50 * 2**20  # of this process
     large = replace(batch, prompts=PromptSizes((10**5, 10**5), ((), ())))
     assert len(timed_rows(large).lengths) == 1
+
+
+def test_fewer_tokens_can_take_more_memory():
+    """64 rows of 33 tokens are two micro-batches of a budget of 2,000, and a tenth fewer tokens are one."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((1,) * 64, ((),) * 64), (32,) * 64)
+    assert [part.tokens for part in batch.micro_batches(2000)] == [1056, 1056]
+    assert [part.tokens for part in batch.fullest_micro_batches(2000)] == [round(0.9 * 2112)]
+    assert [part.tokens for part in batch.fullest_micro_batches(2000, variation=0)] == [1056, 1056]
+    setting = Setting(config, batch, H200, ModelConfig(token_budget=2000), engine=None, reference=True)
+    sure = replace(setting, variation=0)
+    assert len(setting.micro_batches) == 2  # the time is that of the expected rows
+    assert [phase.seconds for phase in forecast(setting).phases] == [phase.seconds for phase in forecast(sure).phases]
+    (ref, update), (sure_ref, sure_update) = (forecast(each).phases for each in (setting, sure))
+    assert update.roles[0].activations == pytest.approx(1.8 * sure_update.roles[0].activations, rel=1e-3)
+    assert ref.roles[1].activations == pytest.approx(1.1 * sure_ref.roles[1].activations, rel=1e-3)  # all rows at once
+
+
+@pytest.mark.parametrize("model_type", VLM_TYPES)
+def test_features_of_a_frozen_tower_are_those_that_a_pass_keeps(model_type):
+    """The count, from patches alone, equals what `KeptFeatures` holds for the same images."""
+    config, family = tiny_config(model_type), family_of(tiny_config(model_type))
+    media = family.dummy_media(config)
+    grids = tuple(map(tuple, family.grids(media, config).tolist()))
+    kept = KeptFeatures(family, config, torch.float32)
+    count = int(family.media_layout.feature_counts("image", media, config).sum())
+    batch = BatchSizes(config, PromptSizes((50, 50), (grids, grids)), (3, 4, 5, 6), samples=2)
+    compute = ModelConfig(freeze_vision=True)
+    size = model_size(config, compute)
+    assert feature_bytes(batch, size, compute, Layout(), CPU) == 2 * count * kept.bytes_of_one
+    assert feature_bytes(batch, size, compute, Layout(), H200) == count * kept.bytes_of_one
+    trained = model_size(config, ModelConfig())
+    assert feature_bytes(batch, trained, ModelConfig(), Layout(), H200) == 0
+
+
+def test_kept_features_count_until_the_update_and_spare_the_tower():
+    """Two images of 4 features, 64 wide, in float32. The reference reads what the actor keeps; a teacher reads all itself."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10, 10), (((1, 4, 4),), ((1, 4, 4),))), (3, 4))
+    setting = Setting(config, batch, CPU, ModelConfig(freeze_vision=True), old_log_probs=1.0, reference=True)
+    kept = 2 * 4 * 64 * 4
+    found = {phase.name: phase for phase in forecast(setting).phases}
+    features = {name: [role.features for role in phase.roles] for name, phase in found.items()}
+    assert features == {
+        "gen": [0, 0, 0],
+        "old_log_prob": [kept, 0, 0],
+        "ref": [kept, 0, 0],
+        "update_actor": [kept, 0, 0],
+    }
+    language, vision = batch.language_flops, batch.tower_flops
+    assert {name: phase.flops for name, phase in found.items()} == pytest.approx(
+        {"gen": language + vision, "old_log_prob": language + vision, "ref": language, "update_actor": 3 * language}
+    )
+    taught = {phase.name: phase for phase in forecast(replace(setting, teacher=True)).phases}
+    assert taught["ref"].flops == pytest.approx(language + vision)
+    few = replace(setting, old_log_probs=0.5)  # the reference's pass keeps the other half
+    assert [next(role.features for role in phase.roles) for phase in forecast(few).phases] == [0, kept // 2, kept, kept]
+    adapters = forecast(replace(setting, compute=ModelConfig(lora_rank=4)))
+    assert {role.features for role in adapters.phases[-1].roles} == {kept, 0}
+    critic = forecast(replace(setting, critic_epochs=1)).phases
+    assert [sum(role.features for role in phase.roles) // kept for phase in critic] == [0, 1, 1, 2, 2, 1]
+
+
+def test_at_most_a_gibibyte_of_features_is_kept():
+    setting = seven_b(compute=ModelConfig(freeze_vision=True), engine=None, reference=False)
+    many = replace(
+        setting, batch=replace(setting.batch, prompts=PromptSizes((361,), (((1, 30, 30),) * 200,)).repeated(16))
+    )
+    assert many.feature_bytes == 16 * 200 * 225 * 3584 * 2
+    (update,) = forecast(many).phases
+    assert update.roles[0].features == pytest.approx(MAX_BYTES, rel=1e-9)
+    again = forecast(replace(many, epochs=2)).phases[0]
+    assert 1.0 < again.flops / update.flops < 2.0  # the second epoch reads the images that are not kept
+
+
+def test_recorded_experts_are_counted_where_they_lie():
+    """The tiny mixture: one byte for each layer with experts and choice; vLLM keeps them for each token of its cache."""
+    config = tiny_config("qwen3_vl_moe")
+    text, size = config.get_text_config(), model_size(config, ModelConfig())
+    bytes_of_token = len(family_of(config).expert_layers(tiny_model("qwen3_vl_moe"))) * text.num_experts_per_tok
+    assert route_bytes(config, size) == bytes_of_token > 0
+    assert route_bytes(tiny_config("qwen2_5_vl"), model_size(tiny_config("qwen2_5_vl"), ModelConfig())) == 0
+    batch = BatchSizes(config, PromptSizes((10, 20), ((), ())), (8, 4, 7, 1), samples=2)
+    setting = Setting(config, batch, H200, engine="vllm", reference=True, replays_routing=True)
+    gen, ref, update = forecast(setting).phases
+    engine = gen.roles[-1]
+    assert engine.routes == engine.kv_cache // kv_bytes(text, 2) * bytes_of_token
+    assert engine.host == batch.packed_tokens * bytes_of_token
+    assert [role.routes for role in update.roles] == [round(1.1 * 50) * bytes_of_token, 0, 0]
+    assert not any(role.routes for role in ref.roles)  # it chooses for itself
+    assert not any(
+        role.routes for phase in forecast(replace(setting, replays_routing=False)).phases for role in phase.roles
+    )
+    here = forecast(replace(setting, device=CPU, engine="hf")).phases[0].roles[-1]
+    assert (here.routes, here.host) == (50 * bytes_of_token, 0)
 
 
 def seven_b(**options) -> Setting:

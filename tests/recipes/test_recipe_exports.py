@@ -14,8 +14,7 @@ EXPORTS = {
     "recipes.view": "ViewerServer main",
     "recipes.forecast": """BatchSizes DEVICES Device EpisodeSizes ModelSize Phase PromptSizes RoleMemory SLACK Setting
         StepForecast beside_fact
-        calibrate_cpu compared cpu_from_step duration keep_cpu known_cpu unknown_cpu sizes_of_conversations sizes_of_prompts
-        preparation_seconds
+        calibrate_cpu compared duration preparation_seconds this_cpu
         device_named episode_batch forecast forecast_lines measure_conversations measure_episode
         measure_prompts model_size
         policy_gradient_batch policy_gradient_setting response_lengths supervised_setting this_device this_gpu""",

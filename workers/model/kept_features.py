@@ -10,6 +10,7 @@ from torch import Tensor
 from dataproto.columns import RowMedia, media_parts
 from dataproto.vlm import VLMFamily
 
+MAX_BYTES = 1 << 30  # of the features that are kept at a time
 Key = tuple[Any, ...]
 
 
@@ -68,7 +69,7 @@ class KeptFeatures:
     The media's tensors are kept too, so that their memory tells what they are.
     """
 
-    def __init__(self, family: VLMFamily, config: Any, dtype: torch.dtype, max_bytes: int = 1 << 30) -> None:
+    def __init__(self, family: VLMFamily, config: Any, dtype: torch.dtype, max_bytes: int = MAX_BYTES) -> None:
         """At most ``max_bytes`` of features, in ``dtype``, are kept at a time."""
         self.family, self.config, self.max_bytes = family, config, max_bytes
         levels, width = 1 + family.deep_layers(config), int(config.get_text_config().hidden_size)

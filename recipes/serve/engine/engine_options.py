@@ -15,7 +15,7 @@ class EngineOptions:
     full_finetuning: bool = False  # one model may train all weights, with rank 0; it has a copy of the model of its own
     max_context_length: int | None = None  # tokens of a row, media included; None: the number of the model's positions
     max_models: int = 64  # adapters that are trained at the same time
-    max_lora_rank: int = 64
+    max_lora_rank: int = 64  # of an adapter
     max_samplers: int = 32  # snapshots whose adapters stay in memory; others are read from their files again
     max_num_seqs: int = 256  # answers that are decoded at the same time
     max_targets: int = (
