@@ -162,10 +162,11 @@ class Scheduler:
 
     async def _gather(self, lanes: Sequence[Lane]) -> None:
         """Waits a moment where passes are all that is due, so that clients in step are computed in one batch."""
-        deadline = time.monotonic() + min(MOST_GATHERING, GATHERING_PART * self._pass_seconds)
+        began = time.monotonic()
+        deadline = began + min(MOST_GATHERING, GATHERING_PART * self._pass_seconds)
         while (left := deadline - time.monotonic()) > 0:
             heads = {lane.run.id: head.kind for lane in lanes if (head := lane.head()) is not None}
-            late = [lane for lane in lanes if lane.run.id not in heads and deadline - lane.last_pass < RECENTLY]
+            late = [lane for lane in lanes if lane.run.id not in heads and began - lane.last_pass < RECENTLY]
             if set(heads.values()) != {"pass"} or not late:
                 return
             self._wake.clear()
