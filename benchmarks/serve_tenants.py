@@ -4,10 +4,13 @@
     python benchmarks/serve_tenants.py --size tiny --sampler hf --prompts 8 --samples 2 --max-tokens 8      # anywhere
 
 Both sides have the same checkpoint (random weights), prompts (one image and about 350 tokens), samples and lengths: nothing ends
-a response. Both train adapters of the same rank: the loop one (it needs the extra ``lora``), the server one of each tenant. The
-tenants are clients of the real Tinker SDK over HTTP. They sample together, train together and take snapshots together, so that
-the phases compare with those of the loop. Warm-up steps, in which engines start, are not counted. Each side is a process of its
-own, one after the other. The last rows are the seconds from the request of a snapshot to the first sample of it.
+a response. Both train adapters of the same rank on the same layers, those of the decoder: the loop one (it needs the extra
+``lora``), the server one of each tenant. The tenants are clients of the real Tinker SDK over HTTP. They sample together, train
+together and take snapshots together, so that the phases compare with those of the loop. Warm-up steps, in which engines start,
+are not counted. Each side is a process of its own, one after the other: ``--first server`` begins with the server.
+
+Each phase is printed when it ends. ``--output`` gets the steps of both sides as they come, the log of the server and the table,
+whose last rows are the seconds from the request of a snapshot to the first sample of it.
 """
 
 import argparse
@@ -19,9 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,13 +38,27 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)
 
+from benchmarks.served_processes import served  # noqa: E402
+
 TENANTS, RANK = 8, 16
 MODEL = "random"
-Step = dict[str, float]  # seconds of "sampling", "training" and the whole "step"; "sampled" and "trained" tokens
+STEPS = "steps.jsonl"
+BEGAN = time.perf_counter()
+Step = dict[
+    str, Any
+]  # its side; seconds of "sampling", "training" and the whole "step"; "sampled" and "trained" tokens
 
 
-def say(figures: Step) -> None:
-    print(f"STEP {json.dumps(figures)}", flush=True)
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", flush=True)
+
+
+def keep(arguments: argparse.Namespace, number: int, figures: Step) -> None:
+    """Prints a step, and adds it to the file of steps unless it is a warm-up."""
+    say(f"{arguments.side}: step {number} {json.dumps(figures)}")
+    if number >= arguments.warmup:
+        with (arguments.output / STEPS).open("a") as file:
+            file.write(json.dumps({"side": arguments.side} | figures) + "\n")
 
 
 def checkpoint(arguments: argparse.Namespace) -> Path:
@@ -73,6 +89,7 @@ def measure_loop(arguments: argparse.Namespace) -> None:
     from workers.roles.rollout_worker import RolloutConfig
 
     path = str(checkpoint(arguments))
+    say("loop: the checkpoint is written")
     prompts = PromptBuilder.from_pretrained(path, arguments.max_prompt)(problems(arguments.prompts))
     actor = ActorConfig(
         path, token_budget=arguments.token_budget, lora_rank=RANK, optimizer=OptimizerConfig(lr=arguments.learning_rate)
@@ -94,7 +111,7 @@ def measure_loop(arguments: argparse.Namespace) -> None:
                 data, metrics = grpo_step(roles, prompts, config, config.sampling(arguments.max_tokens, seed=number))
             step, sampling = seconds["timing_s/step"], metrics["timing_s/gen"]
             tokens = {"sampled": int(data["response_mask"].sum()), "trained": int(data["attention_mask"].sum())}
-            say({"step": step, "sampling": sampling, "training": step - sampling} | tokens)
+            keep(arguments, number, {"step": step, "sampling": sampling, "training": step - sampling} | tokens)
 
 
 # The server
@@ -111,16 +128,19 @@ class Tenant:
         self.first = tinker.SamplingParams(max_tokens=1, stop=[])
         self.adam = tinker.AdamParams(learning_rate=arguments.learning_rate)
         service = tinker.ServiceClient(base_url=url, api_key=key)
-        self.client = service.create_lora_training_client(MODEL, rank=RANK, seed=number).result()
+        self.client = service.create_lora_training_client(MODEL, rank=RANK, seed=number, train_unembed=False).result()
+        say(f"server: tenant {number} has its adapter")
         self.data: list[Any] = []
         self.snapshot()
+        say(f"server: tenant {number} has its first sample")
 
-    def snapshot(self) -> float:
-        """Takes a snapshot to sample from; seconds until there is a sample of it."""
+    def snapshot(self) -> tuple[float, float]:
+        """Takes a snapshot to sample from; seconds until it is there, and until there is a sample of it."""
         began = time.perf_counter()
         self.sampler = self.client.save_weights_and_get_sampling_client().result()
+        saved = time.perf_counter() - began
         self.sampler.sample(self.prompts[0], 1, self.first).result()
-        return time.perf_counter() - began
+        return saved, time.perf_counter() - began
 
     def sample(self) -> int:
         """Samples of all prompts, which become data; the number of sampled tokens."""
@@ -174,69 +194,49 @@ def model_inputs(path: Path, count: int) -> list[Any]:
     return found
 
 
-@contextmanager
-def served(arguments: argparse.Namespace, path: Path) -> Iterator[tuple[str, str]]:
-    """The address of a server and the key."""
-    with tempfile.TemporaryDirectory() as state, (Path(state) / "log").open("w+") as log:
-        options = {
-            "--model": f"{MODEL}={path}",
-            "--state": state,
-            "--port": "0",
-            "--sampler": arguments.sampler,
-            "--token-budget": str(arguments.token_budget),
-            "--max-num-seqs": str(arguments.max_num_seqs),
-            "--max-context-length": str(arguments.max_prompt + arguments.max_tokens),
-            "--max-lora-rank": str(RANK),
-            "--vllm-adapters": str(TENANTS),
-            "--vllm-memory-share": str(arguments.memory_share),
-        }
-        command = [*(sys.executable, "-c", "from recipes.commands import main; main()", "serve")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-        process = subprocess.Popen(
-            [*command, *(part for pair in options.items() for part in pair)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            mark = "export TINKER_BASE_URL="
-            url = next(line for line in process.stdout if line.startswith(mark))
-            yield url.removeprefix(mark).strip(), (Path(state) / "api-key").read_text().strip()
-        except Exception:
-            print(Path(log.name).read_text()[-6000:], file=sys.stderr)
-            raise
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def measure_server(arguments: argparse.Namespace) -> None:
     """The same steps by tenants, their phases one after the other; then snapshots of one tenant alone."""
     path = checkpoint(arguments)
+    say("server: the checkpoint is written")
     prompts = model_inputs(path, arguments.prompts)
-    with served(arguments, path) as (url, key), ThreadPoolExecutor(TENANTS) as pool:
-        tenants = list(
-            pool.map(lambda number: Tenant(url, key, number, arguments, prompts[number::TENANTS]), range(TENANTS))
-        )
-        for _ in range(arguments.warmup + arguments.steps):
-            sampling, sampled = timed_all(pool, Tenant.sample, tenants)
-            training, trained = timed_all(pool, Tenant.train, tenants)
-            together, seconds = timed_all(pool, Tenant.snapshot, tenants)
-            alone = tenants[0].snapshot()
-            say(
-                {
-                    "sampling": sampling
-                    + together,  # as in the loop, where the engine gets its weights before it samples
-                    "training": training,
-                    "step": sampling + training + together,
-                    "sampled": sum(sampled),
-                    "trained": sum(trained),
-                    "snapshots": max(seconds),
-                    "snapshot": alone,
-                }
-            )
+    options = {
+        "model": f"{MODEL}={path}",
+        "sampler": arguments.sampler,
+        "token_budget": arguments.token_budget,
+        "max_num_seqs": arguments.max_num_seqs,
+        "max_context_length": arguments.max_prompt + arguments.max_tokens,
+        "max_lora_rank": RANK,
+        "vllm_adapters": TENANTS,
+        "vllm_memory_share": arguments.memory_share,
+    }
+    with served(arguments.output / "server.log", **options) as server, ThreadPoolExecutor(TENANTS) as pool:
+        say(f"server: at {server.url}; its log is {arguments.output / 'server.log'}")
+
+        def tenant(number: int) -> Tenant:
+            return Tenant(server.url, server.key, number, arguments, prompts[number::TENANTS])
+
+        tenants = [tenant(0), *pool.map(tenant, range(1, TENANTS))]  # the first one waits for the engines
+        for number in range(arguments.warmup + arguments.steps):
+            keep(arguments, number, server_step(pool, tenants))
+
+
+def server_step(pool: ThreadPoolExecutor, tenants: Sequence[Tenant]) -> Step:
+    sampling, sampled = timed_all(pool, Tenant.sample, tenants)
+    say(f"server: sampled {sum(sampled)} tokens in {sampling:.2f} s")
+    training, trained = timed_all(pool, Tenant.train, tenants)
+    say(f"server: trained {sum(trained)} tokens in {training:.2f} s")
+    together, snapshots = timed_all(pool, Tenant.snapshot, tenants)
+    saved, alone = tenants[0].snapshot()
+    return {
+        "sampling": sampling + together,  # as in the loop, where the engine gets its weights before it samples
+        "training": training,
+        "step": sampling + training + together,
+        "sampled": sum(sampled),
+        "trained": sum(trained),
+        "snapshots": max(first for _, first in snapshots),
+        "snapshot": alone,
+        "saved": saved,
+    }
 
 
 def timed_all(
@@ -251,34 +251,40 @@ def timed_all(
 # Both
 
 
-def steps_of(side: str, arguments: Sequence[str], warmup: int) -> list[Step]:
-    """The steps of a side behind the warm-up."""
-    found = []
-    command = [sys.executable, __file__, *arguments, "--side", side]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("STEP "):
-                found.append(json.loads(line.removeprefix("STEP ")))
-                print(f"{side}: {line.strip()}", flush=True)
-    if process.returncode:
-        sys.exit(f"{side} ended with status {process.returncode}: see its messages above")
-    return found[warmup:]
+def run_side(side: str, arguments: Sequence[str]) -> bool:
+    """Measures a side in a process of its own; whether it came to its end."""
+    done = subprocess.run([sys.executable, __file__, *arguments, "--side", side])
+    if done.returncode:
+        say(f"{side} ended with status {done.returncode}: see its messages above")
+    return not done.returncode
 
 
-def report(loop: Sequence[Step], server: Sequence[Step]) -> str:
-    """A table of medians."""
+def read_steps(output: Path) -> dict[str, list[Step]]:
+    """The steps so far, by side."""
+    file = output / STEPS
+    steps = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {side: [step for step in steps if step["side"] == side] for side in ("loop", "server")}
 
-    def rate(steps: Sequence[Step], tokens: str, seconds: str) -> float:
-        return median(step[tokens] / step[seconds] for step in steps)
+
+def report(steps: Mapping[str, Sequence[Step]]) -> str:
+    """A table of medians; a side that is not measured yet has no figures."""
+
+    def rate(side: str, tokens: str, seconds: str) -> float:
+        return median([step[tokens] / step[seconds] for step in steps[side]] or [float("nan")])
 
     lines = ["|  | GRPO loop | server | ratio |", "| --- | --- | --- | --- |"]
     names = (("sampled tokens/s", "sampled", "sampling"), ("trained tokens/s", "trained", "training"))
     for name, tokens, seconds in (*names, ("trained tokens/s of whole steps", "trained", "step")):
-        ours, theirs = rate(server, tokens, seconds), rate(loop, tokens, seconds)
+        ours, theirs = rate("server", tokens, seconds), rate("loop", tokens, seconds)
         lines.append(f"| {name} | {theirs:,.0f} | {ours:,.0f} | {ours / theirs:.2f} |")
-    for name, key in (("one tenant", "snapshot"), (f"the slowest of {TENANTS} at once", "snapshots")):
-        lines.append(f"| snapshot to first sample, {name}, s |  | {median(step[key] for step in server):.3f} |  |")
+    alone = "snapshot to first sample, one tenant, s"
+    for name, key in (
+        (alone, "snapshot"),
+        ("of these until the snapshot is there, s", "saved"),
+        (f"the slowest of {TENANTS} at once, s", "snapshots"),
+    ):
+        found = median([step[key] for step in steps["server"]] or [float("nan")])
+        lines.append(f"| {name} |  | {found:.3f} |  |")
     return "\n".join(lines)
 
 
@@ -297,7 +303,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--model", type=Path, default=Path(tempfile.gettempdir()) / "random-checkpoints")
-    parser.add_argument("--side", choices=["loop", "server"], help="measures this side alone, in this process")
+    parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "serve-tenants")
+    parser.add_argument("--first", choices=["loop", "server"], default="loop", help="the side that is measured first")
+    parser.add_argument(
+        "--side", choices=["loop", "server"], help="measures this side alone, in this process, and adds its steps"
+    )
     return parser.parse_args()
 
 
@@ -305,11 +315,19 @@ def main() -> None:
     arguments = parse()
     if arguments.prompts < TENANTS:
         sys.exit(f"--prompts {arguments.prompts}: at least one for each of {TENANTS} tenants")
+    arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.side is not None:
         (measure_loop if arguments.side == "loop" else measure_server)(arguments)
         return
-    loop, server = (steps_of(side, sys.argv[1:], arguments.warmup) for side in ("loop", "server"))
-    print(f"\n{report(loop, server)}")
+    (arguments.output / STEPS).unlink(missing_ok=True)
+    sides = sorted(("loop", "server"), key=lambda side: side != arguments.first)
+    ended = []
+    for side in sides:
+        ended.append(run_side(side, sys.argv[1:]))
+        table = report(read_steps(arguments.output))
+        (arguments.output / "table.md").write_text(table + "\n")
+        print(f"\n{table}\n", flush=True)
+    sys.exit(0 if all(ended) else 1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ TopK: TypeAlias = tuple[Array, Array]
 OPTIMIZER_FILE = "optimizer.safetensors"
 """The file of `Backend.save` with the AdamW state; the other files are the adapter, as `Backend.export` writes it."""
 
+DIGESTS_FILE = "sha256.json"
+"""A file in which a backend may leave the SHA-256 of files that it has written, by their names."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

@@ -126,10 +126,7 @@ def test_old_results_are_forgotten_once(database):
 
 
 def bodies(database: Database) -> set[str]:
-    return {
-        row["id"]
-        for row in database.run_now(lambda db: db.execute("SELECT id FROM requests WHERE body IS NOT NULL").fetchall())
-    }
+    return {row["id"] for row in database.run_now(lambda db: db.execute("SELECT request AS id FROM bodies").fetchall())}
 
 
 def test_a_body_is_kept_as_long_as_a_run_of_its_turn_may_need_it(database):

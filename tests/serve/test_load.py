@@ -2,11 +2,14 @@
 
 import io
 import json
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,3 +101,15 @@ def test_four_sessions_with_all_their_requests_in_flight(tmp_path, monkeypatch, 
     quick = 1000 * np.quantile(spent, 0.95)
     print(f"{seconds:.1f} s; heartbeats: 95 % within {quick:.0f} ms; polls per result: {polls / results:.2f}")
     print("\n".join(line for line in text.splitlines() if "pass_" in line or "sample" in line))
+
+
+@pytest.mark.parametrize("words", ["load --samples 64 --passes 16 --repeats 2", "tenants --repeats 8"])
+def test_the_rates_of_engine_and_server_are_measured(words):
+    """Prints them: a busy machine says little of them. All requests of both ways have results, and no heartbeat is lost."""
+    program = Path(__file__).parents[2] / "benchmarks" / "serve_rates.py"
+    done = subprocess.run([sys.executable, str(program), *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    print("\n".join(done.stdout.splitlines()[-4:]))
+    *_, figures = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    expected = 80 if words.startswith("load") else 8  # samples and passes, or rows
+    assert figures["first results"] == figures["second results"] == expected

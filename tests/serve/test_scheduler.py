@@ -1,6 +1,7 @@
 """Order, grouping and replay, with the engine's process as a thread."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from dataproto.chunks import EncodedTextChunk
 from dataproto.errors import CheckpointError
 from helpers.fronts import Front, drive, until
 from recipes.serve.backend import SampleRequest, Sampling
+from recipes.serve.front import scheduler
 from recipes.serve.front.sample_queue import engine_key
-from recipes.serve.ledger import Sampler
+from recipes.serve.ledger import Sampler, directories
 from recipes.serve.refusals import Refused
 from recipes.serve.wire import SampleCall
 
@@ -37,6 +39,49 @@ def test_two_equal_requests_at_the_same_time_are_one(tmp_path):
         assert (await front.result("r:1"))["rows:sum"] == 1
 
     assert drive(work, tmp_path).backend.groups == [["r"]]
+
+
+def test_clients_in_step_are_computed_in_one_batch(tmp_path, monkeypatch):
+    """A pass waits for the other run, whose last one was just computed, and not for one that has never sent a pass."""
+    monkeypatch.setattr(scheduler, "MOST_GATHERING", 60.0)
+
+    async def work(front: Front):
+        one, two, _ = [await front.new_run(name) for name in ("one", "two", "silent")]
+        for run in (one, two):
+            await front.result(await front.submit(run, 1, 7))
+        front.service.scheduler._pass_seconds = 600.0
+        waiting = [await front.submit(one, 2, 7)]
+        waiting.append(await front.submit(two, 2, 7))
+        for each in waiting:
+            await front.result(each)
+        front.service.scheduler._pass_seconds = 600.0
+        assert (
+            "steps" in (await front.result(await front.submit(one, 3, None)))["metrics"]
+        )  # an update waits for nobody
+
+    assert drive(work, tmp_path).backend.groups == [["one"], ["two"], ["one", "two"]]
+
+
+def test_files_of_different_runs_are_written_at_the_same_time(tmp_path, monkeypatch):
+    both, publish = threading.Barrier(2), directories._publish
+
+    def publish_together(temporary, target):
+        both.wait(timeout=60)  # breaks, and fails the request, unless the other run's files are being written too
+        publish(temporary, target)
+
+    async def work(front: Front):
+        runs = [await front.new_run(name) for name in ("one", "two")]
+        front.backend.gate.clear()
+        busy = await front.submit(runs[0], 1, 7)
+        assert await asyncio.to_thread(front.backend.entered.wait, 60)
+        monkeypatch.setattr(directories, "_publish", publish_together)
+        saves = [await front.request(run, seq, "save", path="x") for seq, run in zip((2, 1), runs)]
+        front.backend.gate.set()
+        await front.result(busy)
+        found = [await front.result(each) for each in saves]
+        assert [each["path"] for each in found] == [f"tinker://{run.id}/weights/x" for run in runs]
+
+    drive(work, tmp_path, snapshot_steps=100)
 
 
 def test_a_gap_fails_those_that_wait_for_it(tmp_path):

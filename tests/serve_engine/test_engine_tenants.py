@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from helpers.checkpoints import write_checkpoint
 from helpers.served_models import ADAM, chunks, length, new_model, png, random_inputs, run_pass, sample, train
 from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
-from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json
+from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json, samplers
 from recipes.serve.link import failure_of
+from rollout.adapters import read_adapter
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 from workers.adapters import adapter_trainer
 
@@ -461,6 +463,32 @@ def test_a_snapshot_does_not_follow_its_model(path, tmp_path):
     assert not np.allclose(found[0], found[1], atol=1e-3)
     again = sample(engine, "0", prompt, prompt_logprobs=True).prompt_logprobs[1:]  # read from its files again
     np.testing.assert_array_equal(again, found[0])
+
+
+def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_path, monkeypatch):
+    """Wherever its directory has moved; a file that has changed since is read, and refused."""
+    engine = engine_of(path)
+    new_model(engine, "m")
+    data = rows(engine, "cross_entropy", seed=1)
+    train(engine, "m", data)
+    (tmp_path / "new").mkdir()
+    engine.export("m", tmp_path / "new")
+    (tmp_path / "new").rename(tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    read = []
+    monkeypatch.setattr(samplers, "read_adapter", lambda *given: read.append(given[0]) or read_adapter(*given))
+    train(engine, "m", data)  # the snapshot stays as it was
+    for number, name in enumerate(("old", "copy")):
+        engine.open_sampler(name, "tiny", tmp_path / name)
+        assert len(read) == number
+    one, other = (sample(engine, name, data[0].chunks) for name in ("old", "copy"))
+    assert (one.samples[0].logprobs == other.samples[0].logprobs).all()
+    (tmp_path / "new").mkdir()
+    engine.export("m", tmp_path / "new")
+    file = tmp_path / "new" / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        engine.open_sampler("damaged", "tiny", tmp_path / "new")
 
 
 def test_limits_and_names(path, tmp_path):

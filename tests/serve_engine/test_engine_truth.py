@@ -21,6 +21,8 @@ from helpers.served_models import (
 from helpers.tiny_models import TEXT_TYPES
 from recipes.serve.backend import Datum, Failure, Pass, SampleRequest, Sampling
 from recipes.serve.engine import InProcessEngine
+from workers.adapters import ScoredRow
+from workers.adapters.packed_part import PackedPart
 
 CPU = torch.device("cpu")
 TYPES = [
@@ -75,6 +77,43 @@ def test_log_probs_of_a_pass_are_those_of_hugging_face_with_the_exported_adapter
     np.testing.assert_allclose(found.outputs[0]["logprobs"], expected, atol=1e-5, rtol=0)
     assert found.metrics["loss:sum"] == pytest.approx(-(expected * inputs["weights"]).sum().item(), abs=1e-3)
     assert (served.expected(adapter=False) - served.expected()).abs().max() > 0.05
+
+
+def test_samples_of_a_prompt_are_trained_as_if_each_were_alone(served):
+    """The prompt, which is learned too, is computed once. Log-probs are those of Hugging Face within 1e-5."""
+    prompt = [*served.prompt, EncodedTextChunk(list(range(5, 45)))]
+    answers = ([7, 8, 9], [7, 8, 10, 11], [30], [7, 8, 9])
+    parts = [[*prompt, EncodedTextChunk(answer)] for answer in answers]
+    data = [
+        Datum(each, random_inputs(length(served.engine, each), "importance_sampling", seed=number))
+        for number, each in enumerate(parts)
+    ]
+    matrices = served.engine._models["m"].trained.matrices
+    found, gradients = [], []
+    for passes in ([data], [[each] for each in data]):
+        for matrix in matrices.values():
+            matrix.grad = None
+        for rows in passes:
+            found += run_pass(served.engine, "m", rows, "importance_sampling").outputs
+        gradients.append({name: matrix.grad for name, matrix in matrices.items()})
+    for together, alone, given, each in zip(found[:4], found[4:], data, parts, strict=True):
+        expected = served.expected(each).gather(1, torch.from_numpy(given.inputs["target_tokens"])[:, None])[:, 0]
+        np.testing.assert_allclose(together["logprobs"], expected, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(together["logprobs"], alone["logprobs"], atol=1e-5, rtol=0)
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, atol=1e-5 * float(gradient.abs().max() + 1), rtol=1e-4)
+    base = served.engine.base("tiny")
+    rendered = base.renderer.placed([base.sequence(ModelInput(each)) for each in parts])
+    packed = PackedPart([ScoredRow(each, None, None, None) for each in rendered])
+    assert packed.lengths == [len(rendered[0]), 2, 1, 3]  # what each row has not in common with the row before
+
+
+def test_prompts_with_other_pictures_are_not_shared(qwen):
+    text, base = EncodedTextChunk(list(range(5, 45))), qwen.engine.base("tiny")
+    inputs = [ModelInput([text, ImageChunk(png(40, 32, colour), "png"), text]) for colour in ((9, 9, 9), (200, 9, 9))]
+    rows = [ScoredRow(each, None, None, None) for each in base.renderer.placed([base.sequence(i) for i in inputs])]
+    assert PackedPart(rows).shared[1] == int(rows[1].rendered.token_types.nonzero()[0])
+    assert [len(each) for each in PackedPart(rows).images] == [1, 1]
 
 
 def test_sampled_log_probs_are_those_of_a_forward_pass(served):

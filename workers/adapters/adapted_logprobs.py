@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from rollout.adapters.router import add_head
 from rollout.sampling import project
 from workers.model.logprobs import chunk_size
+from workers.model.packed_model import select_rows
 
 
 def adapted_log_probs(
@@ -30,7 +31,7 @@ def adapted_log_probs(
     Args:
         states: ``(N, H)``.
         weight: W ``(V, H)``.
-        places: ``(M,)`` int64 on the CPU: the state that predicts each target, not decreasing.
+        places: ``(M,)`` int64 on the CPU: the state that predicts each target.
         targets: ``(M,)`` int64.
         pair: A ``(r, H)`` and B ``(V, r)``; ``None`` for the head alone.
         chunk_elements: logits in memory at a time, see `workers.model.logprobs.chunk_size`.
@@ -41,6 +42,8 @@ def adapted_log_probs(
     >>> adapted_log_probs(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([0, 0]), torch.tensor([0, 3])).exp()
     tensor([0.2500, 0.2500])
     """
+    if not bool((places.diff() >= 0).all()):
+        return _once_each(states, weight, places, targets, pair, scaling, chunk_elements)
     size = chunk_size(len(weight), states.device, chunk_elements)
     starts = torch.arange(0, len(states), size)
     bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
@@ -48,6 +51,15 @@ def adapted_log_probs(
     down, up = pair or (None, None)
     found: Tensor = _AdaptedLogProbs.apply(states, weight, places, targets, down, up, scaling, size, bounds)
     return found
+
+
+def _once_each(
+    states: Tensor, weight: Tensor, places: Tensor, targets: Tensor, pair: tuple[Tensor, Tensor] | None, *settings: Any
+) -> Tensor:
+    """`adapted_log_probs` for places in any order: each target of a place is computed once, in their order."""
+    keys, which = torch.unique(places * len(weight) + targets.cpu(), return_inverse=True)
+    found = adapted_log_probs(states, weight, keys // len(weight), keys % len(weight), pair, *settings)
+    return select_rows(found[:, None], which.to(found.device)).squeeze(1)
 
 
 class _AdaptedLogProbs(torch.autograd.Function):

@@ -1,19 +1,20 @@
-"""A frozen model and passes of rows with different adapters over it. Letters: N tokens of a row, T of all, M targets."""
+"""A frozen model and passes of rows with different adapters over it. Letters: T packed tokens of a part, M targets of a row."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataproto.packing import PackedRows
-from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, Run, new_adapter
+from rollout.adapters import Adapter, AdapterConfig, AdapterRouter, PromptScores, new_adapter
 from rollout.image_features import ImageFeatures
 from rollout.prompts import PlacedSequence
 from workers.adapters.adapted_logprobs import adapted_log_probs
 from workers.adapters.full_weights import FullWeights
+from workers.adapters.packed_part import PackedPart, shared_tokens
 from workers.adapters.trained_adapter import Trainable
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -34,7 +35,7 @@ class ScoredRow:
     """A row, and the targets whose log-probs are wanted: the token ``places[i]`` of the input predicts ``targets[i]``."""
 
     rendered: PlacedSequence
-    places: Tensor  # (M,) int64, not decreasing
+    places: Tensor  # (M,) int64
     targets: Tensor  # (M,) int64, in the vocabulary
     adapter: Adapter | None
 
@@ -51,7 +52,8 @@ class ScoredPrompt:
 class AdapterTrainer:
     """The base model of many adapters. Its weights are frozen and in memory once; the adapters belong to the caller.
 
-    Rows with the same adapter are computed one after the other, and all rows of a part in one pass over the base.
+    Rows with the same adapter are computed one after the other, and all rows of a part in one pass over the base. What a row has
+    in common with the row before it, such as the prompt of several samples, is computed once.
     """
 
     def __init__(
@@ -106,13 +108,13 @@ class AdapterTrainer:
             between: is called between two parts.
         """
         gradients: dict[Trainable, list[Tensor | None]] = {}
-        for place, part in enumerate(self.parts(rows)):
+        for place, numbers in enumerate(self.parts(rows)):
             if place and between is not None:
                 between()
-            mine = [rows[number] for number in part]
-            with self.router.routed(runs_of(mine)):  # in the backward pass, too: it may compute layers again
+            mine = [rows[number] for number in numbers]
+            with self.router.routed(PackedPart(mine).runs):  # in the backward pass, too: it may compute layers again
                 with torch.set_grad_enabled(backward):
-                    total = loss_of(part, self.log_probs(mine))
+                    total = loss_of(numbers, self.log_probs(mine))
                 if total is not None and total.requires_grad:
                     sources = dict.fromkeys(row.adapter or self.weights for row in mine)
                     _add_gradients(gradients, total, [each for each in sources if each is not None and each.trained])
@@ -125,64 +127,60 @@ class AdapterTrainer:
         room = 0
         for number in sorted(range(len(rows)), key=lambda number: first[rows[number].adapter]):
             length = len(rows[number].rendered)
-            if length > room:
+            own = length - (shared_tokens(rows[parts[-1][-1]], rows[number]) if parts else 0)
+            if own > room:
                 parts.append([])
-                room = self.token_budget
+                room, own = self.token_budget, length
             parts[-1].append(number)
-            room -= length
+            room -= own
         return parts
-
-    def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
-        """Log-probs of each row's targets, ``(M,)`` float32 each, by one pass over the base."""
-        runs = runs_of(rows)
-        return self._head(self._states([row.rendered for row in rows], runs), rows)
 
     @torch.no_grad()
     def score(self, prompts: Sequence[ScoredPrompt]) -> None:
         """Fills in the scores of prompts, for engines that do not compute them."""
-        for part in self.parts(prompts):
-            mine = [prompts[number] for number in part]
-            states = self._states([each.rendered for each in mine], runs_of(mine))
-            for each, own in zip(mine, states.split([len(each.rendered) for each in mine]), strict=True):
+        for numbers in self.parts(prompts):
+            part = PackedPart([prompts[number] for number in numbers])
+            states = self._states(part)
+            for each, places in zip(part.rows, part.places, strict=True):
                 logits_of = partial(self._logits_of, each.adapter)
+                own = states[places.to(states.device)]
                 each.scores.fill(each.rendered.input_ids, each.rendered.token_types, own, logits_of)
 
     def _logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
         return self.router.logits(states, [(adapter, len(states))])
 
-    def _states(self, rows: Sequence[PlacedSequence], runs: Sequence[Run]) -> Tensor:
-        """The states ``(T, H)`` after each token of the packed rows."""
-        packed = packed_rows(rows)
-        features, spans = self.features.placed(packed.token_types, [row.images for row in rows])
+    def _states(self, part: PackedPart[Any]) -> Tensor:
+        """The states ``(T, H)`` after each packed token."""
+        packed = part.packed()
+        features, spans = self.features.placed(packed.token_types, part.images)
         packed = packed.to(self.device)
         where = None if features is None else spans
         embeddings, extras = self.family.merge(self.model, packed.input_ids, features, where)
-        with self.router.routed(runs):
+        with self.router.routed(part.runs):
             states: Tensor = self.packed.decode(embeddings, extras, packed)[0]
         return states
 
-    def _head(self, states: Tensor, rows: Sequence[ScoredRow]) -> list[Tensor]:
-        """Rows one after the other with the same adapter go through the head together."""
-        weight = self.family.lm_head(self.model).weight
+    def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
+        """Log-probs of each row's targets, ``(M,)`` float32 each, by one pass over the base.
+
+        Rows one after the other with the same adapter go through the head together.
+        """
+        part = PackedPart(rows)
+        states, weight = self._states(part), self.family.lm_head(self.model).weight
         found: list[Tensor] = []
         start = 0
-        for adapter, group in groupby(rows, lambda row: row.adapter):
+        members = zip(part.rows, part.places, part.lengths, strict=True)
+        for adapter, group in groupby(members, lambda member: member[0].adapter):
             mine = list(group)
-            ends = list(accumulate(len(row.rendered) for row in mine))
-            places = torch.cat([row.places + end - len(row.rendered) for row, end in zip(mine, ends, strict=True)])
-            targets = torch.cat([row.targets for row in mine])
+            stop = start + sum(length for _, _, length in mine)
+            where = torch.cat([places[row.places] for row, places, _ in mine]) - start
+            targets = torch.cat([row.targets for row, _, _ in mine])
             pair = None if adapter is None else adapter.pairs.get(self.family.head)
             scaling = 1.0 if adapter is None else adapter.config.scaling
-            part = states[start : start + ends[-1]]
-            log_probs = adapted_log_probs(part, weight, places, targets, pair, scaling)
-            found += log_probs.split([len(row.targets) for row in mine])
-            start += ends[-1]
+            log_probs = adapted_log_probs(states[start:stop], weight, where, targets, pair, scaling)
+            found += log_probs.split([len(row.targets) for row, _, _ in mine])
+            start = stop
         return found
-
-
-def runs_of(rows: Sequence[ScoredRow | ScoredPrompt]) -> list[Run]:
-    """All tokens of each row with its adapter."""
-    return [(row.adapter, len(row.rendered)) for row in rows]
 
 
 def _add_gradients(
@@ -194,16 +192,3 @@ def _add_gradients(
         new = [next(found) for _ in source.named_parameters()]
         old = gradients.get(source, [None] * len(new))
         gradients[source] = [b if a is None else a if b is None else a + b for a, b in zip(old, new, strict=True)]
-
-
-def packed_rows(rows: Sequence[PlacedSequence]) -> PackedRows:
-    """The rows one after the other; every token predicts something."""
-    lengths = torch.tensor([len(row) for row in rows])
-    bounds = torch.zeros(len(rows) + 1, dtype=torch.int32)
-    bounds[1:] = lengths.cumsum(0)
-    ids = torch.cat([row.input_ids for row in rows])
-    positions = torch.cat([row.position_ids for row in rows], dim=-1).unsqueeze(-2)
-    longest = int(lengths.max())
-    places = torch.arange(len(ids))
-    types = torch.cat([row.token_types for row in rows])[None]
-    return PackedRows(ids[None], positions, types, bounds, longest, None, bounds, longest, places, ids, places)

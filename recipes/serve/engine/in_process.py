@@ -176,6 +176,8 @@ class InProcessEngine:
         """See `Backend.export`."""
         model = self._finite(model_id)
         model.trained.export(directory, model.base_model)
+        if model.adapter is not None:
+            self._samplers.written(directory, model.adapter)
 
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""

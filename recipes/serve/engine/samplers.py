@@ -1,9 +1,10 @@
 """Snapshots that clients sample from. The weights of few are in memory: those of the others are read from their files again."""
 
 import gc
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,8 +13,11 @@ from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig
 from recipes.serve.engine.base_model import BaseModel
 from recipes.serve.engine.engine_options import EngineOptions
 from rollout.adapters import Adapter, read_adapter
+from rollout.adapters.adapter_files import WEIGHTS_FILE
 
 MOST_CHECKPOINTS = 2  # in memory
+MOST_WRITTEN = 16
+"""Adapters that were written last and are still in memory for samplers to come."""
 CHECKPOINT_FILE = "config.json"
 """In a directory with all weights of a model; one with an adapter has none."""
 
@@ -38,6 +42,14 @@ class Samplers:
         self._samplers: dict[str, Sampler] = {}
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # last used last
         self._checkpoints: OrderedDict[str, BaseModel] = OrderedDict()  # last used last
+        self._written: OrderedDict[tuple[int, ...], Adapter] = OrderedDict()  # by their files, last written last
+
+    def written(self, directory: Path, adapter: Adapter) -> None:
+        """Keeps the weights of an adapter that has just been written: a sampler of it, where it may move to, reads no file."""
+        pairs = {name: (down.detach().clone(), up.detach().clone()) for name, (down, up) in adapter.pairs.items()}
+        self._written[identity(directory / WEIGHTS_FILE)] = Adapter(adapter.config, pairs)
+        while len(self._written) > MOST_WRITTEN:
+            self._written.popitem(last=False)
 
     def open(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
         """Takes a snapshot in, or the base model. An adapter is read at once, and a checkpoint when it is first used.
@@ -92,12 +104,18 @@ class Samplers:
 
     def _adapter(self, sampler_id: str, directory: Path, base: BaseModel) -> Adapter:
         if sampler_id not in self._adapters:
-            trainer = base.trainer
-            self._adapters[sampler_id] = read_adapter(directory, trainer.model, trainer.family, trainer.device)
+            self._adapters[sampler_id] = self._read(directory, base)
             while len(self._adapters) > self.options.max_samplers:
                 self._adapters.popitem(last=False)
         self._adapters.move_to_end(sampler_id)
         return self._adapters[sampler_id]
+
+    def _read(self, directory: Path, base: BaseModel) -> Adapter:
+        file, trainer = directory / WEIGHTS_FILE, base.trainer
+        kept = self._written.pop(identity(file), None) if file.exists() else None
+        if kept is not None:
+            return replace(kept, directory=directory)
+        return read_adapter(directory, trainer.model, trainer.family, trainer.device)
 
     def _checkpoint(self, sampler_id: str, sampler: Sampler, busy: Collection[BaseModel]) -> BaseModel | None:
         if sampler_id not in self._checkpoints:
@@ -117,3 +135,9 @@ class Samplers:
         """Frees the weights of a checkpoint now: parts of a model refer to each other."""
         del self._checkpoints[sampler_id]
         gc.collect()
+
+
+def identity(file: Path) -> tuple[int, ...]:
+    """What stays the same when a file is moved or linked, and not when it is written."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from recipes.serve.ledger.journal import Entry
@@ -27,6 +28,7 @@ class Lane:
     blocked_since: float | None = None  # a request waits, but not the next one
     steps: int = 0  # updates since the last snapshot
     last_snapshot: float = field(default_factory=time.monotonic)
+    last_pass: float = -inf  # when one was computed
     not_before: float = 0.0  # it rests until this time behind an error of the server
     ending: Literal["", "dropped", "kept"] = ""  # what becomes of it when nothing waits
 

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, NoReturn
 
@@ -31,11 +32,16 @@ ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
 MOST_TRIES = 3  # of a round at which the engine ends
 LOOK_SECONDS = 1.0  # between looks for gaps
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
+MOST_GATHERING = (
+    0.02  # seconds that a pass waits for those of other runs, and at most this part of the last round's time:
+)
+GATHERING_PART = 0.1
+RECENTLY = 60.0  # seconds in which a run has sent a pass whose next one is waited for
 Results = list[PassResult | Failure]
 
 
 class Scheduler:
-    """One round after the other: passes of all runs together, then updates, then the rest.
+    """One round after the other: passes of all runs together, then the updates of all, then the rest.
 
     Of the passes that wait, a round has a fair share of each client: see `FairShare`. A client is a session.
     """
@@ -58,6 +64,7 @@ class Scheduler:
         self.accept = Intake(database, config.limits, self.lanes, self._enter).accept
         self._share: FairShare[Entry] = FairShare()
         self._tries: Counter[tuple[str, ...]] = Counter()
+        self._pass_seconds = 0.0  # of the last round of passes
         self._wake = asyncio.Event()
         for run in catalogue.runs.values():
             if run.state in ("new", "live"):
@@ -138,21 +145,33 @@ class Scheduler:
         now = time.monotonic()
         lanes = [lane for lane in self.lanes.values() if lane.not_before <= now]
         await self._fail_gaps(lanes)
+        await self._gather(lanes)
         passes = self._share_of_each(lanes)
         for group in [[each] for each in passes] if any(each.alone for each in passes) else [passes]:
             await self._passes(group)
         steps = [head for lane in lanes if (head := lane.head()) is not None and head.kind == "optim_step"]
-        for entry in steps:
-            await self._contained(self.lanes[entry.run], self.barrier(entry))
+        await self._together({entry.run: self.barrier(entry) for entry in steps})
         others = [
             head for lane in lanes if (head := lane.head()) is not None and head.kind not in ("pass", "optim_step")
         ]
-        for entry in others:
-            await self._contained(self.lanes[entry.run], self.barrier(entry))
+        await self._together({entry.run: self.barrier(entry) for entry in others})
         ended = [lane for lane in lanes if lane.ending and not lane.entries]
         for lane in ended:
             await self._contained(lane, self._end(lane))
         return bool(passes or steps or others or ended)
+
+    async def _gather(self, lanes: Sequence[Lane]) -> None:
+        """Waits a moment where passes are all that is due, so that clients in step are computed in one batch."""
+        began = time.monotonic()
+        deadline = began + min(MOST_GATHERING, GATHERING_PART * self._pass_seconds)
+        while (left := deadline - time.monotonic()) > 0:
+            heads = {lane.run.id: head.kind for lane in lanes if (head := lane.head()) is not None}
+            late = [lane for lane in lanes if lane.run.id not in heads and began - lane.last_pass < RECENTLY]
+            if set(heads.values()) != {"pass"} or not late:
+                return
+            self._wake.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), left)
 
     def _share_of_each(self, lanes: Sequence[Lane]) -> list[Entry]:
         """The passes of the next round; of a client with several runs the one that has waited longest comes first."""
@@ -162,6 +181,15 @@ class Scheduler:
             session = self.lanes[passes[0].run].run.session
             waiting.setdefault(session, []).extend((each, each.tokens) for each in passes)
         return self._share.choose(waiting)
+
+    async def _together(self, work: Mapping[str, Awaitable[None]]) -> None:
+        """Does work for several runs at the same time, at most one for each: one's files are written while the engine computes
+        for another.
+        """
+        parts = [self._contained(self.lanes[run], each) for run, each in work.items()]
+        for error in await asyncio.gather(*parts, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def _contained(self, lane: Lane, work: Awaitable[None]) -> None:
         """Does work for one run. An error delays this run alone; one that repeats fails the request."""
@@ -208,7 +236,12 @@ class Scheduler:
         except CallFailed:  # each is computed alone, so that only the guilty one fails
             await self.dissolve(ready)
             return
-        self.counters.add("pass_seconds", time.monotonic() - began)
+        now = time.monotonic()
+        self._pass_seconds = now - began
+        for entry in ready:
+            self.lanes[entry.run].last_pass = now
+        self.counters.add("pass_seconds", self._pass_seconds)
+        self.counters.add("pass_rounds", 1)
         self.counters.add("passes", len(passes))
         self.counters.add("pass_rows", sum(len(each.data) for each in passes))
         await self.finish_all([(entry, pass_outcome(result)) for entry, result in zip(ready, results)])
@@ -238,10 +271,10 @@ class Scheduler:
                 await self.dissolve([entry for entry in entries if entry.state == "queued"])
             return False
         if any(entry.round is None for entry in entries):
-            self._round_number += 1
-            await self.database.keep(journal.begin_round(self._round_number, ids))
+            self._round_number = number = self._round_number + 1
+            await self.database.keep(journal.begin_round(number, ids))
             for place, entry in enumerate(entries):
-                entry.round, entry.place = self._round_number, place
+                entry.round, entry.place = number, place
         return True
 
     async def dissolve(self, entries: Sequence[Entry]) -> None:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from dataproto.errors import CheckpointError
+from recipes.serve.backend import DIGESTS_FILE
 from recipes.serve.refusals import InvalidRequest
 
 MANIFEST = "manifest.json"
@@ -61,7 +62,9 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _write_manifest(directory: Path) -> None:
-    files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
+    told = directory / DIGESTS_FILE
+    known = json.loads(told.read_text()) if told.exists() else {}
+    files = {path.name: known.get(path.name) or _digest(path) for path in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(json.dumps(files, indent=1))
     for path in directory.iterdir():
         _sync(path)

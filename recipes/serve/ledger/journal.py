@@ -2,6 +2,9 @@
 
 A request is ``queued`` until its result is known, and then ``done`` or ``failed``. Requests of a round are computed together, and
 rounds one after the other. Grouping changes rounding, so a replay keeps it. A round is on disk before it is computed.
+
+Bodies have a table of their own, since SQLite writes a row as a whole at each change of it. Those that are needed no more are
+removed.
 """
 
 import sqlite3
@@ -10,7 +13,9 @@ from dataclasses import dataclass
 
 from recipes.serve.ledger.records import Job
 
-MEMBERS = "id, run, seq, kind, body, size, tokens, created, round, place, state"
+MEMBERS = "id, run, seq, kind, NULL AS body, size, tokens, created, round, place, state"
+ROUNDS = "SELECT round FROM bodies JOIN requests ON requests.id = request JOIN runs ON runs.id = run WHERE round IS NOT NULL AND "
+"""The rounds of requests whose bodies are kept."""
 
 
 @dataclass
@@ -59,12 +64,15 @@ def find(request_id: str) -> Callable[[sqlite3.Connection], tuple[str, str, Outc
 
 def accept(entry: Entry, digest: str) -> Job:
     """Writes a new request."""
-    values = {
-        name: getattr(entry, name)
-        for name in ("id", "run", "seq", "kind", "body", "size", "tokens", "created", "state")
-    }
+    values = {name: getattr(entry, name) for name in ("id", "run", "seq", "kind", "size", "tokens", "created", "state")}
     names, marks = ", ".join(["digest", *values]), ", ".join("?" * (1 + len(values)))
-    return lambda db: db.execute(f"INSERT INTO requests ({names}) VALUES ({marks})", [digest, *values.values()])
+    body = entry.body
+
+    def write(db: sqlite3.Connection) -> None:
+        db.execute(f"INSERT INTO requests ({names}) VALUES ({marks})", [digest, *values.values()])
+        db.execute("INSERT INTO bodies VALUES (?, ?)", (entry.id, body))
+
+    return write
 
 
 def begin_round(number: int, ids: Sequence[str]) -> Job:
@@ -96,7 +104,7 @@ def body_of(request_id: str) -> Callable[[sqlite3.Connection], bytes]:
     """The body of a request that is not covered by a snapshot."""
 
     def run(db: sqlite3.Connection) -> bytes:
-        body: bytes = db.execute("SELECT body FROM requests WHERE id = ?", [request_id]).fetchone()["body"]
+        body: bytes = db.execute("SELECT body FROM bodies WHERE request = ?", [request_id]).fetchone()["body"]
         return body
 
     return run
@@ -114,10 +122,10 @@ def snapshot_taken(run: str, seq: int, directory: str) -> Job:
 
 def forget_covered(db: sqlite3.Connection) -> None:
     """Removes the bodies of finished requests that no replay can need."""
+    needed = f"{ROUNDS} (requests.state = 'queued' OR (runs.state = 'live' AND seq > snapshot_seq))"
+    covered = f"state != 'queued' AND (round IS NULL OR round NOT IN ({needed}))"
     db.execute(
-        """UPDATE requests SET body = NULL WHERE body IS NOT NULL AND state != 'queued' AND (round IS NULL OR round NOT IN (
-            SELECT round FROM requests JOIN runs ON runs.id = requests.run WHERE round IS NOT NULL AND requests.body IS NOT NULL
-            AND (requests.state = 'queued' OR (runs.state = 'live' AND requests.seq > runs.snapshot_seq))))"""
+        f"DELETE FROM bodies WHERE request IN (SELECT id FROM bodies JOIN requests ON id = request WHERE {covered})"
     )
 
 
@@ -129,7 +137,10 @@ def forget_old(before: float, before_fetched: float) -> Job:
             "UPDATE requests SET result = NULL WHERE (fetched < ? OR finished < ?) AND result IS NOT NULL",
             (before_fetched, before),
         )
-        db.execute("DELETE FROM requests WHERE result IS NULL AND body IS NULL AND finished < ?", (before,))
+        db.execute(
+            "DELETE FROM requests WHERE result IS NULL AND finished < ? AND id NOT IN (SELECT request FROM bodies)",
+            (before,),
+        )
         forget_covered(db)
 
     return write
@@ -148,10 +159,8 @@ def last_round(db: sqlite3.Connection) -> int:
 
 def rounds_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
     """The rounds of which at least one request is unfinished or behind its run's snapshot, in their order, without bodies."""
-    sql = f"""SELECT {MEMBERS.replace("body", "NULL AS body")} FROM requests WHERE round IN (
-        SELECT round FROM requests JOIN runs ON runs.id = requests.run WHERE round IS NOT NULL AND body IS NOT NULL
-        AND runs.state IN ('new', 'live') AND (requests.state = 'queued' OR requests.seq > runs.snapshot_seq))
-        ORDER BY round, place"""
+    needed = f"{ROUNDS} runs.state IN ('new', 'live') AND (requests.state = 'queued' OR seq > snapshot_seq)"
+    sql = f"SELECT {MEMBERS} FROM requests WHERE round IN ({needed}) ORDER BY round, place"
     rounds: dict[int, list[Entry]] = {}
     for row in db.execute(sql):
         rounds.setdefault(row["round"], []).append(Entry(**dict(row)))
@@ -160,6 +169,5 @@ def rounds_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
 
 def waiting(db: sqlite3.Connection) -> list[Entry]:
     """The requests that wait for their round, without bodies."""
-    columns = MEMBERS.replace("body", "NULL AS body")
-    rows = db.execute(f"SELECT {columns} FROM requests WHERE state = 'queued' AND round IS NULL ORDER BY run, seq")
+    rows = db.execute(f"SELECT {MEMBERS} FROM requests WHERE state = 'queued' AND round IS NULL ORDER BY run, seq")
     return [Entry(**dict(row)) for row in rows]

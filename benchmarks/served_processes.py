@@ -1,0 +1,70 @@
+"""``dataproto serve`` for benchmarks: a running server with its address, its key and the processor seconds of its processes."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "export TINKER_BASE_URL="
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    url: str
+    key: str
+    front: psutil.Process
+    engine: psutil.Process
+
+    def processor_seconds(self) -> tuple[float, float]:
+        """Of the front process and of the engine process, since they started."""
+        front, engine = (sum(each.cpu_times()[:2]) for each in (self.front, self.engine))
+        return front, engine
+
+
+@contextmanager
+def served(log: Path, **options: object) -> Iterator[Served]:
+    """A server on a free port with a state directory of its own; ``options`` are those of the command, with underscores.
+
+    Args:
+        log: gets what its processes write; the end of it is printed when the work with it fails.
+    """
+    with tempfile.TemporaryDirectory() as state, log.open("w") as errors:
+        given = {"state": state, "port": 0, **options}
+        words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        command = [sys.executable, "-c", "from recipes.commands import main; main()", "serve", *words]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            yield _started(process, Path(state))
+        except BaseException:
+            print(f"the end of {log}:\n{log.read_text()[-6000:]}", file=sys.stderr, flush=True)
+            raise
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _started(process: "subprocess.Popen[str]", state: Path) -> Served:
+    assert process.stdout is not None
+    url = next((line.removeprefix(MARK).strip() for line in process.stdout if line.startswith(MARK)), None)
+    if url is None:
+        raise RuntimeError(f"the server ended with status {process.wait()} before it said how to use it")
+    children = {
+        name: child
+        for child in psutil.Process(process.pid).children()
+        for name in ("front_process", "engine_process")
+        if any(f"{name} import main" in word for word in child.cmdline())
+    }
+    key = (state / "api-key").read_text().strip()
+    return Served(url, key, children["front_process"], children["engine_process"])
