@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from recipes.classify import open_labelled
 from recipes.configs.plan_config import PlanConfig, PlanOptions, parse
+from recipes.configs.simulation_config import SimulationConfig
 from recipes.data.conversation_rows import conversation_rows, conversation_stream
 from recipes.data.drawn_rows import DrawnTalks, ProblemRows
 from recipes.data.loader import PromptLoader
@@ -40,6 +41,7 @@ from recipes.options import exit_status
 from recipes.plan.fitting import as_options, fit
 from recipes.run.drawn_environment import DrawnEnvironment, episode_rows, open_environment
 from recipes.run.policy_gradient import prompt_builder
+from recipes.simulation import simulated, simulation_lines
 from recipes.tiny import make_tiny_model
 from recipes.walk import WALK
 from recipes.zoom import environment_of
@@ -54,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_status(arguments) as status:
         asked = parse(status.arguments)
         disable_progress_bar()  # of the small model's files
+        if isinstance(asked, SimulationConfig):
+            print("\n".join(simulation_lines(simulated(asked))))
+            return 0
         found = plan(asked)
         print("\n".join(forecast_lines(found)))
         if asked.options.fit:

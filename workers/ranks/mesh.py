@@ -145,7 +145,7 @@ def init_ranks(layout: Layout, device: torch.device) -> Ranks:
     replicas = None
     if layout.replicas > 1:
         shape = (layout.replicas, layout.shards)
-        replicas = flattened["dp", "sp"]._unflatten(0, shape, ("replica", "shard"))  # type: ignore[no-untyped-call]
+        replicas = flattened["dp", "sp"]._unflatten(0, shape, ("replica", "shard"))
     return Ranks(layout, mesh, flattened, _init_expert_mesh(layout, device), replicas)
 
 
