@@ -3,6 +3,8 @@
 Reads the checkpoint's config, tokenizer and image processor, and the headers of the data's images, and prints the memory of each
 role in each phase, the operations and the time of a step, and the time and disk of the run. Ends with status 1 if it does not
 fit. Beside its own options it takes those of the recipe, --config and --preset included (see dataproto RECIPE --help).
+
+``dataproto plan --devices N``, without a recipe, simulates a step on a cluster (see dataproto plan --devices N --help).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataproto.errors import InvalidConfig
-from recipes.configs import classify_config, grpo_config, ppo_config, sft_config
+from recipes.configs import classify_config, grpo_config, ppo_config, sft_config, simulation_config
 from recipes.configs.environments import walk_config, zoom_config
 from recipes.options import asks_for_help, divided, parse_config, print_help
 
@@ -54,12 +56,14 @@ class PlanConfig:
     config: Any  # of the recipe
 
 
-def parse(arguments: Sequence[str]) -> PlanConfig:
-    """The plan that a command line asks for.
+def parse(arguments: Sequence[str]) -> PlanConfig | simulation_config.SimulationConfig:
+    """The plan that a command line asks for: of a recipe, or without one of a step on a cluster.
 
     Raises:
         InvalidConfig: the recipe is missing, or an option of it or of the plan is unknown, ill-typed or does nothing.
     """
+    if simulation_config.asks_for_simulation(arguments):
+        return simulation_config.parse(arguments)
     if asks_for_help(arguments):
         print_help(arguments, PlanOptions(), __doc__, "dataproto plan RECIPE")
     if not arguments or arguments[0] not in RECIPES:

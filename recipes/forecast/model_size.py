@@ -34,7 +34,7 @@ class ModelSize:
         return self.vision + self.layers + self.embedding + self.head + self.rest
 
     def on_rank(self, layout: Layout) -> int:
-        """Parameters that the fullest rank keeps: layers are split over pp and tp, words over tp, everything over dp x sp.
+        """Parameters that the fullest rank keeps: layers are split over pp and tp, words over tp, everything over the shards.
 
         >>> size = ModelSize(100, 800, embedding=40, head=60, rest=0, largest_layer=80, trained=1000, tower_trained=True)
         >>> size.on_rank(Layout()), size.on_rank(Layout(dp=2)), size.on_rank(Layout(tp=2)), size.on_rank(Layout(pp=2))
@@ -44,7 +44,7 @@ class ModelSize:
         ends = self.vision + embedding + head + self.rest
         if layout.pp > 1:  # the first stage has tower and embedding, the last one the head, tied or not
             ends = max(self.vision + embedding, (head or embedding) + self.rest)
-        return round((layers / layout.pp + ends) / (layout.dp * layout.sp))
+        return round((layers / layout.pp + ends) / layout.shards)
 
 
 def model_size(config: Any, compute: ModelConfig, trains: bool = True, makes_logits: bool = True) -> ModelSize:

@@ -48,8 +48,8 @@ class RoleMemory:
 
 
 def sharded(layout: Layout) -> int:
-    """The number of ranks that FSDP spreads weights over."""
-    return layout.dp * layout.sp
+    """The number of ranks that FSDP spreads weights over; 1 without FSDP."""
+    return layout.shards
 
 
 def held(role: str, size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, trains: bool) -> RoleMemory:

@@ -103,7 +103,7 @@ def sent_seconds(size: ModelSize, compute: ModelConfig, layout: Layout, device: 
 
 def gather_seconds(size: ModelSize, layout: Layout, device: Device, times: int) -> float:
     """Seconds that it adds to gather all weights ``times`` times; in float32 they count twice."""
-    ranks = layout.dp * layout.sp
+    ranks = layout.shards
     if ranks == 1 or not device.link:
         return 0.0
     return 2 * times * size.on_rank(layout) * (ranks - 1) / device.link

@@ -124,7 +124,7 @@ IDLE_RULES = (
         lambda c: c.rollout.carries,
         "samples that go on have the engine's log-probs anyway: leave it out",
     ),
-    IdleRule(("devices",), lambda c: not c.fit, "the layout says how many there are: add --fit"),
+    IdleRule(("devices",), lambda c: not getattr(c, "fit", True), "the layout says how many there are: add --fit"),
 )
 
 

@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from recipes.classify import classification_task, open_labelled
 from recipes.configs.plan_config import PlanConfig, PlanOptions, parse
+from recipes.configs.simulation_config import SimulationConfig
 from recipes.data.loader import PromptLoader
 from recipes.forecast import (
     BatchSizes,
@@ -31,6 +32,7 @@ from recipes.run import policy_gradient, supervised
 from recipes.run.drawn_environment import DrawnEnvironment, episode_rows, open_environment
 from recipes.run.run_directory import over_epochs
 from recipes.sft import conversation_task
+from recipes.simulation import simulated, simulation_lines
 from recipes.tiny import make_tiny_model
 from recipes.walk import WALK
 from recipes.zoom import environment_of
@@ -44,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_status(arguments) as status:
         asked = parse(status.arguments)
         disable_progress_bar()  # of the small model's files
+        if isinstance(asked, SimulationConfig):
+            print("\n".join(simulation_lines(simulated(asked))))
+            return 0
         found = plan(asked)
         print("\n".join(forecast_lines(found)))
         if asked.options.fit:

@@ -14,6 +14,7 @@ from recipes.configs import (
     export_config,
     make_vlm_config,
     plan_config,
+    simulation_config,
     view_config,
 )
 from recipes.configs.environments import walk_config, zoom_config
@@ -34,6 +35,7 @@ CONFIGS = (
     ParityConfig(),
     export_config.DEFAULT,
     plan_config.PlanOptions(),
+    simulation_config.SimulationConfig(),
     view_config.ViewConfig(tyro.MISSING),
     ServeConfig(),
 )

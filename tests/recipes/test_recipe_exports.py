@@ -18,6 +18,8 @@ EXPORTS = {
         device_named episode_batch forecast forecast_lines measure_conversations measure_episode
         measure_prompts model_size
         policy_gradient_batch policy_gradient_setting response_lengths supervised_setting this_device this_gpu""",
+    "recipes.simulation": """Choice Cluster ModelParts PUBLISHED SimulatedPhase SimulatedStep Traffic Workload as_options
+        best_step possible_layouts published_config simulate simulated simulation_lines""",
     "recipes.plan": "PlanConfig PlanOptions as_options fit main plan",
     "recipes.serve": "Backend ForwardBackwardOutput SampledSequence TrainingClient",
     "recipes.export": "ModelExportConfig export_model",

@@ -31,11 +31,14 @@ CPU = torch.device("cpu")
 MODEL = "qwen2_5_vl"
 
 
-def worker(**options) -> ActorWorker:
+DP = Layout(dp=2)
+
+
+def worker(layout: Layout = DP, **options) -> ActorWorker:
     config = ActorConfig(
         str(Path(os.environ["TEST_UNSHARDED_FOLDER"]) / MODEL), token_budget=25, scoring_token_budget=25, **options
     )
-    return ActorWorker(config, CPU, init_ranks(Layout(dp=2), CPU))
+    return ActorWorker(config, CPU, init_ranks(layout, CPU))
 
 
 def rows(first: int = 0) -> DataProto:
@@ -194,6 +197,24 @@ def references_are_the_policy_before_training():
     assert {weight.dtype for weight in separate.parameters()} == {torch.bfloat16}
 
 
+def replicas_sum_once():
+    """Two replicas of whole weights give the gradients of two shards; an error leaves nothing behind. More: test_replicas.py."""
+    expected, actor, seen = worker(), worker(Layout(dp=2, replicas=2)), []
+
+    def failing(outputs, data):
+        seen.append(len(data))
+        if len(seen) == 2:
+            raise ValueError("the second micro-batch")
+        return pg_loss(outputs, data)
+
+    with pytest.raises(ValueError, match="second"):
+        actor.update(share(actor, rows(first=1)), failing)
+    found, wanted = (gradients_of(each, share(each, rows())) for each in (actor, expected))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-9, name
+
+
 SCENARIOS = {
     "references": references_are_the_policy_before_training,
     "gradients": gradients_and_collectives,
@@ -201,6 +222,7 @@ SCENARIOS = {
     "error": an_error_leaves_nothing_behind,
     "error in scoring": a_failed_scoring_pass_frees_what_it_gathered,
     "adapters": partial(one_step_is_the_same, lora_rank=2),
+    "replicas": replicas_sum_once,
     "frozen tower": partial(one_step_is_the_same, freeze_vision=True),
 }
 

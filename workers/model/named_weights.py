@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from dataproto.transfer import all_gather_equal
@@ -63,26 +63,27 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_row_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether a parameter is sharded by FSDP alone: along its rows, over a one-dimensional mesh."""
-    return isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+    """Whether a parameter is sharded by FSDP alone: along its rows, within each replica if there are several."""
+    by_rows = ((Shard(0),), (Replicate(), Shard(0)))
+    return isinstance(parameter, DTensor) and parameter.placements in by_rows
 
 
 def _gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Gathers the full tensors of a bucket by one collective."""
+    """Gathers the full tensors of a bucket by one collective, within a replica if there are several."""
     if not bucket:
         return
-    first = bucket[0][1]
-    mesh = first.device_mesh
+    mesh = bucket[0][1].device_mesh
+    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     # All ranks hold the same number of rows, except that the last ranks may hold fewer; their padding is never read.
-    shapes = [(-(-len(weight) // mesh.size()), *weight.shape[1:]) for _, weight in bucket]
+    shapes = [(-(-len(weight) // ranks), *weight.shape[1:]) for _, weight in bucket]
     sizes = [math.prod(shape) for shape in shapes]
     mine = torch.empty(sum(sizes), dtype=dtype, device=mesh.device_type)
     for part, (_, weight) in zip(mine.split(sizes), bucket, strict=True):
         local = weight.to_local().detach()
         part[: local.numel()].copy_(local.reshape(-1))
-    gathered = torch.empty(mesh.size() * len(mine), dtype=dtype, device=mine.device)
-    all_gather_equal(gathered, mine, group=mesh.get_group())
-    by_rank = gathered.view(mesh.size(), -1)
+    gathered = torch.empty(ranks * len(mine), dtype=dtype, device=mine.device)
+    all_gather_equal(gathered, mine, group=group)
+    by_rank = gathered.view(ranks, -1)
     for parts, shape, (name, weight) in zip(by_rank.split(sizes, dim=1), shapes, bucket, strict=True):
         yield name, parts.reshape(-1, *shape[1:])[: len(weight)]
 

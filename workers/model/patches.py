@@ -46,7 +46,10 @@ REASONS = {
     "workers.parallel.expert": (
         "transformers splits experts only together with its own tensor parallelism; this rank's experts take the place of all."
     ),
-    "workers.parallel.fsdp": "FSDP2 has no function before torch 2.12 that drops gradients which it has not reduced yet.",
+    "workers.parallel.fsdp": (
+        "FSDP2 has no function before torch 2.12 that drops gradients which it has not reduced yet, and none that drops those "
+        "which it has not summed over replicas."
+    ),
     "workers.parallel.pipeline": (
         "Models of transformers have no stages: a rank keeps some layers under their names, and only the last stage runs the "
         "final norm."
@@ -122,6 +125,11 @@ def drop_unreduced_gradient(weight: Any) -> None:
     weight.unsharded_accumulated_grad = None
     if hasattr(weight, "_unsharded_param"):
         weight._unsharded_param.grad = None
+
+
+def drop_sum_within_replica(group: Any) -> None:
+    """Drops the gradients of a group of weights that FSDP has summed within a replica, and not yet over replicas."""
+    group._partial_reduce_output = None
 
 
 def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:

@@ -1,5 +1,8 @@
 """FSDP2 (``torch.distributed.fsdp``): weights, gradients and optimizer state are sharded over the ranks of dp x sp.
 
+With ``layout.replicas`` above 1 (HSDP) they are sharded over the ranks of each replica: weights are gathered and gradients
+scattered within a replica, which may be one node, and once an optimizer step each shard of the gradients is summed over replicas.
+
 Groups that are gathered together: each decoder layer, each vision block, the rest of the vision tower (patch embedding and
 mergers), and with the root the remaining weights: embedding, final norm and head. The root stays gathered from the beginning of
 the forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a plain weight, and tied weights are in one
@@ -23,7 +26,7 @@ from torch.distributed.tensor import Shard
 
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import drop_unreduced_gradient
+from workers.model.patches import drop_sum_within_replica, drop_unreduced_gradient
 from workers.model.precision import mixed_precision
 from workers.model.recurrent import recurrent_mixers
 from workers.parallel.expert import split_experts
@@ -44,7 +47,8 @@ class FullySharded(Transform):
         Computes in bfloat16 where ``options.dtype`` says so (`workers.model.precision`); gradients are summed in float32 either
         way.
         """
-        ranks, options, mesh = self.ranks, self.options, self.mesh("dp", "sp")
+        ranks, options = self.ranks, self.options
+        mesh = ranks.replica_mesh or self.mesh("dp", "sp")
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         shard = partial(
             fully_shard,
@@ -53,12 +57,13 @@ class FullySharded(Transform):
             offload_policy=on_host if options.offload else OffloadPolicy(),
         )
         for experts in split_experts(module):  # over the ranks that hold the same experts, which may be one rank
-            holders: DeviceMesh = ranks.expert_mesh["edp"]  # type: ignore[index]
+            copies = ("edp",) if ranks.replica_mesh is None else ("replica", "edp")
+            holders: DeviceMesh = ranks.expert_mesh[copies]  # type: ignore[index]
             shard(
                 experts,
                 mesh=holders,
                 reshard_after_forward=True,
-                shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size()),
+                shard_placement_fn=partial(even_shards, here=experts.here, holders=holders.size(-1)),
             )
         for mixer in recurrent_mixers(module.model, module.family).values():
             projections = [part for name, part in mixer.named_children() if "proj" in name]
@@ -99,15 +104,21 @@ class FullySharded(Transform):
                 part.set_reshard_after_forward(reshard, recurse=False)
 
     def before_backward(self, module: PackedVLM, last: bool) -> None:
-        """Where gradients stay unsharded, only the last backward pass of a call reduces them."""
+        """Only the last backward pass of a call sums gradients over replicas and, where they stay unsharded, reduces them."""
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(last)  # type: ignore[operator]
+        elif self.ranks.replica_mesh is not None:
+            module.set_requires_all_reduce(last)  # type: ignore[operator]
 
     def drop_gradients(self, module: PackedVLM) -> None:
         """Drops gradients that are not reduced yet."""
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
             drop_unreduced_gradients(module)
+        elif self.ranks.replica_mesh is not None:
+            module.set_requires_all_reduce(True)  # type: ignore[operator]
+            for group in weight_groups(module):
+                drop_sum_within_replica(group)
 
 
 def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
@@ -122,11 +133,17 @@ def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
 
 def drop_unreduced_gradients(module: nn.Module) -> None:
     """Drops the gradients that FSDP has added up without reducing them."""
+    for group in weight_groups(module):
+        for weight in group.fsdp_params:
+            drop_unreduced_gradient(weight)
+
+
+def weight_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP's own record of each group of weights that are gathered together."""
     for part in sharded_parts(module):
         state: Any = part._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or (state._fsdp_param_group,)  # one group before torch 2.12
-        for weight in (weight for group in groups if group is not None for weight in group.fsdp_params):
-            drop_unreduced_gradient(weight)
+        yield from (group for group in groups if group is not None)
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -9,9 +9,12 @@ from dataproto.errors import InvalidConfig
 class Layout:
     """The degrees of data (dp), tensor (tp), pipeline (pp), sequence (sp) and expert (ep) parallelism.
 
-    The world has pp x dp x sp x tp ranks. FSDP shards over dp x sp, and ep must divide dp x sp.
+    The world has pp x dp x sp x tp ranks. FSDP shards over the dp x sp / ``replicas`` ranks of one replica, and ep must divide
+    their number.
 
     >>> Layout(dp=2, tp=2).world_size
+    4
+    >>> Layout(dp=8, replicas=2).shards
     4
     >>> Layout(dp=2, tp=2).coordinates(rank=3)
     {'pp': 0, 'dp': 1, 'sp': 0, 'tp': 1}
@@ -22,18 +25,27 @@ class Layout:
     pp: int = 1  # stages, each with some of the layers
     sp: int = 1  # ranks that share the tokens of a row (Ulysses)
     ep: int = 1  # ranks that share the experts of a mixture
+    replicas: int = 1  # copies of the sharded weights (HSDP), which divide dp; ranks of one copy are consecutive
 
     def __post_init__(self) -> None:
         for field in fields(self):
             degree = getattr(self, field.name)
             if not isinstance(degree, int) or degree < 1:
                 raise InvalidConfig(f"layout.{field.name}={degree!r}: must be an integer of at least 1")
-        if (self.dp * self.sp) % self.ep:
-            raise InvalidConfig(f"layout.ep={self.ep} must divide dp x sp = {self.dp * self.sp}")
+        if self.dp % self.replicas:
+            raise InvalidConfig(f"layout.replicas={self.replicas} must divide dp = {self.dp}")
+        if self.shards % self.ep:
+            ranks = "dp x sp / replicas" if self.replicas > 1 else "dp x sp"
+            raise InvalidConfig(f"layout.ep={self.ep} must divide {ranks} = {self.shards}")
 
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.sp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that FSDP shards one copy of the weights over."""
+        return self.dp * self.sp // self.replicas
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of ``rank`` along each axis; tp varies fastest, then sp, dp and pp."""

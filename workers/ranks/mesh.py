@@ -35,7 +35,10 @@ class Ranks:
     layout: Layout = field(default_factory=Layout)
     mesh: DeviceMesh | None = None  # dimensions `AXES`; None in a world of size 1, which has no process group
     flattened: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False)  # by axes
-    expert_mesh: DeviceMesh | None = field(default=None, repr=False)  # dimensions "edp", "ep"; see `_init_expert_mesh`
+    expert_mesh: DeviceMesh | None = field(default=None, repr=False)  # see `_init_expert_mesh`
+    replica_mesh: DeviceMesh | None = field(
+        default=None, repr=False
+    )  # "replica", "shard": dp x sp with layout.replicas > 1
 
     def size(self, *axes: str) -> int:
         """Product of the degrees of ``axes``."""
@@ -139,15 +142,20 @@ def init_ranks(layout: Layout, device: torch.device) -> Ranks:
     mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
     products: tuple[tuple[str, ...], ...] = (*FLATTENED_AXES, AXES)
     flattened = {axes: mesh[axes]._flatten("_".join(axes)) for axes in products}
-    return Ranks(layout, mesh, flattened, _init_expert_mesh(layout, device))
+    replicas = None
+    if layout.replicas > 1:
+        shape = (layout.replicas, layout.shards)
+        replicas = flattened["dp", "sp"]._unflatten(0, shape, ("replica", "shard"))
+    return Ranks(layout, mesh, flattened, _init_expert_mesh(layout, device), replicas)
 
 
 def _init_expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """Divides dp x sp x tp into "edp" x "ep": ranks along "ep", those of ep x tp, hold different experts, ranks along "edp" hold
-    the same ones.
+    """Divides dp x sp x tp into "replica" x "edp" x "ep": ranks along "ep", those of ep x tp, hold different experts, the others
+    hold the same ones, of which ranks along "edp" share one copy. Without replicas there are two dimensions.
     """
     holders = layout.ep * layout.tp
     if holders == 1:
         return None
-    shape = (layout.pp, layout.dp * layout.sp // layout.ep, holders)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "edp", "ep"))["edp", "ep"]
+    shape = (layout.pp, layout.replicas, layout.shards // layout.ep, holders)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replica", "edp", "ep"))
+    return mesh["replica", "edp", "ep"] if layout.replicas > 1 else mesh["edp", "ep"]

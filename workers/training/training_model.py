@@ -206,13 +206,14 @@ class TrainingModel:
         """Parts of which each rank has at most `ModelConfig.budget` tokens: ranks along sp share the tokens of one part.
 
         Where only the tower is trained, each part runs it: without media nothing would have a gradient. Where gradients are
-        reduced once, the last part runs it if another does: FSDP reduces the gradients of what the last one has used.
+        reduced, or summed over replicas, once, the last part runs it if another does: FSDP does so for what the last one used.
         """
         config = self.config
         parts = micro_batches(data, self.module, config.budget(backward) * self.ranks.size("sp"), self.ranks)
         if config.freeze_language:
             return [replace(part, tower=True) for part in parts]
-        if backward and config.leaves_unsharded("gradients") and any(part.tower for part in parts):
+        once = config.leaves_unsharded("gradients") or self.ranks.layout.replicas > 1
+        if backward and once and any(part.tower for part in parts):
             parts[-1] = replace(parts[-1], tower=True)
         return parts
 

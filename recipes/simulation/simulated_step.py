@@ -1,0 +1,277 @@
+"""Seconds, memory and traffic of the phases of a step on a cluster."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from recipes.forecast import SLACK, BatchSizes
+from recipes.forecast.batch_sizes import MicroBatchSize
+from recipes.forecast.devices import GIB
+from recipes.forecast.model_size import ModelSize
+from recipes.forecast.role_memory import ASLEEP, ENGINE_RESERVE, RoleMemory, held, kv_bytes, scoring, updating
+from recipes.forecast.step_time import (
+    GRADIENT_BYTES,
+    INFERENCE,
+    OPTIMIZER_BYTES,
+    RECOMPUTED,
+    Passes,
+    decoding_steps,
+    pass_seconds,
+    prefill_seconds,
+)
+from recipes.simulation.cluster_shape import Cluster, Traffic
+from recipes.simulation.measured_paces import (
+    ALL_REDUCE,
+    EXPERT_LAYER,
+    HAND_OVER_LINK,
+    PREPARING,
+    SCORING,
+    WAKING,
+    WEIGHT,
+    pace,
+)
+from recipes.simulation.step_traffic import HALF, WHOLE, LayoutTraffic
+from recipes.simulation.workload import Choice, Workload
+from workers.parallel.pipeline_stages import stage_layers
+from workers.ranks.layout import Layout
+
+
+@dataclass(frozen=True)
+class SimulatedPhase:
+    """One phase of a step."""
+
+    name: str
+    seconds: float
+    memory: int  # bytes on the fullest device, the allocator's slack and the driver included
+    traffic: Traffic  # that a device receives
+    flops: float = 0.0  # on all devices together, that the phase requires
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step of a choice on a cluster."""
+
+    workload: Workload
+    cluster: Cluster
+    choice: Choice
+    phases: tuple[SimulatedPhase, ...]
+    problems: tuple[str, ...] = ()  # why it does not fit
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the fullest phase on a device."""
+        return max(phase.memory for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and responses of all rows."""
+        return int(self.workload.batch.lengths.sum())
+
+
+def simulate(workload: Workload, cluster: Cluster, choice: Choice) -> SimulatedStep:
+    """The step of a layout of all devices of the cluster."""
+    step = _Step(workload, cluster, choice)
+    phases = (step.hand_over(), step.generation(), *step.scoring(), step.update())
+    return SimulatedStep(workload, cluster, choice, phases, tuple(step.problems(phases)))
+
+
+class _Step:
+    def __init__(self, workload: Workload, cluster: Cluster, choice: Choice) -> None:
+        self.workload, self.cluster, self.choice = workload, cluster, choice
+        self.layout, self.compute, self.device = choice.layout, choice.compute, cluster.device
+        self.parts = workload.parts
+        self.traffic = LayoutTraffic(cluster, workload.config, self.parts, choice.layout)
+        place = self.compute, self.layout, self.device
+        self.actor = held("actor", self.parts.size, *place, trains=True)
+        frozen = held("reference", self.parts.size, *place, trains=False)
+        self.reference = frozen if workload.reference else RoleMemory("reference")
+
+    # Generation
+
+    def hand_over(self) -> SimulatedPhase:
+        """Waking the engines and giving them the weights, tensor by tensor."""
+        traffic = self.traffic.handed_over()
+        seconds = WAKING + self.parts.tensors * WEIGHT
+        seconds += traffic.inside / HAND_OVER_LINK + self.cluster.between_seconds(traffic)
+        memory = (
+            self.actor.device + self.reference.device + self.engine_weights + 2 * GIB
+        )  # a bucket, gathered and cast
+        return SimulatedPhase("hand_over", seconds, self._reserved(memory), traffic)
+
+    @property
+    def engine_weights(self) -> int:
+        return HALF * self.parts.size.total // self.choice.engine_parallel
+
+    def generation(self) -> SimulatedPhase:
+        """The host prepares the requests, the engine reads the prompts, and decodes."""
+        parallel, text = self.choice.engine_parallel, self.workload.config.get_text_config()
+        share = self.workload.share(self.workload.prompts, self.cluster.devices // parallel)
+        resting = self.actor.device + self.reference.device
+        cache = self.device.memory - self.device.context - round(SLACK * resting) - self.engine_weights - ENGINE_RESERVE
+        token = max(kv_bytes(text, HALF) // parallel, 1)
+        row = token * float(share.lengths.double().mean())
+        rows = min(self.choice.engine_rows, len(share.responses), int(max(cache, 0) / row))
+        known, key = self.workload.known, ("generation", self.cluster, parallel, rows)
+        if key not in known:
+            known[key] = self._generating(share, token, rows) if rows else (math.inf, Traffic())
+        seconds, sums = known[key]
+        memory = self._reserved(resting) + self.engine_weights + ENGINE_RESERVE + round(row * max(rows, 1))
+        return SimulatedPhase("generation", seconds, memory, sums, self.workload.forward.total)
+
+    def _generating(self, share: BatchSizes, token: int, rows: int) -> tuple[float, Traffic]:
+        parallel = self.choice.engine_parallel
+        decoding, sums = self._decoding(share, token, decoding_steps(share.responses, rows, continuous=True))
+        prefill = prefill_seconds(share, self.device) / parallel
+        return PREPARING * float(share.prompt_tokens.sum()) + prefill + decoding, sums
+
+    def _decoding(self, share: BatchSizes, token: int, steps: list[int]) -> tuple[float, Traffic]:
+        """Seconds and traffic of decoding steps with so many running rows; ``token``: bytes of its keys and values."""
+        parallel, size, device = self.choice.engine_parallel, self.parts.size, self.device
+        text = self.workload.config.get_text_config()
+        lengths = zip(share.lengths.tolist(), share.responses, strict=True)
+        read = sum((length - response / 2) * response for length, response in lengths) * token / max(len(steps), 1)
+        weights = HALF * (size.layers + (size.head or size.embedding)) / parallel / device.bandwidth
+        row = self.parts.decoded_flops / parallel / (device.language * INFERENCE)
+        fixed, summed = read / device.bandwidth, 0.0
+        if parallel > 1:
+            fixed += 2 * int(text.num_hidden_layers) * ALL_REDUCE
+            summed = 4 * int(text.num_hidden_layers) * HALF * int(text.hidden_size) * (parallel - 1) / parallel
+        each = row, summed / device.link if device.link else 0.0
+        seconds = (max(weights, rows * each[0]) + fixed + rows * each[1] for rows in steps)
+        total = sum(max(step, device.decode_overhead) for step in seconds)
+        return total, Traffic(summed * (sum(steps) + share.packed_tokens - sum(share.responses)))
+
+    # Passes
+
+    def scoring(self) -> Iterator[SimulatedPhase]:
+        """Passes over the rows whose old log-probs the update does not compute, and by the reference over all rows."""
+        shares = {"old_log_probs": self.workload.old_log_probs, "reference": float(self.workload.reference)}
+        parts = self.workload.micro_batches(self.layout, self.compute, learns=False)
+        passes = self.workload.forward
+        computed = self._passes(passes, len(parts)) / SCORING + len(parts) * self._expert_seconds / 3
+        gathers = 1 if self.compute.leaves_unsharded("scoring") else len(parts)
+        weights = gathers * self.traffic.gathered_weights()
+        states = self.traffic.activations(self._tokens, learns=False)
+        seconds = computed + self.cluster.seconds(states) + self._exposed(weights, computed)
+        for name, share in shares.items():
+            if share:
+                yield SimulatedPhase(
+                    name, share * seconds, self._scoring_memory(parts), share * (weights + states), share * passes.total
+                )
+
+    def update(self) -> SimulatedPhase:
+        """All optimizer steps of a step."""
+        workload, compute, layout, size = self.workload, self.compute, self.layout, self.parts.size
+        parts, updates = workload.micro_batches(layout, compute, learns=True), workload.updates
+        forward, again = workload.forward, RECOMPUTED[compute.activation_checkpointing]
+        required = Passes(3 * forward.language, 3 * forward.vision)
+        again_language = again * (1 - workload.head_share)  # the head has no layers that compute again
+        passes = Passes(required.language * (1 + again_language), required.vision * (1 + again))
+        computed = self._passes(passes, len(parts)) * workload.imbalance(layout.dp)
+        computed += updates * len(parts) * self._expert_seconds
+        mine = size.on_rank(layout)
+        stepped = updates * mine * (OPTIMIZER_BYTES + len(parts) * GRADIENT_BYTES) / self.device.bandwidth
+        gathers = 1 if compute.leaves_unsharded("weights") else 2 * len(parts)
+        reductions = 1 if compute.leaves_unsharded("gradients") and layout.pp == 1 else len(parts)
+        weights = updates * (gathers + reductions * WHOLE / HALF) * self.traffic.gathered_weights()
+        weights += updates * self.traffic.summed_over_replicas()
+        states = self.traffic.activations(self._tokens, learns=True)
+        seconds = computed + stepped + self.cluster.seconds(states) + self._exposed(weights, computed)
+        return SimulatedPhase("update", seconds, self._update_memory(parts), weights + states, required.total)
+
+    def _passes(self, passes: Passes, micro_batches: int) -> float:
+        """Seconds of the fullest stage of a pipeline, with what it waits for the others; of the whole model without one."""
+        layout, alone = self.layout, Layout(dp=self.cluster.devices)
+        seconds = pass_seconds(passes, self.compute, alone, self.device) / pace(layout)
+        if layout.pp == 1:
+            return seconds
+        tower = pass_seconds(Passes(0.0, passes.vision), self.compute, alone, self.device) / pace(layout)
+        text = self.workload.config.get_text_config()
+        head = (seconds - tower) * self.workload.head_share
+        layer = (seconds - tower - head) / int(text.num_hidden_layers)
+        stages = [len(each) * layer for each in stage_layers(int(text.num_hidden_layers), layout.pp)]
+        stages[0], stages[-1] = stages[0] + tower, stages[-1] + head
+        return layout.pp * max(stages) * (micro_batches + layout.pp - 1) / micro_batches
+
+    @property
+    def _expert_seconds(self) -> float:
+        """What ep adds to a micro-batch, forward and backward."""
+        return EXPERT_LAYER * self.parts.layers / self.layout.pp if self.layout.ep > 1 else 0.0
+
+    @property
+    def _tokens(self) -> float:
+        """Packed tokens of a step on one dp rank, on average."""
+        return self.workload.batch.packed_tokens / self.layout.dp
+
+    def _exposed(self, weights: Traffic, computed: float) -> float:
+        """Seconds that FSDP's traffic adds: within nodes as measured, between them what computation is too short to hide."""
+        return self.cluster.inside_seconds(weights) + max(self.cluster.between_seconds(weights) - computed, 0.0)
+
+    # Memory
+
+    def _scoring_memory(self, parts: list[MicroBatchSize]) -> int:
+        size, compute = self._as_computed, replace(self.compute, unsharded="nothing")
+        place = compute, self.layout, self.device
+        memory = scoring(self.actor, size, self.workload.config, *place, self._on_rank(parts))
+        extra = self._kept_weights if self.compute.leaves_unsharded("scoring") else 0
+        return self._reserved(memory.device + self.reference.device + ASLEEP + extra + self._exchanged(parts, 1))
+
+    def _update_memory(self, parts: list[MicroBatchSize]) -> int:
+        size, compute = self._as_computed, replace(self.compute, unsharded="nothing")
+        place = compute, self.layout, self.device
+        memory = updating(self.actor, size, self.workload.config, *place, self._on_rank(parts))
+        extra = self._kept_weights if self.compute.leaves_unsharded("weights") else 0
+        if self.compute.leaves_unsharded("gradients") and self.layout.pp == 1:
+            here = self.parts.dense_here(self.layout) + self.parts.experts_here(self.layout)
+            extra += round(WHOLE * here) - memory.gradients
+        layers = 1 if self.compute.activation_checkpointing == "full" else self.parts.layers // self.layout.pp
+        return self._reserved(memory.device + self.reference.device + ASLEEP + extra + self._exchanged(parts, layers))
+
+    def _on_rank(self, parts: list[MicroBatchSize]) -> list[MicroBatchSize]:
+        """Micro-batches as one sp rank has them."""
+        sp = self.layout.sp
+        return [
+            replace(each, tokens=-(-each.tokens // sp), logits=-(-each.logits // sp), keys=-(-each.keys // sp))
+            for each in parts
+        ]
+
+    @property
+    def _as_computed(self) -> ModelSize:
+        return replace(self.parts.size, largest_layer=self.parts.largest_layer(self.layout))
+
+    @property
+    def _kept_weights(self) -> int:
+        """Bytes of all weights of this rank's part of the model beside what is gathered anyway."""
+        layers = self.parts.size.layers - self.parts.experts
+        here = layers / self.layout.tp / self.layout.pp + self.parts.experts_here(self.layout)
+        return max(round(HALF * (here - 2 * self.parts.largest_layer(self.layout) / self.layout.tp)), 0)
+
+    def _exchanged(self, parts: list[MicroBatchSize], layers: int) -> int:
+        """Bytes of the tokens that a rank computes for others with ep, in as many layers as keep them."""
+        group, text = self.layout.ep * self.layout.tp, self.workload.config.get_text_config()
+        if not self.parts.experts or group == 1:
+            return 0
+        tokens = max(each.tokens for each in parts) / self.layout.sp / self.layout.tp
+        width = int(text.hidden_size) + 3 * int(text.moe_intermediate_size)
+        return round((group - 1) * tokens * int(text.num_experts_per_tok) * width * HALF * layers)
+
+    def _reserved(self, memory: int) -> int:
+        return round(SLACK * memory) + self.device.context
+
+    def problems(self, phases: tuple[SimulatedPhase, ...]) -> Iterator[str]:
+        """Why the choice cannot run."""
+        fullest = max(phases, key=lambda phase: phase.memory)
+        if fullest.memory > self.device.memory:
+            free = f"{fullest.memory / GIB:.0f} GiB of the {self.device.memory / GIB:.0f} GiB of {self.device.name}"
+            yield f"{fullest.name} needs {free}"
+        if self.layout.world_size != self.cluster.devices:
+            yield f"{self.layout} has {self.layout.world_size} ranks on {self.cluster.devices} devices"
