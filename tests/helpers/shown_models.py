@@ -30,7 +30,7 @@ VLLM_TYPES = (
     *("glm4v", "glm4v_moe", "internvl", "internvl+qwen3_moe"),
 )
 """Families of which vLLM samples the tokens of the other engine, with log-probs within 1e-4 in float32."""
-VLLM_HALF_TYPES = ("qwen3_5",)
+VLLM_HALF_TYPES = ("qwen3_5", "qwen3_5_moe")
 """Families whose kernels of vLLM for the CPU compute in bfloat16 alone: log-probs within 0.05."""
 VLLM_TEXT_TYPES = WINDOWED_TYPES
 """Families of which vLLM on a CPU samples text alone, with log-probs within 1e-4, and refuses prompts with images."""
