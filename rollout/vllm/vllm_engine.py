@@ -90,6 +90,8 @@ class VLLMEngine:
         self.device = cpu_or_cuda()
         self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts)
         self.engine = self.llm.llm_engine
+        slots = self.sampler.expert_slots
+        self.no_experts = None if slots is None else slots.step[:0].cpu()
         config = self.llm.model_config
         self.dtype: torch.dtype = config.dtype
         self.family = family_of(config.hf_config)

@@ -38,9 +38,9 @@ MODELS = PIPELINE_TYPES
 PP2 = Layout(pp=2)
 CLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=0.1)
 SLOWLY = {"gemma4": {"lr": 1e-4}}
-"""The first steps of Adam divide a gradient by its own size, so that one which is zero but for rounding moves its weight as far as
-any other. Gemma 4 is so sensitive to that that its gradient norms part by 2e-3 in five updates with the larger rate, over tp 2 in
-float32; in float64 by 3e-12 (`test_family_layouts.py` compares the gradients).
+"""The first steps of Adam divide a gradient by its own size, so one that is zero but for rounding moves its weight as far as any
+other. With the larger rate the gradient norms of Gemma 4 over tp 2 therefore differ by 2e-3 after five updates in float32, and by
+3e-12 in float64 (`test_family_layouts.py` compares the gradients).
 """
 
 
