@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dataproto.vlm import VLMFamily
+from rollout.continuation import continued_experts
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 
 BEGUN = "_begun"
@@ -29,17 +31,21 @@ class Tokens:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
+    experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """``(n, M, k)`` of the row's first tokens, those before the sampled ones included, if the engine records them."""
 
     @classmethod
     def of(cls, completion: Completion, weight_version: int) -> "Tokens":
         """The tokens of a completion, all sampled by the same weights."""
-        return cls(completion.token_ids, completion.log_probs, [weight_version] * len(completion.token_ids))
+        versions = [weight_version] * len(completion.token_ids)
+        return cls(completion.token_ids, completion.log_probs, versions, completion.routed_experts)
 
     def __add__(self, later: "Tokens") -> "Tokens":
         return Tokens(
             [*self.token_ids, *later.token_ids],
             [*self.log_probs, *later.log_probs],
             [*self.weight_versions, *later.weight_versions],
+            continued_experts(self.experts, later.experts),
         )
 
     def __len__(self) -> int:
@@ -57,13 +63,14 @@ class BegunTurn:
     def plain(self) -> dict[str, Any]:
         """As plain values and tensors, which a file can hold."""
         tokens = self.tokens
+        experts = {} if tokens.experts is None else {"experts": tokens.experts}
         return {
             "token_ids": torch.tensor(tokens.token_ids, dtype=torch.int64),
             "log_probs": torch.tensor(tokens.log_probs, dtype=torch.float64),
             "weight_versions": torch.tensor(tokens.weight_versions, dtype=torch.int64),
             "whole": self.whole,
             "before": torch.tensor(self.before, dtype=torch.int64),
-        }
+        } | experts
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "BegunTurn":
@@ -71,7 +78,7 @@ class BegunTurn:
         ids, log_probs, versions, before = (
             plain[name].tolist() for name in ("token_ids", "log_probs", "weight_versions", "before")
         )
-        return cls(Tokens(ids, log_probs, versions), bool(plain["whole"]), before)
+        return cls(Tokens(ids, log_probs, versions, plain.get("experts")), bool(plain["whole"]), before)
 
 
 class WholeGroups:

@@ -1,4 +1,4 @@
-"""Requests that continue a finished one: their prompts begin with its prompt and response."""
+"""Requests that continue a finished one: their prompts begin with its prompt and response, and their experts with its experts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -33,6 +33,19 @@ def check_continues(request: Request, input_ids: Tensor, media: Sequence[Media])
             "its media do not begin with those of the request that it continues; multi_modal_inputs of several turns are a "
             "sequence with one mapping for each turn that shows media"
         )
+
+
+def continued_experts(known: Tensor | None, found: Tensor | None) -> Tensor | None:
+    """The experts ``(n, M, k)`` of a row's first tokens, from those ``known`` and those ``found`` when the row was read again.
+
+    Both begin with the first token. What is known stays: the tokens that follow were sampled behind it.
+
+    >>> continued_experts(torch.tensor([[[3]], [[1]]]), torch.tensor([[[3]], [[0]], [[2]]])).flatten().tolist()
+    [3, 1, 2]
+    """
+    if known is None or found is None:
+        return found if known is None else known
+    return torch.cat([known, found[len(known) :]])
 
 
 def _equal(one: Media, other: Media) -> bool:

@@ -206,6 +206,8 @@ class RolloutEngine(RequestEngine, Protocol):
     """An engine has its own copy of the weights, which `load_weights` replaces."""
 
     dtype: torch.dtype  # of its weights
+    no_experts: Tensor | None
+    """The experts ``(0, M, k)`` of no token, if completions name those of their tokens; else ``None``."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
         """Yields one completion per request, in the order in which they finish. ``Completion.request`` is the place in

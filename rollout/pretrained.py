@@ -10,11 +10,12 @@ IMAGE_BACKEND = "pil"
 """The backend of the image processor, for the actor and every engine: the pixels of PIL and torchvision differ."""
 
 
-def checkpoint_family(model_path: str) -> VLMFamily:
-    """The family of a checkpoint directory. Raises `UnknownModel`."""
+def family_and_config(model_path: str) -> tuple[VLMFamily, Any]:
+    """The family and the config of a checkpoint directory. Raises `UnknownModel`."""
     from transformers import AutoConfig
 
-    return family_of(AutoConfig.from_pretrained(model_path))
+    config = AutoConfig.from_pretrained(model_path)
+    return family_of(config), config
 
 
 def generation_config(model_path: str, config: Any) -> Any:

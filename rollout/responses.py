@@ -1,6 +1,6 @@
 """Rows of prompts to requests, and completions to columns."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -145,17 +145,47 @@ def collate_experts(
     >>> [column.values.flatten().tolist() for column in collate_experts(done, [2], 1)]
     [[3, 1], [0, 0]]
     """
-    prompts, responses = [], []
-    for place, (completion, length) in enumerate(zip(completions, prompt_lengths, strict=True)):
-        experts = completion.routed_experts
-        if experts is None or len(experts) != length + len(completion.token_ids) - 1:
+    lengths = [len(completion.token_ids) for completion in completions]
+    for place, (completion, prompt, response) in enumerate(zip(completions, prompt_lengths, lengths, strict=True)):
+        if completion.routed_experts is None or len(completion.routed_experts) != prompt + response - 1:
+            raise InvalidRow(place, f"{prompt + response - 1} tokens were read, but experts are of others")
+    owners = [place // samples for place in range(len(completions))]
+    return expert_columns([each.routed_experts for each in completions], prompt_lengths, lengths, owners)
+
+
+def expert_columns(
+    rows: Sequence[Tensor | None],
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    owners: Sequence[Hashable],
+) -> tuple[RaggedTensor, RaggedTensor]:
+    """The experts of the prompt tokens, and of the tokens behind the prompt, of whole rows.
+
+    Args:
+        rows: the experts ``(n, M, k)`` of each row's tokens, of all or all but the last, which repeats those of the one before.
+        owners: equal for rows of the same prompt, which all get those of the first such row.
+
+    Raises:
+        InvalidRow: the experts of some tokens are not known.
+
+    >>> columns = expert_columns([torch.tensor([[[3]], [[1]]]), torch.tensor([[[2]], [[0]]])], [1, 1], [2, 1], ["a", "a"])
+    >>> [column.values.flatten().tolist() for column in columns]
+    [[3, 3], [1, 1, 0]]
+    """
+    prompts: dict[Hashable, Tensor] = {}
+    responses = []
+    for place, (experts, prompt, response) in enumerate(zip(rows, prompt_lengths, response_lengths, strict=True)):
+        if experts is None or len(experts) < prompt + response - 1:
+            known = 0 if experts is None else len(experts)
             raise InvalidRow(
-                place, f"{length + len(completion.token_ids) - 1} tokens were read, but experts are of others"
+                place,
+                f"the engine named the experts of {known} of {prompt + response} tokens: turn routing replay off "
+                "(--rollout.no-replay-routing)",
             )
-        if place % samples == 0:
-            prompts.append(experts[:length])
-        responses.append(torch.cat([experts[length:], experts[-1:]]))
-    return RaggedTensor.from_list(prompts).repeat_interleave(samples), RaggedTensor.from_list(responses)
+        whole = torch.cat([experts, experts[-1:]])[: prompt + response]
+        prompts.setdefault(owners[place], whole[:prompt])
+        responses.append(whole[prompt:])
+    return RaggedTensor.from_list([prompts[owner] for owner in owners]), RaggedTensor.from_list(responses)
 
 
 def order_completions(

@@ -114,7 +114,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
-            with attempt, launch_roles(config, task.model_path, builder, task.reward, task.played is None) as launched:
+            with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched:
                 corrected, steps = config.algorithm.compares_engine, attempt.run.steps
                 batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
                 roles = task.roles(launched)
@@ -188,12 +188,8 @@ def launch_roles(
     model_path: str,
     builder: PromptBuilder,
     reward: RewardFunction | None = None,
-    responses: bool = True,
 ) -> Roles:
-    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them.
-
-    ``responses``: whether the engine answers prompts by `RolloutWorker.generate`, and does not play episodes.
-    """
+    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them."""
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -206,15 +202,14 @@ def launch_roles(
     if config.engine == "vllm":  # it processes images itself
         options["max_model_len"] = config.data.max_prompt_length + config.longest_response
         options["image_options"] = builder.image_options
-    whole = responses and config.rollout.in_order
     rollout = RolloutConfig(
         model_path,
         config.engine,
         options | dict(config.engine_options),
         prompts,
-        replay_routing=config.rollout.replay_routing and whole,
+        replay_routing=config.rollout.replay_routing,
     )
-    announce_replay(rollout, builder.family, whole)
+    announce_replay(rollout, builder.family)
     return launch(
         actor=actor,
         reference=config.reference(actor),
@@ -245,19 +240,14 @@ def prompt_builder(
     )
 
 
-def announce_replay(rollout: RolloutConfig, family: VLMFamily, whole: bool) -> None:
-    """Says in one line whether the actor of a mixture of experts uses the experts that the engine chose.
-
-    ``whole``: whether each step decodes responses to their end, which alone come with experts.
-    """
+def announce_replay(rollout: RolloutConfig, family: VLMFamily) -> None:
+    """Says in one line whether the actor of a mixture of experts uses the experts that the engine chose."""
     if family.experts is None:
         return
     if replays_routing(rollout, family):
         print(
             "routing replay: the actor uses the experts that the engine chose; --rollout.no-replay-routing turns it off"
         )
-    elif not whole:
-        print("no routing replay: episodes and samples that go on after their step come without their experts")
     else:
         reason = (
             "--rollout.no-replay-routing"

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto import DataProto, object_array
+from dataproto import DataProto, RaggedTensor, object_array
 from dataproto.collation import pad_rows, ragged_rows
-from dataproto.columns import RowMedia, media_parts, require
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, RowMedia, media_parts, require
 from dataproto.packing import MAX_TOKENS, PAD_TOKEN
 from dataproto.vlm import media_grids
 from rollout.engine import SamplingParams
 from rollout.environments.episodes import Episode, EpisodeStart
 from rollout.environments.shown_history import EpisodeRow
 from rollout.environments.turn_renderer import TurnRenderer
-from rollout.responses import OCCURRENCE, number_occurrences, prompt_names
+from rollout.responses import OCCURRENCE, expert_columns, number_occurrences, prompt_names
 from rollout.sampling import derive_seed
 
 NOT_SHOWN = ("raw_prompt_ids", "multi_modal_inputs", "multi_modal_data")
@@ -51,7 +51,11 @@ def episode_starts(prompts: DataProto, sampling: SamplingParams, call: int = 0) 
 
 
 def episode_columns(
-    prompts: DataProto, episodes: Sequence[Episode], renderer: TurnRenderer, max_tokens: int
+    prompts: DataProto,
+    episodes: Sequence[Episode],
+    renderer: TurnRenderer,
+    max_tokens: int,
+    no_experts: Tensor | None = None,
 ) -> DataProto:
     """The rollout batch of episodes, each from the row of ``prompts`` at its place: a row each, or several.
 
@@ -67,6 +71,10 @@ def episode_columns(
 
     Args:
         max_tokens: the largest number of response tokens that was allowed.
+        no_experts: ``(0, M, k)``, of an engine that records experts; the rows then have the columns of those, too.
+
+    Raises:
+        InvalidRow: experts of an episode's tokens are not known.
     """
     builder = renderer.builder
     records = _records(episodes, renderer)
@@ -106,6 +114,8 @@ def episode_columns(
         data[name] = object_array(values)
     for name, tensor in tensors.items():
         data[name] = tensor
+    if no_experts is not None:
+        data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = _experts(records, no_experts)
     data.meta_info |= {MAX_TOKENS: max_tokens, PAD_TOKEN: builder.pad_token_id}
     return data
 
@@ -167,7 +177,7 @@ class _Record:
         """``stop``: index of the turn behind the row's last one. ``prompt``: length of its prompt, if not what came before its
         first turn.
         """
-        self.place, self.episode, self.is_last = place, episode, is_last
+        self.place, self.episode, self.row, self.is_last = place, episode, row, is_last
         first = 0 if row is None else row.first
         turns = episode.turns[first:stop]
         context = np.array([renderer.builder.pad_token_id]) if row is None else row.begins.input_ids.numpy()
@@ -195,6 +205,17 @@ class _Record:
         self.rewards[len(history) + np.cumsum(own + shown) - shown - 1] = [turn.reward for turn in turns]
         decode = renderer.builder.tokenizer.decode
         self.actions = [decode(turn.token_ids, skip_special_tokens=True) for turn in turns]
+
+
+def _experts(records: Sequence[_Record], no_experts: Tensor) -> tuple[RaggedTensor, RaggedTensor]:
+    """The experts of the tokens of rows; expert 0 for those of an episode that did not begin."""
+    nothing = no_experts.new_zeros(1, *no_experts.shape[1:])
+    return expert_columns(
+        [nothing if record.row is None else record.row.experts for record in records],
+        [len(record.prompt_ids) for record in records],
+        [len(record.ids) for record in records],
+        [(record.episode.start.uid, record.prompt_ids.tobytes()) for record in records],
+    )
 
 
 def _objects(records: Sequence[_Record]) -> dict[str, list[Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dataproto.columns import media_parts
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from rollout.carried_samples import BegunTurn, Tokens, WholeGroups, continued
+from rollout.continuation import continued_experts
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams
 from rollout.environments.environment import EnvironmentFailed, Failure, MakeEnvironment, Observation
 from rollout.environments.environment_host import EnvironmentHost, Outcome
@@ -118,6 +119,9 @@ class Episode:
         turns = [BegunTurn(tokens, True, before) for tokens, before in zip(sampled, befores, strict=False)]
         if self.partial:  # one that was stopped before its first token has not begun
             turns.append(BegunTurn(self.partial, False, befores[len(self.turns)]))
+        if turns and not self.repeated:  # the last turn tells the experts of the whole row
+            last = replace(turns[-1].tokens, experts=self.rows[-1].experts)
+            turns[-1] = replace(turns[-1], tokens=last)
         return [*turns, *self.repeated]
 
     @property
@@ -135,6 +139,11 @@ class Episode:
             len(turn.token_ids) + (0 if turn.shown is None else len(turn.shown.ids)) for turn in self.turns[row.first :]
         )
         return len(row.begins.input_ids) - before + sum(added)
+
+    def add_experts(self, tokens: Tokens) -> None:
+        """Takes the experts of the present row, which come with the tokens that were sampled last."""
+        row = self.rows[-1]
+        row.experts = continued_experts(row.experts, tokens.experts)
 
     def end(self, reason: EndReason, message: str = "") -> None:
         """Ends the episode."""
@@ -264,6 +273,7 @@ class _Play:
                 if episode.number in self.requests:
                     tokens = Tokens() if stopped is None else Tokens.of(stopped, self.weight_version)
                     episode.partial = (episode.partial or Tokens()) + tokens
+                    episode.add_experts(tokens)
                 episode.number = None
 
     # From an environment
@@ -307,7 +317,8 @@ class _Play:
             return self.renderer.turn(observation, ended=episode.turns[-1].token_ids[-1] in self.renderer.end_ids)
         episode.prompt, request = self._first_turn(episode.start, observation)
         episode.request = replace(request, seed=turn_seed(episode.start.seed, 0), uid=episode.start.uid)
-        episode.rows = [EpisodeRow(0, episode.request, episode.request)]
+        experts = episode.repeated[-1].tokens.experts if episode.repeated else None
+        episode.rows = [EpisodeRow(0, episode.request, episode.request, experts=experts)]
         return None
 
     def _first_turn(self, start: EpisodeStart, observation: Observation) -> tuple[Prompt, Request]:
@@ -450,6 +461,7 @@ class _Play:
         episode = self.episodes[number]
         tokens = (episode.partial or Tokens()) + Tokens.of(completion, self.weight_version)
         episode.partial = None
+        episode.add_experts(tokens)
         self._sampled(number, tokens, completion.finish_reason)
 
     def _sampled(self, number: int, tokens: Tokens, reason: FinishReason) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from PIL import Image
+from torch import Tensor
 
 from rollout.engine import Request
 from rollout.environments.environment import Observation
@@ -20,6 +21,7 @@ class EpisodeRow:
     begins: Request  # of this turn
     ends: Request  # of its last turn so far
     omitted: int = 0  # pictures of the episode that it does not show any more
+    experts: Tensor | None = None  # (n, M, k) of its first tokens, if the engine records them
 
 
 def last_pictures(observations: Sequence[Observation], count: int) -> tuple[list[Observation], int]:

@@ -110,6 +110,7 @@ class HFEngine:
         """Number of prompt tokens that were computed in the engine's life."""
         self._has_weights = True  # false after a `load_weights` that failed
         recorder = RouteRecorder(self.model, self.family) if routed_experts else None
+        self.no_experts = None if recorder is None else recorder.nothing
         self._decoder = Decoder(self.family, self.model, self.device, token_budget, recorder=recorder)
         self._numbers = count()
         self._waiting: dict[int, OpenRequest] = {}

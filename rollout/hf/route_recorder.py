@@ -13,15 +13,21 @@ class RouteRecorder:
     """Keeps what the routers of a model have chosen since it was last asked."""
 
     def __init__(self, model: Any, family: VLMFamily) -> None:
-        self.dtype = expert_dtype(family.expert_count(model.config.get_text_config()))
+        text = model.config.get_text_config()
+        self.dtype = expert_dtype(family.expert_count(text))
         self._chosen: list[Tensor] = []  # (rows * L, k) of each layer, pass after pass
         routers = family.routers(model)
-        self._layers = len(routers)
+        self._layers, self._choices = len(routers), int(text.num_experts_per_tok)
         for router in routers:
             router.register_forward_hook(self._record)
 
     def _record(self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._chosen.append(output[2].to(self.dtype))
+
+    @property
+    def nothing(self) -> Tensor:
+        """The experts ``(0, M, k)`` of no token."""
+        return torch.zeros(0, self._layers, self._choices, dtype=self.dtype)
 
     def take(self, rows: int) -> Tensor:
         """The experts ``(rows, L, M, k)`` of all tokens that the ``rows`` rows have read since, on the host.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import DataProtoError, NonFiniteLogits, RequestFailed
-from rollout.continuation import Media, shown_media
+from rollout.continuation import Media, continued_experts, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
 from rollout.sampling import check_sampled
 
@@ -42,10 +42,7 @@ class EngineRequest:
         """Adds the experts ``(n, M, k)`` of all its tokens that have been read. What is known stays as it was: a request that was
         interrupted is read again.
         """
-        if self.experts is None or found is None:
-            self.experts = found if self.experts is None else self.experts
-        else:
-            self.experts = torch.cat([self.experts, found[len(self.experts) :]])
+        self.experts = continued_experts(self.experts, found)
 
     @property
     def scores_prompt(self) -> bool:

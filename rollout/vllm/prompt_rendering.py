@@ -13,6 +13,7 @@ from dataproto.vlm.family import VLMFamily
 from rollout.engine import Request, SamplingParams
 from rollout.vllm.prepared_media import prepared_prompt
 from rollout.vllm.versions import error_line
+from rollout.vllm.whole_images import longest_run
 
 MAX_REPORTED_ROWS = 5
 
@@ -25,8 +26,8 @@ class PromptRenderer:
     family: VLMFamily
     max_images: int | None
     processor_options: Mapping[str, Any]
-    causal_images: bool = False
-    """The attention of this device lets tokens of an image see only those before, unlike the model's."""
+    longest_image: int | None = None
+    """Tokens of an image above which vLLM computes causal attention within it, unlike the model. ``None``: no limit."""
     last: list[tuple[Tensor, Any]] = field(default_factory=list)
     """The prompt that was rendered last, for the next samples of it: its ``input_ids``, and vLLM's form. At most one."""
 
@@ -66,10 +67,15 @@ class PromptRenderer:
             return self.last[0][1]
         if self.max_images is not None and len(images) > self.max_images:
             raise InvalidPrompt(f"{len(images)} images exceed max_images={self.max_images}")
-        if images and self.causal_images:
+        if (
+            images
+            and self.longest_image is not None
+            and (found := longest_run(request.token_types)) > self.longest_image
+        ):
             raise InvalidPrompt(
-                "vLLM on a CPU computes causal attention within images, but in this model the tokens of an image see each other: "
-                "use the hf engine, or a GPU"
+                f"an image of {found} tokens exceeds the attention window of {self.longest_image}, where this model of vLLM "
+                "computes causal attention within the image and the actor does not: use the hf engine, or smaller images if the "
+                "model takes several sizes (max_pixels)"
             )
         if media.get("video"):
             rendered = prepared_prompt(self.llm, self.family, request)

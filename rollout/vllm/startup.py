@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
-from rollout.pretrained import check_in_vllm, checkpoint_family
+from rollout.pretrained import check_in_vllm, family_and_config
 from rollout.vllm.versions import (
     error_line,
     executor,
@@ -16,6 +16,7 @@ from rollout.vllm.versions import (
     recording_options,
     set_environment,
 )
+from rollout.vllm.whole_images import READ_WHOLE
 
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -53,7 +54,10 @@ def start_llm(
     if not on_cuda:
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     try:
-        defaults |= normalized_pixels() | prefixes_within_blocks(checkpoint_family(model_path))
+        family, config = family_and_config(model_path)
+        if not on_cuda and family.mutual_images(config) is not None:
+            defaults |= READ_WHOLE
+        defaults |= normalized_pixels() | prefixes_within_blocks(family)
         if routed_experts:
             defaults |= recording_options()
         with process_settings_kept():

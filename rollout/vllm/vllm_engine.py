@@ -34,6 +34,7 @@ from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
 from rollout.vllm.startup import processor_options, start_llm
 from rollout.vllm.versions import clear_kv_cache, error_line, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
+from rollout.vllm.whole_images import limit_of_images
 
 
 class VLLMEngine:
@@ -90,14 +91,16 @@ class VLLMEngine:
         self.device = cpu_or_cuda()
         self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts)
         self.engine = self.llm.llm_engine
+        slots = self.sampler.expert_slots
+        self.no_experts = None if slots is None else slots.step[:0].cpu()
         config = self.llm.model_config
         self.dtype: torch.dtype = config.dtype
         self.family = family_of(config.hf_config)
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
-        causal = self.family.mutual_images(config.hf_config) is not None and self.device.type == "cpu"
-        self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"], causal)
+        longest = limit_of_images(self.llm, self.family, self.device)
+        self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"], longest)
         self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()

@@ -4,14 +4,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+import torch
 
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from helpers.engines import start
-from helpers.episodes import DrawnEnvironment, starts_of
-from rollout.carried_samples import WholeGroups
+from helpers.episodes import DrawnEnvironment, prompts_of, starts_of
+from rollout.carried_samples import Tokens, WholeGroups, decode_groups
 from rollout.engine import SamplingParams
 from rollout.environments import Episode, EpisodeLimits, TurnRenderer, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
+from rollout.environments.episode_rows import episode_columns
 from rollout.environments.episodes import go_on
+from rollout.hf import HFEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -72,3 +76,37 @@ def test_episodes_that_are_stopped_go_on_with_the_same_tokens(setup):
             assert [turn.token_ids for turn in one.turns] == [turn.token_ids for turn in other.turns]
             assert [turn.reward for turn in one.turns] == [turn.reward for turn in other.turns]
         assert any(len(set(turn.weight_versions)) > 1 for each in episodes for turn in each.turns)
+
+
+@pytest.mark.long
+def test_experts_of_episodes_are_those_of_the_hf_engine(tmp_path):
+    """Over turns, most of whose tokens vLLM finds in its cache, and over interruptions."""
+    setup = start("qwen3_vl_moe", tmp_path, max_images=16, max_model_len=640, routed_experts=True)
+    hf = HFEngine(str(tmp_path / "actor"), device=torch.device("cpu"), routed_experts=True)
+    assert torch.equal(hf.no_experts, setup.vllm.no_experts)
+    renderer = TurnRenderer(setup.builder, [setup.builder.tokenizer.eos_token_id])
+    ours, theirs = (
+        play_episodes(engine, renderer, starts_of(6), DrawnEnvironment, SAMPLING, LIMITS) for engine in (setup.vllm, hf)
+    )
+    assert any(len(episode.turns) > 1 for episode in theirs)
+    prompts = prompts_of(setup.builder, 6)
+    found, expected = (episode_columns(prompts, each, renderer, 300, hf.no_experts) for each in (ours, theirs))
+    assert torch.equal(found["responses"], expected["responses"])
+    for name in (PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS):
+        assert torch.equal(found[name].lengths, expected[name].lengths)
+        assert torch.equal(found[name].values.sort(-1).values, expected[name].values.sort(-1).values), name
+
+    sampling = replace(SAMPLING, stop_token_ids=(), ignore_eos=True)
+    requests = [episode.rows[0].begins for episode in theirs]
+    numbers = [setup.vllm.submit(request, sampling) for request in requests]
+    for _ in range(4):
+        setup.vllm.poll()
+    begun = [Tokens.of(setup.vllm.abort(number), 1) for number in numbers]
+    assert all(0 < len(tokens) < 6 and tokens.experts is not None for tokens in begun)
+    setup.vllm.load_weights(setup.actor.named_weights())  # the same ones; all caches are cleared
+    everyone = WholeGroups([str(number) for number in range(6)], 6)
+    rest = decode_groups(setup.vllm, requests, begun, sampling, everyone, setup.builder.family, 2)
+    for number, completion in enumerate(sorted(hf.generate(requests, sampling), key=lambda each: each.request)):
+        tokens, _ = rest[number]
+        assert tokens.token_ids == completion.token_ids
+        assert torch.equal(tokens.experts.sort(-1).values, completion.routed_experts.sort(-1).values)

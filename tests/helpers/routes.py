@@ -6,6 +6,7 @@ from transformers import AutoConfig
 from dataproto import RaggedTensor
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.vlm import family_of
+from helpers.batches import padded_log_probs
 from helpers.checkpoints import write_checkpoint
 from helpers.tiny_models import tiny_model
 
@@ -47,6 +48,20 @@ def expert_shares(router, logits, experts):
 def routes_of(data, row):
     """The experts ``(n, M, k)`` of all tokens of a row."""
     return torch.cat([data[PROMPT_ROUTED_EXPERTS][row], data[ROUTED_EXPERTS][row]])
+
+
+def routes_in_one_pass(model, family, row):
+    """The experts ``(n, M, k)`` int64 of a row that is read in one forward pass."""
+    chosen = []
+    hooks = [
+        router.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+        for router in family.routers(model)
+    ]
+    with torch.no_grad():
+        padded_log_probs(model, row)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1)
 
 
 def write_like_a3b(path, width=32):

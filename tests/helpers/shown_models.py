@@ -30,10 +30,10 @@ VLLM_TYPES = (
     *("glm4v", "glm4v_moe", "internvl", "internvl+qwen3_moe"),
 )
 """Families of which vLLM samples the tokens of the other engine, with log-probs within 1e-4 in float32."""
-VLLM_HALF_TYPES = ("qwen3_5",)
+VLLM_HALF_TYPES = ("qwen3_5", "qwen3_5_moe")
 """Families whose kernels of vLLM for the CPU compute in bfloat16 alone: log-probs within 0.05."""
-VLLM_TEXT_TYPES = WINDOWED_TYPES
-"""Families of which vLLM on a CPU samples text alone, with log-probs within 1e-4, and refuses prompts with images."""
+VLLM_WINDOWED_TYPES = WINDOWED_TYPES
+"""Families with sliding windows, whose images see each other, by the same bounds as those of `VLLM_TYPES`."""
 MEASURED_ON_H200 = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl_moe": "Qwen3-VL-30B-A3B", "smolvlm": "dataproto make-vlm"}
 """Families with a measurement in `benchmarks/RESULTS.md`, and the words there."""
 
@@ -93,10 +93,8 @@ def layouts(model_type: str) -> str:
 
 def in_vllm(model_type: str) -> str:
     """How close vLLM comes."""
-    if model_type in VLLM_TYPES:
+    if model_type in (*VLLM_TYPES, *VLLM_WINDOWED_TYPES):
         return "1e-4"
-    if model_type in VLLM_TEXT_TYPES:
-        return "1e-4 for text"
     if family_of(model_type).not_in_vllm:
         return "refused"
     return "0.05 in bfloat16" if model_type in VLLM_HALF_TYPES else "not tested"

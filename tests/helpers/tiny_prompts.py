@@ -164,7 +164,8 @@ def _tokenizer(special: tuple[str, ...], template: str) -> Any:
         **next(({"model_specific_special_tokens": NAMED_TOKENS[each]} for each in special if each in NAMED_TOKENS), {}),
     )
     if special in (GEMMA_SPECIAL, GEMMA4_SPECIAL):  # names by which its processor finds them
-        named = {"boi_token": special[3], "eoi_token": special[4], "image_token": special[5]}
+        names = ("boi", "eoi", "image", "video", "audio", "boa", "eoa")[: 3 if special == GEMMA_SPECIAL else 7]
+        named = {f"{name}_token": token for name, token in zip(names, special[3:], strict=False)}
         wrapped._set_model_specific_special_tokens(special_tokens=named)
     wrapped.chat_template = template
     return wrapped

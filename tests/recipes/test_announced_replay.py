@@ -18,17 +18,16 @@ MOE = "qwen3_vl_moe"
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options", "whole", "said"),
+    ("model_type", "options", "said"),
     [
-        (MOE, {}, True, "routing replay: the actor uses the experts"),
-        (MOE, {"replay_routing": False}, True, "no routing replay: --rollout.no-replay-routing"),
-        (MOE, {"replay_routing": False}, False, "no routing replay: episodes and samples"),
-        (MOE, {"engine": "rollout.hf.adapter_engine:AdapterEngine"}, True, "AdapterEngine names no experts"),
-        ("qwen3_vl", {}, True, ""),
+        (MOE, {}, "routing replay: the actor uses the experts"),
+        (MOE, {"replay_routing": False}, "no routing replay: --rollout.no-replay-routing"),
+        (MOE, {"engine": "rollout.hf.adapter_engine:AdapterEngine"}, "AdapterEngine names no experts"),
+        ("qwen3_vl", {}, ""),
     ],
 )
-def test_one_line_says_whether_routing_is_replayed(capsys, model_type, options, whole, said):
-    announce_replay(RolloutConfig("path", **options), family_of(model_type), whole)
+def test_one_line_says_whether_routing_is_replayed(capsys, model_type, options, said):
+    announce_replay(RolloutConfig("path", **options), family_of(model_type))
     line = capsys.readouterr().out
     assert said in line
     assert line.count("\n") == bool(said)

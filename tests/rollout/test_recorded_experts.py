@@ -7,10 +7,10 @@ import torch
 
 from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig, InvalidRow
-from helpers.batches import padded_log_probs, prompt_batch
+from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
-from helpers.routes import routes_of
+from helpers.routes import routes_in_one_pass, routes_of
 from helpers.tiny_models import MOE_TYPES, tiny_model
 from rollout.engine import Completion, SamplingParams, returns_experts
 from rollout.hf import HFEngine
@@ -33,24 +33,10 @@ def prompts_for(engine):
     return prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
 
 
-def chosen_at_once(model, family, row):
-    """The experts ``(n, M, k)`` of a row that is read in one forward pass."""
-    chosen = []
-    hooks = [
-        router.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
-        for router in family.routers(model)
-    ]
-    with torch.no_grad():
-        padded_log_probs(model, row)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(chosen, 1)
-
-
 def check_experts(engine, data):
     model = tiny_model(engine.family.model_type)
     for row in range(len(data)):
-        found, expected = routes_of(data, row), chosen_at_once(model, engine.family, data[row : row + 1])
+        found, expected = routes_of(data, row), routes_in_one_pass(model, engine.family, data[row : row + 1])
         assert found.dtype == torch.uint8
         assert torch.equal(found[:-1].long().sort(-1).values, expected[:-1].sort(-1).values)
         assert torch.equal(found[-1], found[-2])  # the last token was not read

@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from helpers.engines import SAMPLED, generate, start
+from helpers.shown_models import VLLM_HALF_TYPES
 from rollout.responses import build_requests
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    return start("qwen3_5", tmp_path_factory.mktemp("qwen3_5"), dtype="bfloat16")
+@pytest.fixture(
+    scope="module",
+    params=[VLLM_HALF_TYPES[0], *(pytest.param(each, marks=pytest.mark.long) for each in VLLM_HALF_TYPES[1:])],
+)
+def both(request, tmp_path_factory):
+    return start(request.param, tmp_path_factory.mktemp(request.param), dtype="bfloat16")
 
 
 def distance(setup, data):

@@ -7,20 +7,23 @@ import torch
 
 from dataproto.errors import InvalidPrompt
 from helpers.engines import GREEDY, SAMPLED, generate, start
-from helpers.shown_models import VLLM_TEXT_TYPES
+from helpers.shown_models import VLLM_WINDOWED_TYPES
+from helpers.tiny_models import WINDOW
+from rollout.responses import build_requests
+from rollout.vllm.whole_images import longest_image, longest_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WORDS = [{"prompt": "no picture", "images": []}, {"prompt": "longer than a window of tokens is", "images": []}]
 
 
-@pytest.fixture(scope="module", params=VLLM_TEXT_TYPES)
+@pytest.fixture(scope="module", params=VLLM_WINDOWED_TYPES)
 def both(request, tmp_path_factory):
     return start(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def assert_same_as_actor(both, sampling):
-    data = generate(both, both.vllm, sampling, both.builder(WORDS))
+def assert_same_as_actor(both, sampling, prompts=None):
+    data = generate(both, both.vllm, sampling, both.builder(WORDS) if prompts is None else prompts)
     scored = both.actor.log_probs(data)["old_log_probs"]
     mask = data["response_mask"].bool()
     assert mask.any(1).all()
@@ -37,10 +40,28 @@ def test_log_probs_of_text_are_the_actors_before_and_after_updates(both):
     both.vllm.load_weights(both.actor.named_weights())
     assert both.vllm.differing_weights(both.actor.named_weights()) == []
     assert_same_as_actor(both, replace(SAMPLED, max_tokens=12))
-    both.vllm.load_weights(both.hf.model.named_parameters())
 
 
-def test_images_are_refused_on_a_cpu(both):
-    with pytest.raises(InvalidPrompt, match=r"row 0 .*causal attention within images.*use the hf engine, or a GPU"):
-        generate(both, both.vllm, GREEDY)
-    assert generate(both, both.hf, GREEDY)["response_mask"].any(1).all()
+def test_samples_of_prompts_with_images_are_those_of_the_hf_engine_and_the_actor(both):
+    """Images of Gemma 4 are longer than the window."""
+    longest = max(map(longest_run, both.prompts["mm_token_type_ids"]))
+    assert longest == 4 if both.builder.family.model_type == "gemma3" else longest > WINDOW
+    for engine in (both.hf, both.vllm):
+        engine.load_weights(both.actor.named_weights())
+    for sampling in (GREEDY, SAMPLED):
+        ours, theirs = (generate(both, engine, sampling) for engine in (both.vllm, both.hf))
+        assert torch.equal(ours["responses"], theirs["responses"])
+    assert_same_as_actor(both, SAMPLED, both.prompts)
+
+
+def test_images_that_vllm_would_read_causally_are_refused_elsewhere(both):
+    """On a GPU, for models whose windows vLLM does not keep within images."""
+    keeps = both.builder.family.model_type == "gemma4"
+    assert both.vllm.llm.collective_rpc(longest_image) == [None if keeps else WINDOW]
+    assert both.vllm.prompts.longest_image is None  # on a CPU any length is right
+    limited = replace(both.vllm.prompts, longest_image=3, last=[])
+    with pytest.raises(
+        InvalidPrompt, match=r"row 0: an image of \d+ tokens exceeds the attention window of 3.*use the hf engine"
+    ):
+        limited.render(build_requests(both.prompts, GREEDY), GREEDY, [f"row {row}" for row in range(4)])
+    limited.render(build_requests(both.builder(WORDS), GREEDY), GREEDY, ["row 0", "row 1"])

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dataproto import DataProto, object_array
 from dataproto.collation import pad_rows, ragged_rows
-from dataproto.columns import require
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
 from dataproto.vlm import VLMFamily
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens
 from rollout.engine import Completion, FinishReason, SamplingParams
 from rollout.environments import Episode
-from rollout.responses import attach_responses
+from rollout.responses import attach_responses, expert_columns
 from workers.ranks.dispatch_modes import Arguments, join_rows
 from workers.training.mini_batches import ROW
 
@@ -100,8 +101,12 @@ def response_rows(
     sampling: SamplingParams,
     family: VLMFamily,
     pad_token_id: int,
+    no_experts: Tensor | None = None,
 ) -> DataProto:
-    """Rollout rows of the finished responses, with ``weight_version (B, R)``, and of the others what has begun."""
+    """Rollout rows of the finished responses, with ``weight_version (B, R)``, and of the others what has begun.
+
+    ``no_experts (0, M, k)``: of an engine that records experts; the rows then have theirs.
+    """
     whole = [reason != "abort" for _, reason in found]
     shown = [tokens if finished else Tokens() for (tokens, _), finished in zip(found, whole, strict=True)]
     completions = [
@@ -111,6 +116,11 @@ def response_rows(
     data = attach_responses(samples, completions, replace(sampling, n=1), family, pad_token_id)
     versions = ragged_rows([tokens.weight_versions for tokens in shown], name="versions")
     data["weight_version"] = pad_rows(versions, data["responses"].shape[1], 0)[0]
+    if no_experts is not None:
+        prompts = [int(count) * done for count, done in zip(samples["attention_mask"].sum(1), whole, strict=True)]
+        owners = [(uid, done) for uid, done in zip(samples["uid"], whole, strict=True)]
+        known = [tokens.experts if done else no_experts for tokens, done in zip(shown, whole, strict=True)]
+        data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = expert_columns(known, prompts, [*map(len, shown)], owners)
     begun = [
         [BegunTurn(tokens)] if tokens and not finished else []
         for (tokens, _), finished in zip(found, whole, strict=True)

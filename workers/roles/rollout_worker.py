@@ -96,6 +96,11 @@ class RolloutWorker:
         options = {"routed_experts": True} | config.options if replays_routing(config, self.family) else config.options
         self.replays = bool(options.get("routed_experts"))
         self.engine = create_engine(config.engine, config.model_path, **options)
+        if self.replays and getattr(self.engine, "no_experts", None) is None:
+            raise InvalidConfig(
+                f"the engine {config.engine!r} has the option routed_experts, but no attribute no_experts (0, layers, choices): "
+                "give it one, or turn routing replay off (--rollout.no-replay-routing)"
+            )
         self.sharding = ShardingManager(self.engine, partial(weights, self.engine.dtype), block, shares_device, ranks)
         self._calls = 0
         self._held = HeldEpisodes()
@@ -172,7 +177,8 @@ class RolloutWorker:
                 )
                 episodes = drive(self.engine, self.engine_group, played)
                 repeated = shared.repeat(sampling.n, interleave=True)
-                rollouts = episode_columns(repeated, episodes, self.renderer, limits.most_tokens(sampling.max_tokens))
+                most = limits.most_tokens(sampling.max_tokens)
+                rollouts = episode_columns(repeated, episodes, self.renderer, most, self._no_experts)
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts, HOLDER)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE, HOLDER])
@@ -228,7 +234,7 @@ class RolloutWorker:
         begun = [BegunTurn.of(turns[0]).tokens if turns else Tokens() for turns in samples[BEGUN]]
         requests = build_requests(samples, sampling)
         found = decode_groups(self.engine, requests, begun, sampling, groups, self.family, weight_version)
-        return response_rows(samples, found, sampling, self.family, self.pad_token_id)
+        return response_rows(samples, found, sampling, self.family, self.pad_token_id, self._no_experts)
 
     def _advance_episodes(
         self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int, plan: EpisodePlan
@@ -245,7 +251,7 @@ class RolloutWorker:
         )
         episodes = drive(self.engine, self.engine_group, played)
         most = plan.limits.most_tokens(sampling.max_tokens)
-        data = episode_columns(samples, shown_episodes(episodes), self.renderer, most)
+        data = episode_columns(samples, shown_episodes(episodes), self.renderer, most, self._no_experts)
         ended = [episode.ended is not None for episode in episodes]
         return with_begun(data, ended, [[] if each.ended else each.begun for each in episodes])
 
@@ -255,6 +261,11 @@ class RolloutWorker:
         path, options = self.config.model_path, {"max_prompt_length": NO_LIMIT} | self.config.prompts
         builder = PromptBuilder.from_pretrained(path, **options)
         return TurnRenderer(builder, end_ids(generation_config(path, builder.config)))
+
+    @property
+    def _no_experts(self) -> Tensor | None:
+        """The experts ``(0, M, k)`` of no token, if the actor is to use those that the engine names."""
+        return self.engine.no_experts if self.replays else None
 
     def _check_experts(self, rollouts: DataProto) -> None:
         """Refuses responses without experts where the actor is to use the engine's."""

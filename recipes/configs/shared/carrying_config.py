@@ -21,9 +21,7 @@ class CarryingConfig:
     max_staleness: int | None = (
         None  # updates after which a begun group is waited for; default: 1, or 2 if over-ask is above 1 with ahead
     )
-    replay_routing: bool = (
-        True  # the actor uses the experts that the engine chose, with a mixture and in-order responses
-    )
+    replay_routing: bool = True  # the actor uses the experts that the engine chose, with a mixture of experts
 
     def __post_init__(self) -> None:
         if not 1 <= self.over_ask <= 2 or not math.isfinite(self.over_ask):
