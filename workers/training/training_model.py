@@ -15,6 +15,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from dataproto.packing import MAX_TOKENS
+from dataproto.serialization.wire import reduce_value
 from workers.model.named_weights import all_named_weights, float32_weights
 from workers.model.precision import Precision
 from workers.parallel.pipeline import PipelineParallel
@@ -45,6 +46,14 @@ class Updated:
     metrics: dict[str, float]
     scores: Tensor
     rows: np.ndarray | None = None  # the rows of the caller's batch that they belong to, where ranks have parts of it
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """As a column of a batch, ``scores`` are sent without their padding."""
+        return reduce_value((self.metrics, self.scores, self.rows), [self.scores], protocol, _updated)
+
+
+def _updated(values: tuple[Any, ...]) -> Updated:
+    return Updated(*values)
 
 
 @dataclass(frozen=True)
