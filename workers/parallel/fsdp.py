@@ -103,6 +103,12 @@ class FullySharded(Transform):
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(last)  # type: ignore[operator]
 
+    def reduce_gradients(self, module: PackedVLM) -> None:
+        """Where gradients stay unsharded, reduces what the backward passes of a pipeline have added up, group by group."""
+        if self.options.leaves_unsharded("gradients"):
+            module.set_requires_gradient_sync(True)  # type: ignore[operator]
+            end_backward(module)
+
     def drop_gradients(self, module: PackedVLM) -> None:
         """Drops gradients that are not reduced yet."""
         if self.options.leaves_unsharded("gradients"):
@@ -127,6 +133,11 @@ def drop_unreduced_gradients(module: nn.Module) -> None:
         groups = getattr(state, "_fsdp_param_groups", None) or (state._fsdp_param_group,)  # one group before torch 2.12
         for weight in (weight for group in groups if group is not None for weight in group.fsdp_params):
             drop_unreduced_gradient(weight)
+
+
+def end_backward(module: Any) -> None:
+    """What FSDP does at the end of a backward pass, which includes the reduction of gradients that are not reduced yet."""
+    module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -214,14 +214,15 @@ class TrainingModel:
     def micro_batches(self, data: DataProto, backward: bool = True) -> list[MicroBatch]:
         """Parts of which each rank has at most `ModelConfig.budget` tokens: ranks along sp share the tokens of one part.
 
-        Where only the tower is trained, each part runs it: without media nothing would have a gradient. Where gradients are
-        reduced once, the last part runs it if another does: FSDP reduces the gradients of what the last one has used.
+        Where only the tower is trained, each part runs it: without media nothing would have a gradient. Where the last part
+        reduces the gradients of all, it runs the tower if another does: FSDP reduces the gradients of what it has used.
         """
         config = self.config
         parts = micro_batches(data, self.module, config.budget(backward) * self.ranks.size("sp"), self.ranks)
         if config.freeze_language:
             return [replace(part, tower=True) for part in parts]
-        if backward and config.leaves_unsharded("gradients") and any(part.tower for part in parts):
+        reduced_by_last = backward and self.pipeline is None and config.leaves_unsharded("gradients")
+        if reduced_by_last and any(part.tower for part in parts):
             parts[-1] = replace(parts[-1], tower=True)
         return parts
 
@@ -239,8 +240,12 @@ class TrainingModel:
         backward: bool = False,
     ) -> None:
         options = PassOptions(self.config.pipeline_schedule, self.precision.stream_dtype, entropy, backward)
+        for transform in self.transforms if backward else ():  # the last pass of a stage is the schedule's to choose
+            transform.before_backward(self.module, last=False)
         with self.accounting.phase("pipeline"):
             pipeline.run(MicroBatchFeed(self.module, parts, self.device, conclude), self.device, options)
+        for transform in self.transforms if backward and parts else ():
+            transform.reduce_gradients(self.module)
 
     @contextmanager
     def _keep_gathered(self, backward: bool) -> Iterator[None]:
