@@ -13,7 +13,7 @@ from dataproto import DataProto
 from dataproto.serialization.leaves import tensor_bytes
 from dataproto.serialization.trimming import trim, untrim
 from helpers.examples import at_most
-from workers.training.training_model import Updated
+from workers.training.loss_sums import Updated
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64),
