@@ -31,6 +31,7 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
+from workers.roles.reference import reference_worker
 from workers.training.forward_pass import pack, sharing
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
@@ -89,6 +90,18 @@ def learn(path, data, layout=None, folder=None, resume=None, **options):
     }
 
 
+def both_scores(path, data, layout):
+    """Log-probs of an actor and its reference, in two calls and in one."""
+    for options in ({}, {"lora_rank": 4}):
+        actor = ActorWorker(ActorConfig(path, scoring_token_budget=60, **options), CPU, joined(layout))
+        actor.update(data, pg_loss, entropy=True)
+        reference = reference_worker(actor.config.frozen(), actor)
+        apart = actor.log_probs(data) | reference.log_probs(data)
+        together, _ = reference.log_probs_with_actor(data)
+        assert all(torch.equal(together[name], apart[name]) for name in ("old_log_probs", "ref_log_prob"))
+        assert not torch.equal(apart["old_log_probs"], apart["ref_log_prob"])
+
+
 def learn_values(path, data, layout=None):
     critic = CriticWorker(CriticConfig(path, optimizer=CLIPPED, token_budget=60), CPU, layout and joined(layout))
     losses = [critic.update(data, value_loss)["critic/loss"] for _ in range(3)]
@@ -108,8 +121,8 @@ def token_loss(outputs, rows):
 
 
 def collectives_of_an_update(path, data, schedule):
-    """On each rank, with gradients reduced once and after each micro-batch: the whole gradients, FSDP's gathers and reductions, its
-    groups of weights that have some on this rank, those that stay gathered, and the micro-batches.
+    """On each rank, with gradients reduced once and after each micro-batch: the whole gradients, FSDP's gathers and reductions,
+    its groups of weights that have some on this rank, those that stay gathered, and the micro-batches.
     """
     found = {}
     for kept in ("gradients", "weights"):
@@ -252,6 +265,7 @@ def outcomes(checkpoints, tmp_path_factory):
         "step by step": partial(a_pass_without_step, *checkpoints["qwen2_5_vl"], PP2),
         "parts": partial(what_a_rank_holds, config_with_layers("qwen3_vl", tied=True)),
         "refusals": refusals,
+        "both": partial(both_scores, *checkpoints["qwen3_vl"], PP2),
         "saved": partial(learn, path, data, PP2, saved),
         "resumed": partial(learn, path, data, PP2, None, alone),
     }
@@ -366,6 +380,10 @@ def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(o
                 assert (gradients[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-9, name
 
 
+def test_actor_and_reference_share_what_a_pipeline_packs(outcomes):
+    assert outcomes["both"] == [None, None]
+
+
 def test_a_critic_learns_the_same(outcomes, checkpoints):
     losses, values = learn_values(*checkpoints["qwen3_vl"])
     for outcome in outcomes["values"]:
@@ -427,5 +445,5 @@ def test_a_tail_changes_nothing(checkpoints):
     packed = pack(module, rows, sharing(module, rows))
     assert packed.key_index is not None
     nowhere = MediaSpans(*[torch.zeros(0, dtype=torch.int64)] * 2)
-    expected, found = (module(each, {}, nowhere)[0] for each in (packed, fill_up(packed, 40, 8)))
+    expected, found = (module(each, None, nowhere)[0] for each in (packed, fill_up(packed, 40, 8)))
     torch.testing.assert_close(found, expected)
