@@ -182,7 +182,7 @@ class Bench:
 
         def step() -> None:
             with worker.model.precision.compute():
-                module.features(module.model, media).float().square().mean().backward()
+                module.family.features(module.model, media).float().square().mean().backward()
 
         flops = 3 * int(module.family.vision_flops(self.config, grids).sum())
         self.repeat("vision tower", step, required_work(module, self.no_rows()), worker, flops)

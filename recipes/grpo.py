@@ -26,6 +26,7 @@ from recipes.run.phases import (
     engine_differences,
     entropy_coefficient,
     generate_and_score,
+    policy_log_probs,
     rows_to_learn,
     shape_rewards,
 )
@@ -79,12 +80,7 @@ def grpo_step(
     """
     progression = progression or Progression(config.kl_controller())
     data, metrics = generate_and_score(roles, prompts, config, sampling, more)  # config.n rows for each prompt
-    if config.needs_old_log_probs and "old_log_probs" not in data:
-        with timed(metrics, "old_log_prob"):
-            data |= roles.actor.log_probs(data, into="old_log_probs")
-    if config.needs_reference:
-        with timed(metrics, "ref"):
-            data |= roles.reference.log_probs(data, into="ref_log_prob")
+    data |= policy_log_probs(roles, data, config, metrics)
     with timed(metrics, "adv"):
         data, shaped = shape_rewards(data, config, progression.kl, sampling.max_tokens)
         data["advantages"] = outcome_advantage(config, data)
@@ -161,12 +157,7 @@ def score_part(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: 
         data |= roles.reward.score(data)
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
-    if config.needs_old_log_probs and "old_log_probs" not in data:
-        with timed(metrics, "old_log_prob"):
-            data |= roles.actor.log_probs(data, into="old_log_probs")
-    if config.needs_reference:
-        with timed(metrics, "ref"):
-            data |= roles.reference.log_probs(data, into="ref_log_prob")
+    data |= policy_log_probs(roles, data, config, metrics)
     return data
 
 

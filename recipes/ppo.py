@@ -27,6 +27,7 @@ from recipes.run.phases import (
     engine_differences,
     entropy_coefficient,
     generate_and_score,
+    policy_log_probs,
     rows_to_learn,
     shape_rewards,
 )
@@ -63,12 +64,7 @@ def ppo_step(
     """
     progression = progression or Progression(config.kl_controller())
     data, metrics = generate_and_score(roles, prompts, config, sampling, more)  # config.n rows for each prompt
-    if config.needs_old_log_probs and "old_log_probs" not in data:
-        with timed(metrics, "old_log_prob"):
-            data |= roles.actor.log_probs(data, into="old_log_probs")
-    if config.needs_reference:
-        with timed(metrics, "ref"):
-            data |= roles.reference.log_probs(data, into="ref_log_prob")
+    data |= policy_log_probs(roles, data, config, metrics)
     with timed(metrics, "values"):
         data |= roles.critic.values(data)
     with timed(metrics, "adv"):

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 
 from dataproto._ops.image_buffers import Palette, image_of, is_image, palette_of, pixels_of
+from dataproto.serialization.trimming import Runs, trim, untrim
 from dataproto.tensordict_utils import memory_key
 
 Description: TypeAlias = tuple[Any, ...]
-"""The kind of a leaf (``"tensor"``, ``"array"``, ``"image"`` or ``"object"``) and what :func:`decode` needs beside the bytes."""
+"""The kind of a leaf (``"tensor"``, ``"trimmed"``, ``"array"``, ``"image"`` or ``"object"``) and what :func:`decode` needs beside
+the bytes.
+"""
 
 
 def encode(leaf: Any) -> tuple[Description, np.ndarray | None]:
@@ -41,6 +44,18 @@ def encode(leaf: Any) -> tuple[Description, np.ndarray | None]:
     return ("object", leaf), None
 
 
+def encode_column(column: Any) -> tuple[Description, np.ndarray | None]:
+    """As :func:`encode`, but a padded tensor ``(..., L)`` comes without the padding of its rows where that is smaller."""
+    described, bits = encode(column)
+    if described[0] != "tensor" or bits is None:
+        return described, bits
+    found = trim(bits, column.shape, column.element_size())
+    if found is None:
+        return described, bits
+    runs, inner = found
+    return ("trimmed", *described[1:], runs.values.dtype, runs.bounds.tobytes(), runs.values.tobytes()), inner
+
+
 def decode(description: Sequence[Any], data: np.ndarray) -> Any:
     """The inverse of :func:`encode` for tensors, arrays and images, over the memory of ``data``.
 
@@ -55,6 +70,20 @@ def _tensor(dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str
     if device is not None and _is_here(torch.device(device)):
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _trimmed(
+    dtype: str,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    device: str | None,
+    word: np.dtype[Any],
+    bounds: bytes,
+    values: bytes,
+    data: np.ndarray,
+) -> Any:
+    runs = Runs(np.frombuffer(bounds, np.int32).reshape(-1, 2), np.frombuffer(values, word).reshape(-1, 4))
+    return _tensor(dtype, shape, requires_grad, device, untrim(runs, data, shape))
 
 
 def _is_here(device: torch.device) -> bool:
@@ -72,7 +101,12 @@ def _image(mode: str, size: tuple[int, int], palette: Palette, info: dict[Any, A
     return image
 
 
-_DECODERS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array, "image": _image}
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "tensor": _tensor,
+    "trimmed": _trimmed,
+    "array": _array,
+    "image": _image,
+}
 
 
 # Tensors and arrays, and their bytes

@@ -5,6 +5,8 @@ arrays and images are passed as the memory they are in, without a copy; without 
 
 - Each distinct image, tensor and array is written once, however many rows refer to it, and rows share it again after reading. A
   view is written without the rest of its storage; two tensors or arrays that read the same memory are written once.
+- Rows of a padded column are written without the padding at their ends where that is smaller (`dataproto.serialization.trimming`)
+  and arrive padded, equal to the last bit.
 - Tensors and arrays arrive contiguous, on the device they were on if the reader has it, or else on the CPU. Images arrive as
   plain ``PIL.Image.Image`` of the same mode, size, pixels, palette and ``info``.
 - A received batch may be written; no other reader sees the change. In-band data are a copy. Read-only out-of-band buffers (Ray's,
@@ -29,11 +31,12 @@ from tensordict import TensorDict
 from dataproto._ops.buffers import bytes_of, memory_of, same_bytes
 from dataproto._ops.equality import same_value
 from dataproto._ops.image_buffers import is_image
-from dataproto.serialization.leaves import Description, decode, encode, is_array, leaf_key
+from dataproto.serialization.leaves import Description, decode, encode, encode_column, is_array, leaf_key
 from dataproto.serialization.own_memory import OwnMemory
 from dataproto.serialization.skeleton import put_together, take_apart
 
 Buffer: TypeAlias = Any  # bytes, bytearray, memoryview, PickleBuffer, or a uint8 array
+Encoded: TypeAlias = tuple[Description, np.ndarray | None]
 Form: TypeAlias = tuple[Any, ...]  # the description of a leaf, and last its buffer
 
 _SMALL = 1024  # leaves inside of objects below this many bytes are written in place
@@ -157,12 +160,14 @@ def reduce_value(
 
     Args:
         value: containers of any objects.
-        columns: tensors and arrays in it that become buffers of any size and are not put into a store.
+        columns: tensors and arrays in it that become buffers of any size, padded rows without their padding, and are not put
+            into a store.
     """
     blobs = _sharing.get()
     skeleton, leaves, ragged = take_apart(value, math.inf if blobs is None else _LARGE_ROW)
-    dense = {leaf_key(column) for column in columns} | {leaf_key(leaves[place]) for place in ragged}
-    forms = [_encode(leaf, protocol, blobs, leaf_key(leaf) in dense) for leaf in leaves]
+    dense: dict[Hashable, Callable[[Any], Encoded]] = {leaf_key(leaves[place]): encode for place in ragged}
+    dense.update((leaf_key(column), encode_column) for column in columns)
+    forms = [_encode(leaf, protocol, blobs, dense.get(leaf_key(leaf))) for leaf in leaves]
     text = pickle.PickleBuffer(skeleton) if protocol >= 5 and len(skeleton) >= _SMALL else skeleton
     return _restore, (make, text, forms, None if blobs is None else blobs.store)
 
@@ -188,15 +193,17 @@ def _copy(leaf: Any) -> Any:
 # Writing leaves
 
 
-def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: bool) -> Form:
-    """Columns become buffers. Leaves inside of objects are written in place if small, else put into the store if there is one."""
-    blobs = None if dense else blobs
+def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: Callable[[Any], Encoded] | None) -> Form:
+    """Columns become buffers, by the encoder ``dense``. Leaves inside of objects are written in place if small, else put into the
+    store if there is one.
+    """
+    blobs = blobs if dense is None else None
     if blobs is not None and (compared := _compared(leaf, blobs)):
         return compared
-    described, bits = encode(leaf)
+    described, bits = (dense or encode)(leaf)
     if bits is None:
         return described
-    if bits.nbytes == 0 or (bits.nbytes < _SMALL and not dense):
+    if bits.nbytes == 0 or (bits.nbytes < _SMALL and dense is None):
         return *described, bits.tobytes()
     if blobs is None:
         memory: Any = bits

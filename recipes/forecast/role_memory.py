@@ -88,7 +88,7 @@ def updating(
     """
     trained = round(size.on_rank(layout) * size.trained / size.total)
     gradients = 0 if compute.offload and sharded(layout) > 1 else 4 * trained
-    if compute.leaves_unsharded("gradients") and layout.pp == 1 and len(parts) > 1:
+    if compute.leaves_unsharded("gradients") and len(parts) > 1:
         gradients = 4 * trained * sharded(layout)
     per_token = decoder_bytes(config.get_text_config(), size, compute, device)
     per_patch = tower_bytes(config, compute, device, size.tower_trained)

@@ -97,7 +97,7 @@ def update_seconds(
 def sent_seconds(size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, micro_batches: int) -> float:
     """Seconds that FSDP's traffic of an optimizer step adds: weights gathered in bfloat16, gradients scattered in float32."""
     gathers = 1 if compute.leaves_unsharded("weights") else 2 * micro_batches
-    reductions = 1 if compute.leaves_unsharded("gradients") and layout.pp == 1 else micro_batches
+    reductions = 1 if compute.leaves_unsharded("gradients") else micro_batches
     return gather_seconds(size, layout, device, gathers + 2 * reductions)
 
 

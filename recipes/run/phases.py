@@ -3,6 +3,7 @@
 Dimension letters: B rows, R response tokens.
 """
 
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,6 +82,28 @@ def generate_and_score(
     if config.skip_old_log_probs and "old_log_probs" not in data:
         data["old_log_probs"] = data["rollout_log_probs"]
     return data, metrics
+
+
+def policy_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics) -> DataProto:
+    """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)``, where the step needs them of all rows and ``data`` has none.
+
+    Rows that the actor and the reference score are prepared once; the time of the call is shared out as the passes took theirs.
+    """
+    needs_old = config.needs_old_log_probs and "old_log_probs" not in data
+    columns = DataProto()
+    if needs_old and config.needs_reference:
+        start = time.perf_counter()
+        columns, seconds = roles.reference.log_probs_with_actor(data)
+        share = (time.perf_counter() - start) / sum(seconds.values())
+        for name in seconds:
+            metrics[f"timing_s/{name}"] = metrics.get(f"timing_s/{name}", 0.0) + share * seconds[name]
+    elif needs_old:
+        with timed(metrics, "old_log_prob"):
+            columns = roles.actor.log_probs(data, into="old_log_probs")
+    elif config.needs_reference:
+        with timed(metrics, "ref"):
+            columns = roles.reference.log_probs(data, into="ref_log_prob")
+    return columns
 
 
 def shape_rewards(

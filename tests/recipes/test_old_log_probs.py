@@ -105,6 +105,21 @@ def test_which_rows_are_scored(roles, prompts, options, rows):
     assert "old_log_probs" not in data or data["old_log_probs"].isfinite().all()
 
 
+def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts):
+    """Where a step needs both of all rows: one call, whose time is shared out, and the columns of two."""
+    config = GRPOConfig(n=4, minibatch=1, epochs=2, kl_coef=0.1)
+    actor = ActorConfig(checkpoint)
+    with launch(actor, actor.frozen(), reward) as roles:
+        alone = [patch.object(worker, "log_probs", None) for worker in (roles.actor.worker, roles.reference.worker)]
+        with alone[0], alone[1]:
+            data, metrics = step(roles, prompts, config)
+    assert metrics["timing_s/old_log_prob"] > 0
+    assert metrics["timing_s/ref"] > 0
+    with launch(actor, actor.frozen(), None) as fresh:
+        for group, name in ((fresh.actor, "old_log_probs"), (fresh.reference, "ref_log_prob")):
+            assert torch.equal(group.log_probs(data)[name], data[name])
+
+
 def test_the_share_of_rows():
     assert [GRPOConfig(minibatch=minibatch).old_log_prob_share(512) for minibatch in (None, 512, 256, 128)] == [
         *(0.0, 0.0, 0.5, 0.75)

@@ -2,6 +2,8 @@
 training steps with losses within 1e-3. All cases of a number of processes run in one start of them.
 """
 
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -21,6 +23,7 @@ from helpers.routes import with_routes
 from helpers.shown_models import PIPELINE_TYPES
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
+from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.fsdp import sharded_parts
@@ -29,6 +32,7 @@ from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
+from workers.roles.reference import reference_worker
 from workers.training.forward_pass import pack, sharing
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig
@@ -93,6 +97,18 @@ def learn(path, data, layout=None, folder=None, resume=None, lr=CLIPPED.lr, **op
     }
 
 
+def both_scores(path, data, layout):
+    """Log-probs of an actor and its reference, in two calls and in one."""
+    for options in ({}, {"lora_rank": 4}):
+        actor = ActorWorker(ActorConfig(path, scoring_token_budget=60, **options), CPU, joined(layout))
+        actor.update(data, pg_loss, entropy=True)
+        reference = reference_worker(actor.config.frozen(), actor)
+        apart = actor.log_probs(data) | reference.log_probs(data)
+        together, _ = reference.log_probs_with_actor(data)
+        assert all(torch.equal(together[name], apart[name]) for name in ("old_log_probs", "ref_log_prob"))
+        assert not torch.equal(apart["old_log_probs"], apart["ref_log_prob"])
+
+
 def learn_values(path, data, layout=None):
     critic = CriticWorker(CriticConfig(path, optimizer=CLIPPED, token_budget=60), CPU, layout and joined(layout))
     losses = [critic.update(data, value_loss)["critic/loss"] for _ in range(3)]
@@ -111,22 +127,36 @@ def token_loss(outputs, rows):
     return -outputs.log_probs, {}
 
 
-def gathers_of_an_update(path, data, schedule):
-    """In one update on each rank: gathers of groups of weights, such groups, micro-batches, and groups that stay gathered."""
-    config = ActorConfig(path, token_budget=60, unsharded="weights", pipeline_schedule=schedule)
-    ranks = joined(Layout(dp=2, pp=2))
-    actor, gathers = ActorWorker(config, CPU, ranks), []
-    share, plain = share_out(data, 2)[ranks.rank("dp")], _fsdp_param_group.foreach_all_gather
+def collectives_of_an_update(path, data, schedule):
+    """On each rank, with gradients reduced once and after each micro-batch: the whole gradients, FSDP's gathers and reductions,
+    its groups of weights that have some on this rank, those that stay gathered, and the micro-batches.
+    """
+    found = {}
+    for kept in ("gradients", "weights"):
+        config = ActorConfig(path, token_budget=60, unsharded=kept, pipeline_schedule=schedule)
+        ranks = joined(Layout(dp=2, pp=2))
+        actor, calls, gradients = ActorWorker(config, CPU, ranks), Counter(), {}
+        share = share_out(data, 2)[ranks.rank("dp")]
 
-    def count(*args, **options):
-        gathers.append(args)
-        return plain(*args, **options)
+        def count(*args, plain, name, calls=calls, **options):
+            calls[name] += 1
+            return plain(*args, **options)
 
-    with patch.object(_fsdp_param_group, "foreach_all_gather", count):
-        actor.update(share, pg_loss, entropy=True)
-    groups = [part._get_fsdp_state()._fsdp_param_group for part in sharded_parts(actor.module)]
-    groups = [group for group in groups if group is not None]  # of parts that have weights on this rank
-    return len(gathers), len(groups), len(actor.model.micro_batches(share)), sum(group.is_unsharded for group in groups)
+        def capture(actor=actor, gradients=gradients):
+            weights = actor.module.named_parameters()
+            gradients |= {name: full_tensor(weight.grad).clone() for name, weight in weights if weight.grad is not None}
+
+        with ExitStack() as stack:
+            for name in ("foreach_all_gather", "foreach_reduce"):
+                counting = partial(count, plain=getattr(_fsdp_param_group, name), name=name)
+                stack.enter_context(patch.object(_fsdp_param_group, name, counting))
+            stack.enter_context(patch.object(actor.model.optimizer.adamw, "step", capture))
+            actor.update(share, pg_loss, entropy=True)
+        groups = [part._get_fsdp_state()._fsdp_param_group for part in sharded_parts(actor.module)]
+        groups = [group for group in groups if group is not None]
+        left = sum(group.is_unsharded for group in groups)
+        found[kept] = gradients, calls, len(groups), left, len(actor.model.micro_batches(share))
+    return found
 
 
 def what_a_rank_holds(config):
@@ -193,7 +223,11 @@ MORE_OF_TWO = {
 FOUR = {
     "qwen3_vl_moe, tp 2 x pp 2": ("qwen3_vl_moe", Layout(tp=2, pp=2), {}),
     "qwen2_5_vl, sp 2 x pp 2": ("qwen2_5_vl", Layout(sp=2, pp=2), {}),
-    "dp 2 x pp 2, interleaved, tied": ("deep", Layout(dp=2, pp=2), {"pipeline_schedule": "interleaved"}),
+    "dp 2 x pp 2, interleaved, tied, reduced once": (
+        "deep",
+        Layout(dp=2, pp=2),
+        {"pipeline_schedule": "interleaved", "unsharded": "gradients"},
+    ),
     "half precision": ("qwen3_vl_moe", Layout(sp=2, pp=2, ep=2), {"dtype": "bfloat16", "offload": True}),
 }
 MORE_OF_FOUR = {
@@ -207,6 +241,18 @@ MORE_OF_FOUR = {
     "an odd number of tokens, sp 2 x pp 2": ("odd", Layout(sp=2, pp=2), {}),
     "images in later turns, sp 2 x pp 2": ("turns", Layout(sp=2, pp=2), {}),
     "dp 2 x pp 2": ("qwen3_vl", Layout(dp=2, pp=2), {}),
+    "sp 2 x pp 2, reduced once": ("qwen3_vl", Layout(sp=2, pp=2), {"unsharded": "gradients"}),
+    "dp 2 x pp 2, ep 2, reduced once": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {"unsharded": "gradients"}),
+    "a frozen tower, dp 2 x pp 2, reduced once": (
+        "qwen3_vl",
+        Layout(dp=2, pp=2),
+        {"unsharded": "gradients", "freeze_vision": True},
+    ),
+    "adapters and offload, dp 2 x pp 2, reduced once": (
+        "qwen3_vl",
+        Layout(dp=2, pp=2),
+        {"unsharded": "gradients", "lora_rank": 4, "offload": True},
+    ),
     "recorded experts, dp 2 x pp 2, ep 2": ("recorded", Layout(dp=2, pp=2, ep=2), {}),
     "dp 2 x pp 2, ep 2": ("qwen3_vl_moe", Layout(dp=2, pp=2, ep=2), {}),
     "pp 4, tied": ("deep", Layout(pp=4), {}),
@@ -230,6 +276,7 @@ def outcomes(checkpoints, tmp_path_factory):
         "step by step": partial(a_pass_without_step, *checkpoints["qwen2_5_vl"], PP2),
         "parts": partial(what_a_rank_holds, config_with_layers("qwen3_vl", tied=True)),
         "refusals": refusals,
+        "both": partial(both_scores, *checkpoints["qwen3_vl"], PP2),
         "saved": partial(learn, path, data, PP2, saved),
         "resumed": partial(learn, path, data, PP2, None, alone),
     }
@@ -244,7 +291,7 @@ def more_outcomes_of_two(checkpoints, tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes_of_four(checkpoints, tmp_path_factory):
     more = {
-        f"gathers, {schedule}": partial(gathers_of_an_update, *checkpoints[model], schedule)
+        f"collectives, {schedule}": partial(collectives_of_an_update, *checkpoints[model], schedule)
         for schedule, model in {"1f1b": "qwen3_vl", "gpipe": "qwen3_vl", "interleaved": "deep"}.items()
     }
     return run_ranks(4, cases_of(FOUR, checkpoints) | more, tmp_path_factory.mktemp("four"))
@@ -261,7 +308,9 @@ def alone(checkpoints):
     found = {}
 
     def learnt(model, **options):
-        options = {name: value for name, value in options.items() if not name.startswith(("pipeline", "offload"))}
+        options = {
+            name: value for name, value in options.items() if not name.startswith(("pipeline", "offload", "unsharded"))
+        }
         key = model, str(options)
         if key not in found:
             found[key] = learn(*checkpoints[model], **options)
@@ -327,13 +376,23 @@ def test_four_ranks_in_more_layouts_learn_what_one_learns(more_outcomes_of_four,
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_weights_are_gathered_once_for_all_micro_batches(outcomes_of_four, schedule):
-    for outcome in outcomes_of_four[f"gathers, {schedule}"]:
+def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(outcomes_of_four, schedule):
+    for outcome in outcomes_of_four[f"collectives, {schedule}"]:
         assert not isinstance(outcome, str), outcome
-        gathers, groups, micro_batches, left = outcome
-        assert micro_batches > 1
-        assert gathers == groups
-        assert left == 0  # and freed after the last one
+        for kept, (gradients, calls, groups, left, micro_batches) in outcome.items():
+            assert micro_batches > 1
+            assert calls["foreach_all_gather"] == groups
+            assert left == 0  # and freed after the last one
+            assert (calls["foreach_reduce"] == groups) == (kept == "gradients")
+            assert calls["foreach_reduce"] >= groups
+            expected = outcome["weights"][0]
+            assert gradients.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert (gradients[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-9, name
+
+
+def test_actor_and_reference_share_what_a_pipeline_packs(outcomes):
+    assert outcomes["both"] == [None, None]
 
 
 def test_a_critic_learns_the_same(outcomes, checkpoints):
@@ -397,5 +456,5 @@ def test_a_tail_changes_nothing(checkpoints):
     packed = pack(module, rows, sharing(module, rows))
     assert packed.key_index is not None
     nowhere = MediaSpans(*[torch.zeros(0, dtype=torch.int64)] * 2)
-    expected, found = (module(each, {}, nowhere)[0] for each in (packed, fill_up(packed, 40, 8)))
+    expected, found = (module(each, None, nowhere)[0] for each in (packed, fill_up(packed, 40, 8)))
     torch.testing.assert_close(found, expected)

@@ -24,7 +24,7 @@ from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import join_updates
 from workers.roles.step_by_step import PassOutput, join_passes
-from workers.training.training_model import Updated
+from workers.training.loss_sums import Updated
 
 CPU = torch.device("cpu")
 STEP = AdamParams(learning_rate=1e-2, eps=1e-3, grad_clip_norm=0.1)

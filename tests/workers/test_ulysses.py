@@ -15,7 +15,9 @@ from transformers import AttentionInterface
 from dataproto.errors import InvalidConfig
 from dataproto.packing import pack_rows
 from dataproto.vlm import MediaSpans, family_of
+from helpers.allocations import allocated, check_share
 from helpers.layouts import (
+    CPU,
     config_with_heads,
     differences,
     joined,
@@ -28,8 +30,10 @@ from helpers.layouts import (
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, image_inputs, rounding, tiny_config, tiny_model
 from workers.model.attention import FLASH_KERNELS, packed_attention, use_packed_attention
+from workers.model.kept_features import KeptFeatures
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
+from workers.parallel import parallelize
 from workers.parallel.tokens import SplitTokens
 from workers.parallel.ulysses import (
     UlyssesParallel,
@@ -39,8 +43,17 @@ from workers.parallel.ulysses import (
     ulysses_attention,
 )
 from workers.parallel.vision_split import SplitFeatures
-from workers.ranks.autograd_collectives import Peers, exchange, gather_shared, gather_split, sum_and_split
+from workers.ranks.autograd_collectives import (
+    Peers,
+    exchange,
+    exchange_rows,
+    gather_shared,
+    gather_split,
+    sum_and_split,
+)
 from workers.ranks.layout import Layout
+from workers.ranks.mesh import Ranks
+from workers.training.forward_pass import forward_rows, needs_tower
 
 TWO = Layout(sp=2)
 
@@ -106,6 +119,13 @@ def collectives_by_hand():
     assert x.grad.tolist() == [5, 7]
 
     x.grad = None
+    sent, received = (([2, 0], [2, 1]), ([1, 1], [0, 1]))[me.rank]
+    moved = exchange_rows(x, sent, received, me)  # rank 0 keeps both of its own
+    assert moved.tolist() == ([1, 2, 3], [4])[me.rank]
+    (moved * weights[: len(moved)]).sum().backward()
+    assert x.grad.tolist() == ([10, 20], [30, 10])[me.rank]
+
+    x.grad = None
     swapped = exchange(x, me)
     assert swapped.tolist() == ([1, 3], [2, 4])[me.rank]
     (swapped * weights[2 * me.rank : 2 * me.rank + 2]).sum().backward()
@@ -113,24 +133,55 @@ def collectives_by_hand():
 
 
 def features_of_images_and_videos(model_type, counts):
-    """Gradients of features that each rank weighs differently are summed at the rank that computed them."""
+    """Each rank gets the features that its tokens name. Their gradients are summed at the rank that computed them."""
     config = tiny_config(model_type)
     media = image_inputs(config, *[(4, 6), (8, 4), (2, 2)][: counts[0]]) if counts[0] else {}
     if counts[1]:
         media |= image_inputs(config, *[(3, 4, 4), (2, 6, 2)][: counts[1]], kind="video", seed=1)
     family, me = family_of(config), peers()
-    results = []
-    for split in (False, True):
-        model = tiny_model(model_type)
-        features = (SplitFeatures(family, me) if split else family.features)(model, media)
-        weights = torch.randn(2, *features.shape, generator=torch.Generator().manual_seed(2))
-        (features * (weights[me.rank] if split else weights.sum(0))).sum().backward()
-        tower = [model.get_submodule(path) for path in (family.vision_tower, *family.mergers)]
-        names, gradients = zip(*((name, p.grad) for part in tower for name, p in part.named_parameters()))
-        results.append((features.detach(), [all_reduce(g) if split else g for g in gradients]))
-    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=1e-5)
-    for name, ours, theirs in zip(names, results[1][1], results[0][1], strict=True):
-        assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + rounding(name)
+    models = [tiny_model(model_type) for _ in range(2)]
+    whole = family.features(models[0], media)
+    count, generator = len(whole), torch.Generator().manual_seed(2)
+    first, second = torch.randperm(count, generator=generator)[: 2 * count // 3], torch.arange(count // 4, count)
+    windows = [MediaSpans(torch.arange(len(named)), named) for named in (first, torch.cat([second, second[:1]]))]
+    weights = [torch.randn(len(window), *whole.shape[1:], generator=generator) for window in windows]
+    sum((whole[window.features] * weight).sum() for window, weight in zip(windows, weights, strict=True)).backward()
+
+    split = SplitFeatures(family, me)
+    held = split.encode(models[1], split.share(config, media, CPU))
+    assert len(held.mine) == int((held.holders == me.rank).sum())
+    assert (len(held.mine) < count) == (sum(counts) > 1 or me.rank != held.holders[0])
+    features, places = split.deliver(held, windows)
+    assert len(features) == len(windows[me.rank].features.unique())
+    chosen = features[places.features]
+    torch.testing.assert_close(chosen, whole[windows[me.rank].features], atol=1e-5, rtol=1e-5)
+    (chosen * weights[me.rank]).sum().backward()
+    towers = [[model.get_submodule(path) for path in (family.vision_tower, *family.mergers)] for model in models]
+    theirs, ours = ([each for part in tower for each in part.named_parameters()] for tower in towers)
+    for (name, expected), (_, found) in zip(theirs, ours, strict=True):
+        assert (all_reduce(found.grad) - expected.grad).norm() <= 1e-4 * expected.grad.norm() + rounding(name)
+
+
+def keeps_its_part_of_the_features():
+    """Of a frozen tower, which runs once for two passes: each rank keeps what it has encoded."""
+    config = tiny_config("qwen3_vl")
+    data = mixed_rows(config)
+
+    def module(ranks):
+        found = PackedVLM(tiny_model("qwen3_vl"), family_of(config), temperature=1.0)
+        for path in found.family.vision_parts:
+            found.model.get_submodule(path).requires_grad_(False)
+        parallelize(found, ranks, ModelConfig(freeze_vision=True))
+        found.kept = KeptFeatures(found.family, config, torch.float32)
+        return found
+
+    ours, expected = module(joined(TWO)), forward_rows(module(Ranks()), data, CPU).log_probs
+    for again in (False, True):
+        assert needs_tower(ours, [data]) == [not again]
+        torch.testing.assert_close(forward_rows(ours, data, CPU).log_probs, expected, atol=1e-5, rtol=0)
+    kept = [held for _, held in ours.kept._kept.values()]
+    here, every = sum(len(held.mine) for held in kept), sum(len(held.holders) for held in kept)
+    assert 0 < here < every == int(all_reduce(torch.tensor(here)))
 
 
 def keeps_the_chosen_kernel(flash):
@@ -164,13 +215,15 @@ CHECKS = {
     "videos": partial(features_of_images_and_videos, "qwen2_vl", (0, 2)),
     "tiles": partial(features_of_images_and_videos, "internvl", (2, 0)),
     "tiles of a batch": partial(features_of_images_and_videos, "smolvlm", (2, 0)),
+    "features of a frozen tower": keeps_its_part_of_the_features,
     "an image": partial(features_of_images_and_videos, "qwen3_vl_moe", (1, 0)),
 }
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_ranks(2, CASES | CHECKS, tmp_path_factory.mktemp("ranks"))
+    more = {"allocations": partial(allocated, "qwen3_vl", TWO)}
+    return run_ranks(2, CASES | CHECKS | more, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -183,6 +236,14 @@ def test_between_two_ranks(outcomes, check):
     assert outcomes[check] == [None, None]
 
 
+def test_two_ranks_have_half_of_everything(outcomes):
+    """Embeddings, states, features, logits: nothing as wide as these stands whole on a rank."""
+    whole = allocated("qwen3_vl", Layout())
+    for found in outcomes["allocations"]:
+        assert not isinstance(found, str), found
+        check_share(found, whole, 2)
+
+
 # Without other processes
 
 
@@ -193,13 +254,13 @@ def test_a_rank_has_the_tokens_of_its_slice_and_the_media_of_its_part():
     found = [SplitTokens(Peers("", 3, rank), None).rows(rows, spans) for rank in range(3)]
     assert [mine.input_ids.tolist() for mine, _ in found] == [[[1, 2, 3]], [[4, 5, 6]], [[7, 0, 0]]]
     assert [mine.position_ids[1].tolist() for mine, _ in found] == [[[10, 20, 30]], [[40, 50, 60]], [[70, 0, 0]]]
-    assert [part.positions.tolist() for _, part in found] == [[1, 2], [2], []]
-    assert [part.features.tolist() for _, part in found] == [[0, 1], [0], []]
+    windows = [[(part.positions.tolist(), part.features.tolist()) for part in every] for _, every in found]
+    assert windows == [[([1, 2], [0, 1]), ([2], [0]), ([], [])]] * 3
     assert all(mine.cu_seqlens.tolist() == [0, 7, 9] and mine.predictors is rows.predictors for mine, _ in found)
     found = [SplitTokens(Peers("", 2, sp), Peers("", 2, tp)).rows(rows, spans) for sp in range(2) for tp in range(2)]
     assert [mine.input_ids.tolist() for mine, _ in found] == [[[1, 2, 3, 4]]] * 2 + [[[5, 6, 7, 0]]] * 2
-    assert [part.positions.tolist() for _, part in found] == [[1], [0], [1], []]
-    assert [part.features.tolist() for _, part in found] == [[0], [1], [0], []]
+    windows = [[(part.positions.tolist(), part.features.tolist()) for part in every] for _, every in found]
+    assert windows == [[([1], [0]), ([0], [1]), ([1], [0]), ([], [])]] * 4
     assert [SplitTokens(None, Peers("", 4, 0)).num_states(tokens) for tokens in (7, 8, 9)] == [2, 2, 3]
 
 

@@ -190,8 +190,12 @@ def references_are_the_policy_before_training():
     for weight in adapted.model.optimizer.parameters:
         local_part(weight.data).add_(0.1)
     assert not torch.equal(adapted.log_probs(data)["old_log_probs"], expected)
-    for reference in (reference_worker(each.config.frozen(), each) for each in (plain, adapted)):
+    for each in (plain, adapted):
+        reference = reference_worker(each.config.frozen(), each)
         assert torch.equal(reference.log_probs(data)["ref_log_prob"], expected)
+        both, _ = reference.log_probs_with_actor(data)
+        assert torch.equal(both["ref_log_prob"], expected)
+        assert torch.equal(both["old_log_probs"], each.log_probs(data)["old_log_probs"])
     assert reference.module is adapted.module
     separate = reference_worker(plain.config.frozen(), plain).module
     assert {weight.dtype for weight in separate.parameters()} == {torch.bfloat16}

@@ -1,7 +1,7 @@
 """Features of images and videos by a vision tower that is not trained, computed once for all passes of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,17 +33,37 @@ def _place(value: Tensor) -> Key:
 
 
 @dataclass(frozen=True)
+class HeldFeatures:
+    """Features of media, of which each of the ranks that share their tokens holds those that it has computed."""
+
+    mine: Tensor  # (n, levels, H) of this rank, in the order of all
+    holders: Tensor  # (F,) int64 on the host: the rank that holds each feature
+    rank: int = 0  # this one
+
+    def split(self, counts: Sequence[int]) -> list["HeldFeatures"]:
+        """Parts of consecutive features, by their numbers.
+
+        >>> held = HeldFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1), torch.tensor([1, 0, 0]))
+        >>> [(part.mine.flatten().tolist(), part.holders.tolist()) for part in held.split([2, 1])]
+        [([1.0], [1, 0]), ([2.0], [0])]
+        """
+        holders = self.holders.split(list(counts))
+        mine = self.mine.split([int((part == self.rank).sum()) for part in holders])
+        return [replace(self, mine=each, holders=part) for each, part in zip(mine, holders, strict=True)]
+
+
+@dataclass(frozen=True)
 class Wanted:
     """The media of a micro-batch in the order of their features, and the inputs of those that are not kept yet."""
 
     media: Sequence[Medium]
     missing: Sequence[Medium]
     inputs: dict[str, Tensor]
-    kept: dict[Key, tuple[Medium, Tensor]] = field(repr=False)
+    kept: dict[Key, tuple[Medium, HeldFeatures]] = field(repr=False)
     chosen: Set[Key] = field(repr=False)  # those to keep
 
-    def joined(self, features: Tensor | None) -> Tensor | None:
-        """The features ``(F, levels, H)`` of all media.
+    def joined(self, features: HeldFeatures | None) -> HeldFeatures | None:
+        """The features of all media.
 
         Args:
             features: of the missing ones, which are kept from now on if they are chosen; without any they are those of a dummy
@@ -51,16 +71,18 @@ class Wanted:
         """
         if not self.media:
             return features
-        found: dict[Key, Tensor] = {}
+        found: dict[Key, HeldFeatures] = {}
         if self.missing:
             assert features is not None
-            parts = features.detach().split([medium.count for medium in self.missing])
+            parts = replace(features, mine=features.mine.detach()).split([medium.count for medium in self.missing])
             found = {medium.key: part for medium, part in zip(self.missing, parts, strict=True)}
-        joined = torch.cat([found[key] if key in found else self.kept[key][1] for key in (m.key for m in self.media)])
-        # Copies, since a part is a view that would keep the memory of all.
-        stored = [medium for medium in self.missing if medium.key in self.chosen]
-        self.kept.update({medium.key: (medium, found[medium.key].clone()) for medium in stored})
-        return joined
+        every = [found[key] if key in found else self.kept[key][1] for key in (m.key for m in self.media)]
+        mine, holders = (torch.cat(parts) for parts in zip(*((held.mine, held.holders) for held in every), strict=True))
+        for medium in self.missing:
+            if medium.key in self.chosen:  # a copy, since a part is a view that would keep the memory of all
+                held = found[medium.key]
+                self.kept[medium.key] = medium, replace(held, mine=held.mine.clone())
+        return replace(every[0], mine=mine, holders=holders)
 
 
 class KeptFeatures:
@@ -70,11 +92,11 @@ class KeptFeatures:
     """
 
     def __init__(self, family: VLMFamily, config: Any, dtype: torch.dtype, max_bytes: int = MAX_BYTES) -> None:
-        """At most ``max_bytes`` of features, in ``dtype``, are kept at a time."""
+        """At most ``max_bytes`` of features, in ``dtype``, are kept at a time; ranks that share tokens keep a part each."""
         self.family, self.config, self.max_bytes = family, config, max_bytes
         levels, width = 1 + family.deep_layers(config), int(config.get_text_config().hidden_size)
         self.bytes_of_one = levels * width * dtype.itemsize
-        self._kept: dict[Key, tuple[Medium, Tensor]] = {}
+        self._kept: dict[Key, tuple[Medium, HeldFeatures]] = {}
         self._chosen: set[Key] = set()
 
     def clear(self) -> None:
@@ -106,11 +128,13 @@ class KeptFeatures:
             known |= part.keys() & chosen
         return runs
 
-    def wanted(self, rows: Sequence[RowMedia]) -> Wanted:
-        """What a micro-batch with these media needs."""
+    def wanted(self, rows: Sequence[RowMedia], joined: dict[str, Tensor]) -> Wanted:
+        """What a micro-batch with these media needs; ``joined`` are all its media, joined by `VLMFamily.distinct_media`."""
         media = list(self._media(rows))
         missing = [medium for medium in media if medium.key not in self._kept]
-        inputs = self.family.distinct_media([medium.inputs for medium in missing], self.config).inputs
+        inputs = joined
+        if len(missing) < len(media):
+            inputs = self.family.distinct_media([medium.inputs for medium in missing], self.config).inputs
         return Wanted(media, missing, inputs, self._kept, self._chosen)
 
     def _media(self, rows: Sequence[RowMedia]) -> Iterator[Medium]:

@@ -1,18 +1,20 @@
 """The model that training runs: packed rows in, log-probs of response tokens out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
+from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily
 from workers.model.attention import use_packed_attention
-from workers.model.kept_features import KeptFeatures, Wanted
+from workers.model.kept_features import HeldFeatures, KeptFeatures, Wanted
 from workers.model.logprobs import token_log_probs
 from workers.model.mixture import use_packed_experts
 from workers.model.patch_embedding import use_linear_patch_embedding
@@ -51,11 +53,11 @@ class TokenShare:
     Ranks that share a sequence (`workers.parallel.tokens`) get the same rows, and each returns all log-probs.
     """
 
-    def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, MediaSpans]:
-        """The rows with this process's part of ``input_ids`` and ``position_ids``, and the media spans among its tokens, on the
-        device of the rows.
+    def rows(self, rows: PackedRows, spans: MediaSpans) -> tuple[PackedRows, Sequence[MediaSpans]]:
+        """The rows with this process's part of ``input_ids`` and ``position_ids``, and the media spans, on the host, among the
+        tokens of each of the processes that share the sequence.
         """
-        return rows, spans.to(rows.input_ids.device)
+        return rows, [spans]
 
     def num_states(self, tokens: int) -> int:
         """The number of hidden states between layers that this process has for a sequence of ``tokens``."""
@@ -67,7 +69,7 @@ class TokenShare:
 
     def states(self, hidden: Tensor, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """The states ``(n, H)`` that predict response tokens, of this process's ``(S, H)``, and their targets ``(n,)``."""
-        return select_rows(hidden, rows.predictors), rows.targets
+        return select_rows(hidden, move(rows.predictors, hidden.device)), rows.targets
 
     def join(self, values: Tensor, rows: PackedRows) -> Tensor:
         """Joins values ``(n,)`` of this process's targets to those ``(N,)`` of all targets."""
@@ -81,6 +83,51 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
     by several threads in any order.
     """
     return embedding(index, x)
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """The media of a micro-batch that this process encodes: pixels on its device, grids on the host."""
+
+    inputs: Mapping[str, Tensor]
+    holders: Tensor | None = None  # (F,) the rank that holds each feature of all media; None: this process holds all
+    used: bool = True  # false for a dummy image, whose features are dropped
+
+
+@dataclass(frozen=True)
+class TowerFeatures:
+    """The features of media by the vision tower, and where they are placed among this process's tokens."""
+
+    family: VLMFamily
+
+    def share(self, config: Any, media: Mapping[str, Tensor], device: torch.device) -> MediaPart:
+        """This process's part of media that lie on the host."""
+        return MediaPart(pixels_on(media, device))
+
+    def encode(self, model: PreTrainedModel, part: MediaPart) -> HeldFeatures:
+        """The features of this process's part."""
+        features = self.family.features(model, part.inputs)
+        features = features if part.used else features[:0]
+        holders = torch.zeros(len(features), dtype=torch.int64) if part.holders is None else part.holders
+        return HeldFeatures(features, holders, self.rank)
+
+    def deliver(self, held: HeldFeatures, windows: Sequence[MediaSpans]) -> tuple[Tensor, MediaSpans]:
+        """The features ``(F, levels, H)`` that this process's tokens need, and the spans that place them there.
+
+        Args:
+            windows: what `TokenShare.rows` returns.
+        """
+        return held.mine, windows[self.rank]
+
+    @property
+    def rank(self) -> int:
+        """This process among those that share the sequence."""
+        return 0
+
+
+def pixels_on(media: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The media with pixels on ``device``; grids stay on the host, which computes bounds of images and windows from them."""
+    return {name: move(value, device) if value.is_floating_point() else value for name, value in media.items()}
 
 
 class PackedVLM(nn.Module):
@@ -113,28 +160,42 @@ class PackedVLM(nn.Module):
         self.logit_cap = family.logit_cap(model.config)
         self.banned_ids = tuple(family.banned_ids(model.config))
         self.tokens = TokenShare()
-        self.features: Callable[[PreTrainedModel, Mapping[str, Tensor]], Tensor] = family.features
+        self.features = TowerFeatures(family)
         self.score = token_log_probs
         self.kept: KeptFeatures | None = None  # of a tower that is not trained
 
     def forward(
         self,
         rows: PackedRows,
-        media: Mapping[str, Tensor],
+        media: MediaPart | None,
         spans: MediaSpans,
         entropy: bool = False,
         wanted: Wanted | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs ``(N,)`` of the rows' response tokens and, with ``entropy``, entropies ``(N,)``.
 
-        With ``wanted``, ``media`` are those whose features are not kept.
+        ``media`` is ``None`` if the tower does not run. With ``wanted`` it has what is not kept.
         """
-        features = self.features(self.model, media) if media else None
-        if wanted is not None:
-            features = wanted.joined(features)
-        mine, spans = self.tokens.rows(rows, spans)
-        embeddings, extras = self.family.merge(self.model, mine.input_ids, features, spans)
+        mine, windows = self.tokens.rows(rows, spans)
+        features, places = self.media_features(media, windows, rows.input_ids.device, wanted)
+        embeddings, extras = self.family.merge(self.model, mine.input_ids, features, places)
         return self.finish(self.decode(embeddings, extras, mine), mine, entropy)
+
+    def media_features(
+        self,
+        media: MediaPart | None,
+        windows: Sequence[MediaSpans],
+        device: torch.device,
+        wanted: Wanted | None = None,
+    ) -> tuple[Tensor | None, MediaSpans]:
+        """The features ``(F, levels, H)`` that this process's tokens need, ``None`` without media, and where they are placed."""
+        held = None if media is None else self.features.encode(self.model, media)
+        if wanted is not None:
+            held = wanted.joined(held)
+        if held is None:
+            return None, windows[self.features.rank].to(device)
+        features, places = self.features.deliver(held, windows)
+        return features, places.to(device)
 
     def forget_features(self) -> None:
         """Forgets kept features; called where a step ends, and where the weights of the tower may change."""

@@ -110,6 +110,12 @@ class FullySharded(Transform):
         elif self.ranks.replica_mesh is not None:
             module.set_requires_all_reduce(last)  # type: ignore[operator]
 
+    def reduce_gradients(self, module: PackedVLM) -> None:
+        """Where gradients stay unsharded, reduces what the backward passes of a pipeline have added up, group by group."""
+        if self.options.leaves_unsharded("gradients"):
+            module.set_requires_gradient_sync(True)  # type: ignore[operator]
+            end_backward(module)
+
     def drop_gradients(self, module: PackedVLM) -> None:
         """Drops gradients that are not reduced yet."""
         if self.options.leaves_unsharded("gradients"):
@@ -144,6 +150,11 @@ def weight_groups(module: nn.Module) -> Iterator[Any]:
         state: Any = part._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or (state._fsdp_param_group,)  # one group before torch 2.12
         yield from (group for group in groups if group is not None)
+
+
+def end_backward(module: Any) -> None:
+    """What FSDP does at the end of a backward pass, which includes the reduction of gradients that are not reduced yet."""
+    module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -17,7 +17,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans
 from dataproto.vlm.media import dense_levels
-from workers.model.packed_model import PackedVLM
+from workers.model.packed_model import MediaPart, PackedVLM
 
 
 def stage_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> list[range]:
@@ -84,7 +84,7 @@ class StagedForward:
     def __call__(
         self,
         rows: PackedRows,
-        media: Mapping[str, Tensor],
+        media: MediaPart | None,
         spans: MediaSpans,
         entropy: bool = False,
         states: Tensor | None = None,
@@ -103,11 +103,11 @@ class StagedForward:
             ``(levels, S, H)`` for the next stage, or what `PackedVLM.forward` returns.
         """
         module, family = self.module, self.module.family
-        mine, places = module.tokens.rows(rows, spans)
+        mine, windows = module.tokens.rows(rows, spans)
         begin, end = self.bounds[stage].start, self.bounds[stage].stop
         further = self.levels(stage + 1, deep) - 1
         if states is None:
-            features = module.features(module.model, media) if media else None
+            features, places = module.media_features(media, windows, rows.input_ids.device)
             hidden, extras = family.merge(module.model, mine.input_ids, features, places)
             if features is None:
                 beyond = hidden.new_zeros(further, *hidden.shape[1:])
@@ -143,7 +143,7 @@ class Feed(Protocol):
     def has_media(self) -> bool:
         """Whether any micro-batch runs the vision tower."""
 
-    def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
+    def inputs(self, number: int, media: bool) -> tuple[PackedRows, MediaPart | None, MediaSpans]:
         """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
 
     def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:

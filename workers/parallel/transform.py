@@ -60,6 +60,9 @@ class Transform:
     def before_backward(self, module: PackedVLM, last: bool) -> None:
         """Called before each backward pass of a call; ``last`` for that of its last micro-batch."""
 
+    def reduce_gradients(self, module: PackedVLM) -> None:
+        """Called after the backward passes of a pipeline, none of which `before_backward` has named the last."""
+
     def drop_gradients(self, module: PackedVLM) -> None:
         """Drops gradients that a transform holds beside those of the parameters; called after errors."""
 

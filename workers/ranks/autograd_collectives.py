@@ -8,6 +8,7 @@ A value is *shared* if every rank holds the same value and computes the same wit
 every rank. A value is *split* if ranks hold parts of it, or do different work with it: gradients are then summed.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,6 +33,13 @@ class Peers(NamedTuple):
 def exchange(x: Tensor, peers: Peers) -> Tensor:
     """``(size, ...)``: part i goes to rank i, and part i of the result comes from rank i (all-to-all)."""
     return cast(Tensor, _Exchange.apply(x, peers))
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], peers: Peers) -> Tensor:
+    """``(m, ...)``: the first ``sent[0]`` rows go to rank 0, the next ``sent[1]`` to rank 1, and so on. The first ``received[0]``
+    rows of the result ``(n, ...)`` come from rank 0.
+    """
+    return cast(Tensor, _ExchangeRows.apply(x, list(sent), list(received), peers))
 
 
 def gather_shared(x: Tensor, peers: Peers) -> Tensor:
@@ -80,6 +88,10 @@ def _all_to_all(x: Tensor, peers: Peers) -> Tensor:
     return _done(_c10d.all_to_all_single(x.contiguous(), equal, equal, peers.name))
 
 
+def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
+    return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, peers.name))
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
@@ -89,6 +101,17 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(gradient, ctx.peers), None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
+        ctx.back = received, sent, peers
+        return _all_to_all_rows(x, sent, received, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all_rows(gradient, *ctx.back), None, None, None
 
 
 class _GatherShared(torch.autograd.Function):

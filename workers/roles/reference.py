@@ -1,28 +1,27 @@
 """The reference of a run: a model of its own, or the actor's with its adapters off."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from dataproto import DataProto
 from workers.model.lora import without_adapters
-from workers.ranks.dispatch_modes import dispatch, join_rows
 from workers.roles.actor import ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.training.mini_batches import split_scoring
 
 
 class BaseReferenceWorker(ReferenceWorker):
     """The reference of an actor that trains adapters: the actor's own model without them, which no update changes."""
 
     def __init__(self, actor: ActorWorker) -> None:
-        self.config, self.model = actor.config, actor.model
+        self.config, self.model, self.actor = actor.config, actor.model, actor
 
-    @dispatch(split=split_scoring, join=join_rows)
-    def log_probs(self, data: DataProto, into: str = "ref_log_prob", entropy: bool = False) -> DataProto:
-        """As `ReferenceWorker.log_probs`. It chooses experts for itself, as a reference with a model of its own does."""
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """The adapters are off. It chooses experts for itself, as a reference with a model of its own does."""
         replays, self.module.replays_routing = self.module.replays_routing, False
         try:
             with without_adapters(self.module.model):
-                return super().log_probs(data, into, entropy)
+                yield
         finally:
             self.module.replays_routing = replays
 
@@ -35,7 +34,7 @@ def reference_worker(config: PolicyConfig, actor: ActorWorker) -> ReferenceWorke
     adapted: Any = actor.config
     if adapted.lora_rank and config == adapted.frozen():
         return BaseReferenceWorker(actor)
-    reference = ReferenceWorker(config, actor.model.device, actor.model.ranks)
+    reference = ReferenceWorker(config, actor.model.device, actor.model.ranks, actor)
     if config.model_path == adapted.model_path and config.dtype == adapted.dtype:
         reference.module.kept = actor.module.kept  # a tower that is not trained has the same features in both
     return reference

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from workers.training.aggregation import aggregate
     from workers.training.checkpoint import latest_checkpoint, writing_checkpoint
     from workers.training.forward_pass import LossFn
-    from workers.training.training_model import TrainingModel, Updated
+    from workers.training.loss_sums import Updated
+    from workers.training.training_model import TrainingModel
 
 __all__ = [
     "AdamParams",

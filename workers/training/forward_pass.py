@@ -3,11 +3,10 @@
 Batches go to the device without waiting for it: the host prepares the next micro-batch while the device computes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, RowMedia, m
 from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, unpack_cells
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
-from workers.model.packed_model import PackedVLM
+from workers.model.kept_features import Wanted
+from workers.model.packed_model import MediaPart, PackedVLM
 
 LossFn = Callable[[Any, DataProto], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, rows)`` to the loss per token ``(B, R)`` and metrics per token ``{name: (B, R)}``.
@@ -25,6 +25,8 @@ LossFn = Callable[[Any, DataProto], tuple[Tensor, dict[str, Tensor]]]
 The worker masks and averages them. A policy's outputs are `workers.model.packed_model.Outputs`, a critic's are
 `workers.roles.critic.Values`.
 """
+
+Made = TypeVar("Made")
 
 TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
@@ -37,6 +39,7 @@ def forward_rows(
     tower: bool = False,
     length: int = 0,
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    prepared: "PreparedRows | None" = None,
 ) -> Any:
     """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
 
@@ -44,21 +47,80 @@ def forward_rows(
         tower: run the vision tower even if the rows have no media, on a dummy image without effect.
         length: fill the packed rows up to this number of tokens.
         phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
+        prepared: the rows, where another model has run on them before.
     """
     with phase("prepare"):
-        packed, inputs, spans = prepare_rows(module, rows, tower)
-        wanted = None
-        if module.kept is not None:
-            wanted = module.kept.wanted(placed_media(module, rows, sharing(module, rows)))
-            inputs = wanted.inputs or dummy_media(module, tower)
-        moved, media, places = to_forward(fill_up(packed, length), inputs, spans, device)
+        prepared = prepared or PreparedRows(module, rows)
+        tokens = prepared.tokens(module, device, length)
+        media, spans, wanted = prepared.media(module, device, tower)
     with phase("forward"):
-        scores, entropies = module(moved, media, places, entropy, wanted)
+        scores, entropies = module(tokens, media, spans, entropy, wanted)
     shape = tuple(rows["response_mask"].shape)
     return module.outputs(
-        unpack_cells(scores, moved.response_cells, shape),
-        None if entropies is None else unpack_cells(entropies, moved.response_cells, shape),
+        unpack_cells(scores, tokens.response_cells, shape),
+        None if entropies is None else unpack_cells(entropies, tokens.response_cells, shape),
     )
+
+
+class PreparedRows:
+    """Rows, packed, with their media; what there is room to keep is made once for several passes.
+
+    The modules of these passes may differ in their weights, in whether they replay experts, and in the features that they keep.
+    """
+
+    def __init__(
+        self, module: PackedVLM, rows: DataProto, take_room: Callable[[int], bool] = lambda size: False
+    ) -> None:
+        """``take_room`` says whether so many bytes of tensors may be kept."""
+        self.rows, self.shared = rows, sharing(module, rows)
+        self.packed = pack(module, rows, self.shared)
+        self._take_room = take_room
+        self._kept: dict[str, Any] = {}
+
+    def tokens(self, module: PackedVLM, device: torch.device, length: int = 0) -> PackedRows:
+        """The packed rows on ``device``, filled up to ``length`` tokens, which is the same in every call."""
+        found = self._made_once("tokens", lambda: self._filled(device, length), lambda made: vars(made).values())
+        return found if module.replays_routing else replace(found, routed_experts=None)
+
+    def media(
+        self, module: PackedVLM, device: torch.device, tower: bool = False, keeps: bool = True
+    ) -> tuple[MediaPart | None, MediaSpans, Wanted | None]:
+        """The media that ``module`` encodes, the places of all features, and which features it keeps.
+
+        Args:
+            tower: see `forward_rows`.
+            keeps: whether to use features that the module has kept, and to keep further ones.
+        """
+        joined, spans = self._made_once(
+            "placed",
+            lambda: place_media(module, self.rows, self.packed, self.shared),
+            lambda made: (*made[0].values(), *vars(made[1]).values()),
+        )
+        wanted, inputs, config = None, joined, module.model.config
+        if module.kept is not None and keeps:
+            wanted = module.kept.wanted(placed_media(module, self.rows, self.shared), joined)
+            inputs = wanted.inputs
+        if inputs and inputs is joined:
+            part = self._made_once(
+                "part", lambda: module.features.share(config, joined, device), lambda made: made.inputs.values()
+            )
+            return part, spans, wanted
+        inputs = inputs or dummy_media(module, tower)
+        return (module.features.share(config, inputs, device) if inputs else None), spans, wanted
+
+    def _filled(self, device: torch.device, length: int) -> PackedRows:
+        packed = fill_up(self.packed, length)
+        # Like spans and grids, predictors stay on the host, which computes from them what each rank sends.
+        moved = {name: value for name, value in vars(packed).items() if name != "predictors"}
+        return replace(packed, **to_device(moved, device))
+
+    def _made_once(self, name: str, make: Callable[[], Made], tensors: Callable[[Made], Iterable[Any]]) -> Made:
+        found: Made | None = self._kept.get(name)
+        if found is None:
+            found = make()
+            if self._take_room(sum(value.nbytes for value in tensors(found) if isinstance(value, Tensor))):
+                self._kept[name] = found
+        return found
 
 
 def prepare_rows(
@@ -122,18 +184,6 @@ def needs_tower(module: PackedVLM, parts: Sequence[DataProto]) -> list[bool]:
     if module.kept is None:
         return [has_media(part) for part in parts]
     return module.kept.plan([media_of(part) for part in parts])
-
-
-def to_forward(
-    packed: PackedRows, media: dict[str, Tensor], spans: MediaSpans, device: torch.device
-) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
-    """The arguments of a forward pass, with tokens and pixels on ``device``."""
-    moved = replace(packed, **to_device(vars(packed), device))
-    # Grids and spans stay on the host, which computes bounds of images and windows, and ranks' parts, from them.
-    pixels = {name: value for name, value in media.items() if value.is_floating_point()}
-    # FSDP moves all tensors in a plain dict.
-    inputs = MappingProxyType(media | to_device(pixels, device))
-    return moved, inputs, spans
 
 
 def sharing(module: PackedVLM, rows: DataProto) -> Tensor:

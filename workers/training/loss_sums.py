@@ -2,17 +2,41 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dataproto.serialization.wire import reduce_value
 from dataproto.transfer import move
 from workers.ranks.mesh import Ranks
 from workers.training.forward_pass import index_on
 
 LARGEST = "_max"
 """The end of the names of metrics whose largest value counts, over tokens, ranks and steps; they are not negative."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The result of an update.
+
+    ``metrics`` are those of all ranks together, averaged over the optimizer steps. ``scores (B, R)`` float32 are a policy's
+    log-probs, or a critic's values, of each row before the first step on its mini-batch, 0 where ``response_mask`` is 0.
+    """
+
+    metrics: dict[str, float]
+    scores: Tensor
+    rows: np.ndarray | None = None  # the rows of the caller's batch that they belong to, where ranks have parts of it
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """As a column of a batch, ``scores`` are sent without their padding."""
+        return reduce_value((self.metrics, self.scores, self.rows), [self.scores], protocol, _updated)
+
+
+def _updated(values: tuple[Any, ...]) -> Updated:
+    return Updated(*values)
 
 
 class LossSums:

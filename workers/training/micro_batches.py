@@ -4,8 +4,8 @@ Ranks that share a model run in step: FSDP gathers weights layer by layer, so al
 and in each of them the vision tower if one rank has media there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.columns import media_parts
-from dataproto.packing import PackedRows, fill_up, unpack_cells
+from dataproto.packing import PackedRows, unpack_cells
 from dataproto.planning import balance, first_fit_decreasing, split_by_tokens
 from dataproto.vlm import MediaSpans
-from workers.model.packed_model import PackedVLM
+from workers.model.packed_model import MediaPart, PackedVLM
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import media_of, needs_tower, pack, place_media, sharing, to_forward
+from workers.training.forward_pass import PreparedRows, media_of, needs_tower, sharing
 
 NOTHING = slice(0, 0)
 
@@ -58,9 +58,15 @@ def micro_batches(
     parts = [as_index(rows) for rows in plan]
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
-    tower = ranks.any_of(needs_tower(module, rows), "dp")
     lengths = common_lengths(rows, module, ranks)
-    return [MicroBatch(*each) for each in zip(indices, rows, tower, lengths, strict=True)]
+    found = [MicroBatch(*each) for each in zip(indices, rows, [False] * len(rows), lengths, strict=True)]
+    return with_towers(found, module, ranks)
+
+
+def with_towers(parts: Sequence[MicroBatch], module: PackedVLM, ranks: Ranks) -> list[MicroBatch]:
+    """The micro-batches of a call; the tower of ``module`` runs in those for which some rank has media."""
+    towers = ranks.any_of(needs_tower(module, [part.rows for part in parts]), "dp")
+    return [replace(part, tower=tower) for part, tower in zip(parts, towers, strict=True)]
 
 
 def common_lengths(parts: Sequence[DataProto], module: PackedVLM, ranks: Ranks) -> list[int]:
@@ -182,27 +188,64 @@ Conclude = Callable[[MicroBatch, Any], Tensor]
 """From a micro-batch and its outputs to the number () that the backward pass starts from."""
 
 
+class SharedParts:
+    """The micro-batches of rows that several models score, one after the other: cut and prepared once.
+
+    Tokens and media are kept up to a limit, since pixels may be large; what has no room is prepared for each model.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 30) -> None:
+        """At most ``max_bytes`` of tensors on host and device are kept."""
+        self.parts: list[MicroBatch] = []  # empty before the first model
+        self._prepared: dict[int, PreparedRows] = {}
+        self._room = max_bytes
+
+    def take(self, parts: Sequence[MicroBatch]) -> None:
+        """Takes the micro-batches of a model, which differ from those of one before it only in where the tower runs."""
+        self.parts = list(parts)
+
+    def prepared(self, number: int, module: PackedVLM) -> PreparedRows:
+        """Micro-batch ``number``, prepared for ``module`` or for a model before it."""
+        if number not in self._prepared:
+            self._prepared[number] = PreparedRows(module, self.parts[number].rows, self._take_room)
+        return self._prepared[number]
+
+    def _take_room(self, size: int) -> bool:
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
+
+
 class MicroBatchFeed:
     """The `Feed` of a pipeline: micro-batches, packed."""
 
     def __init__(
-        self, module: PackedVLM, parts: Sequence[MicroBatch], device: torch.device, conclude: Conclude
+        self,
+        module: PackedVLM,
+        parts: Sequence[MicroBatch],
+        device: torch.device,
+        conclude: Conclude,
+        shared: SharedParts | None = None,
     ) -> None:
         self.module, self.parts, self.device, self._conclude = module, parts, device, conclude
-        self.packed = [pack(module, part.rows, sharing(module, part.rows)) for part in parts]
+        self.prepared = [
+            PreparedRows(module, part.rows) if shared is None else shared.prepared(number, module)
+            for number, part in enumerate(parts)
+        ]
         self.count = len(parts)
-        self.length = max((rows.input_ids.shape[-1] for rows in self.packed), default=0)
+        self.length = max((each.packed.input_ids.shape[-1] for each in self.prepared), default=0)
         self.length = max(self.length, *(part.length for part in parts), 0)
         self.has_media = any(part.tower for part in parts)
 
-    def inputs(self, number: int, media: bool) -> tuple[PackedRows, Mapping[str, Tensor], MediaSpans]:
+    def inputs(self, number: int, media: bool) -> tuple[PackedRows, MediaPart | None, MediaSpans]:
         """The arguments of a forward pass over micro-batch ``number``, filled up to `length`; pixels only with ``media``."""
-        part, packed = self.parts[number], self.packed[number]
-        nothing = torch.zeros(0, dtype=torch.int64)
-        found: tuple[dict[str, Tensor], MediaSpans] = {}, MediaSpans(nothing, nothing)
-        if media:
-            found = place_media(self.module, part.rows, packed, sharing(self.module, part.rows), part.tower)
-        return to_forward(fill_up(packed, self.length), *found, self.device)
+        prepared, nothing = self.prepared[number], torch.zeros(0, dtype=torch.int64)
+        tokens = prepared.tokens(self.module, self.device, self.length)
+        if not media:
+            return tokens, None, MediaSpans(nothing, nothing)
+        part, spans, _ = prepared.media(self.module, self.device, self.parts[number].tower, keeps=False)
+        return tokens, part, spans
 
     def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
         """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""

@@ -23,28 +23,22 @@ from workers.ranks.mesh import Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.aggregation import denominator, token_weights
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
-from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_to_device
+from workers.training.forward_pass import LossFn, PreparedRows, forward_rows, index_on, rows_to_device
 from workers.training.loading import Wrap, load_packed
-from workers.training.loss_sums import LossSums, averages, zero_loss
-from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
+from workers.training.loss_sums import LossSums, Updated, averages, zero_loss
+from workers.training.micro_batches import (
+    Conclude,
+    MicroBatch,
+    MicroBatchFeed,
+    SharedParts,
+    micro_batches,
+    with_towers,
+)
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
 from workers.training.row_checks import check_finite, check_rows, check_update
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Updated:
-    """The result of an update.
-
-    ``metrics`` are those of all ranks together, averaged over the optimizer steps. ``scores (B, R)`` float32 are a policy's
-    log-probs, or a critic's values, of each row before the first step on its mini-batch, 0 where ``response_mask`` is 0.
-    """
-
-    metrics: dict[str, float]
-    scores: Tensor
-    rows: np.ndarray | None = None  # the rows of the caller's batch that they belong to, where ranks have parts of it
 
 
 @dataclass(frozen=True)
@@ -114,16 +108,21 @@ class TrainingModel:
 
     # Passes
 
-    def score(self, data: DataProto, into: str, entropy: bool = False) -> DataProto:
+    def score(self, data: DataProto, into: str, entropy: bool = False, shared: SharedParts | None = None) -> DataProto:
         """Scores of response tokens as column ``into`` ``(B, R)`` float32, and ``entropys`` likewise if asked for.
+
+        Args:
+            shared: what another model of the same family, config, budget and ranks has prepared of these rows, or will use.
 
         Raises:
             MissingColumn, InvalidColumn, MediaMismatch: see `check_rows`.
             NonFiniteLogits: a score is NaN or infinite; names the row and the token.
             RankFailure: another rank raised one of these.
         """
-        with self.ranks.fail_together():
-            check_rows(data, self.module)
+        parts = [] if shared is None else shared.parts
+        if not parts:
+            with self.ranks.fail_together():
+                check_rows(data, self.module)
         names = (into, "entropys")[: 1 + entropy]
         found = torch.zeros(len(names), *data["response_mask"].shape, device=self.device)
         self.module.eval()
@@ -137,12 +136,15 @@ class TrainingModel:
             return outputs.scores.new_zeros(())
 
         with torch.no_grad(), self.precision.compute(), self._resharded(), self._keep_gathered(backward=False):
-            parts = self.micro_batches(data, backward=False)
+            parts = with_towers(parts, self.module, self.ranks) if parts else self.micro_batches(data, backward=False)
+            if shared is not None:
+                shared.take(parts)
             if self.pipeline is not None:
-                self._run_pipeline(self.pipeline, parts, keep, entropy)
-            else:
-                for part in parts:
-                    keep(part, self._outputs(part, entropy))
+                self._run_pipeline(self.pipeline, parts, keep, entropy, shared=shared)
+                parts = []
+            for number, part in enumerate(parts):
+                prepared = None if shared is None else shared.prepared(number, self.module)
+                keep(part, self._outputs(part, entropy, prepared))
         on_host = found.cpu()  # once a call: the host prepares micro-batches while the device computes
         columns = self.ranks.broadcast_from_last(dict(zip(names, on_host, strict=True)), "pp")
         with self.ranks.fail_together():
@@ -205,21 +207,22 @@ class TrainingModel:
     def micro_batches(self, data: DataProto, backward: bool = True) -> list[MicroBatch]:
         """Parts of which each rank has at most `ModelConfig.budget` tokens: ranks along sp share the tokens of one part.
 
-        Where only the tower is trained, each part runs it: without media nothing would have a gradient. Where gradients are
-        reduced, or summed over replicas, once, the last part runs it if another does: FSDP does so for what the last one used.
+        Where only the tower is trained, each part runs it: without media nothing would have a gradient. Where the last part
+        reduces the gradients of all, or sums them over replicas, it runs the tower if another does: FSDP does so for what it has used.
         """
         config = self.config
         parts = micro_batches(data, self.module, config.budget(backward) * self.ranks.size("sp"), self.ranks)
         if config.freeze_language:
             return [replace(part, tower=True) for part in parts]
-        once = config.leaves_unsharded("gradients") or self.ranks.layout.replicas > 1
-        if backward and once and any(part.tower for part in parts):
+        reduced_by_last = self.pipeline is None and config.leaves_unsharded("gradients")
+        reduced_by_last |= self.ranks.layout.replicas > 1
+        if backward and reduced_by_last and any(part.tower for part in parts):
             parts[-1] = replace(parts[-1], tower=True)
         return parts
 
-    def _outputs(self, part: MicroBatch, entropy: bool) -> Any:
+    def _outputs(self, part: MicroBatch, entropy: bool, prepared: PreparedRows | None = None) -> Any:
         return forward_rows(
-            self.module, part.rows, self.device, entropy, part.tower, part.length, self.accounting.phase
+            self.module, part.rows, self.device, entropy, part.tower, part.length, self.accounting.phase, prepared
         )
 
     def _run_pipeline(
@@ -229,10 +232,16 @@ class TrainingModel:
         conclude: Conclude,
         entropy: bool,
         backward: bool = False,
+        shared: SharedParts | None = None,
     ) -> None:
         options = PassOptions(self.config.pipeline_schedule, self.precision.stream_dtype, entropy, backward)
+        for transform in self.transforms if backward else ():  # the last pass of a stage is the schedule's to choose
+            transform.before_backward(self.module, last=False)
         with self.accounting.phase("pipeline"):
-            pipeline.run(MicroBatchFeed(self.module, parts, self.device, conclude), self.device, options)
+            feed = MicroBatchFeed(self.module, parts, self.device, conclude, shared)
+            pipeline.run(feed, self.device, options)
+        for transform in self.transforms if backward and parts else ():
+            transform.reduce_gradients(self.module)
 
     @contextmanager
     def _keep_gathered(self, backward: bool) -> Iterator[None]:
