@@ -208,7 +208,8 @@ class TrainingModel:
         """Parts of which each rank has at most `ModelConfig.budget` tokens: ranks along sp share the tokens of one part.
 
         Where only the tower is trained, each part runs it: without media nothing would have a gradient. Where the last part
-        reduces the gradients of all, or sums them over replicas, it runs the tower if another does: FSDP does so for what it has used.
+        reduces the gradients of all, or sums them over replicas, it runs the tower if another does: FSDP does so for what it
+        has used.
         """
         config = self.config
         parts = micro_batches(data, self.module, config.budget(backward) * self.ranks.size("sp"), self.ranks)
