@@ -35,11 +35,19 @@ def prompts(builder, colours, random):
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_the_right_word_comes_first(tmp_path):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "adamw",
+        pytest.param("muon", marks=pytest.mark.long),
+        pytest.param("adamw8bit", marks=(pytest.mark.long, pytest.mark.torchao)),
+    ],
+)
+def test_the_right_word_comes_first(tmp_path, kind):
     words = sorted(COLOURS)
     builder = PromptBuilder.from_pretrained(make_tiny_model(tmp_path / "model", seed=1), max_prompt_length=128)
     random, steps = Random(0), 60
-    schedule = OptimizerConfig(lr=2e-3, schedule="linear", warmup_steps=5, total_steps=steps)
+    schedule = OptimizerConfig(lr=2e-3, kind=kind, schedule="linear", warmup_steps=5, total_steps=steps)
     actor = ActorWorker(ActorConfig(str(tmp_path / "model"), optimizer=schedule), CPU)
     for _ in range(steps):
         chosen = [random.choice(words) for _ in range(24)]

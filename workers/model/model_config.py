@@ -94,12 +94,24 @@ class ModelConfig:
         return self.unsharded != "auto" and UNSHARDED.index(what) <= UNSHARDED.index(self.unsharded)
 
 
+OptimizerKind = Literal["adamw", "adamw8bit", "muon"]
+"""How an optimizer step changes the weights.
+
+- ``adamw``: AdamW (Loshchilov & Hutter 2019) with moments in float32, 8 bytes a parameter.
+- ``adamw8bit``: the same with moments of 8 bits (arXiv:2110.02861), 2 bytes a parameter.
+- ``muon``: Muon for the matrices of the layers, 4 bytes a parameter, and AdamW for embeddings, head, norms, biases and fused
+  experts.
+"""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
+    """The optimizer and its schedule, counted in optimizer steps."""
 
     lr: float = 1e-6  # after the warm-up
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of the means of gradients and of their squares
+    # how a step is made: AdamW, AdamW with moments of 8 bits (the extra "torchao"), or Muon for the matrices of the layers
+    kind: OptimizerKind = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay of the means of gradients and of their squares
     weight_decay: float = 0.01  # decoupled from the gradient; the weights shrink by lr times this in a step
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # how the rate falls after the warm-up
     warmup_steps: int = 0  # in which the rate rises linearly

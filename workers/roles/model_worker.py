@@ -132,7 +132,7 @@ class TrainedWorker(ModelWorker):
         try:
             scores = update.add(data, loss_fn)
         except BaseException:
-            self.model.optimizer.adamw.zero_grad(set_to_none=True)
+            self.model.optimizer.clear_gradients()
             raise
         self._open_update = update
         return Updated({}, scores, np.asarray(data[ROW]) if ROW in data else None)

@@ -19,6 +19,7 @@ from workers.model.named_weights import all_named_weights, float32_weights
 from workers.model.precision import Precision
 from workers.parallel.pipeline import PipelineParallel
 from workers.parallel.pipeline_stages import PassOptions
+from workers.parallel.transform import repeated_layers
 from workers.ranks.mesh import Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.aggregation import denominator, token_weights
@@ -103,7 +104,10 @@ class TrainingModel:
         groups = (transform.norm_group() for transform in self.transforms)
         group = next((group for group in groups if group is not None), None)
         repeated = [weight for each in self.transforms for weight in each.repeated_parameters(self.module)]
-        return Optimizer(self.module.parameters(), config, group, repeated)
+        matrices = [
+            weight for layer in repeated_layers(self.module) for weight in layer.parameters() if weight.ndim == 2
+        ]
+        return Optimizer(self.module.parameters(), config, group, repeated, matrices)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -258,7 +262,7 @@ class TrainingModel:
             yield
         except BaseException:
             if backward:
-                self.optimizer.adamw.zero_grad(set_to_none=True)
+                self.optimizer.clear_gradients()
                 for transform in self.transforms:
                     transform.drop_gradients(self.module)
             self._reshard()

@@ -1,0 +1,12 @@
+"""Numbers of fewer bits, by torchao: base weights of adapters in 4 bits, and products of linear layers in float8."""
+
+from typing import TYPE_CHECKING
+
+from dataproto.extras import lazy_names
+
+if TYPE_CHECKING:
+    from workers.model.quantized.torchao_package import needs_torchao
+
+__all__ = ["needs_torchao"]
+
+__getattr__ = lazy_names(__name__, __file__)
