@@ -66,6 +66,7 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
         reference=algorithm.needs_reference,
         teacher=getattr(options, "teacher", None) is not None,
         critic_epochs=algorithm.critic_epochs if options.critic else 0,
+        critic_optimizer=options.critic.kind if options.critic else "adamw",
         longest=data.max_prompt_length + options.longest_response,
         eval_rows=data.eval_rows,
         **_shared(options),
@@ -89,6 +90,7 @@ def _shared(options: Any) -> dict[str, Any]:
     ray: RayConfig = options.ray
     return {
         "compute": options.compute,
+        "optimizer": options.optimizer.kind,
         "layout": options.layout,
         "engine": options.engine,
         "engine_options": dict(options.engine_options),

@@ -27,7 +27,7 @@ from recipes.forecast.step_time import (
     update_flops,
     update_seconds,
 )
-from workers.model.model_config import UNSHARDED, ModelConfig, Unsharded
+from workers.model.model_config import UNSHARDED, ModelConfig, OptimizerKind, Unsharded
 from workers.ranks.layout import Layout
 
 FULL = 0.92  # share of the memory that `with_unsharded` uses at most
@@ -60,6 +60,8 @@ class Setting:
     eval_rows: int = 0
     save_every: int = 0
     keep_checkpoints: int = 2
+    optimizer: OptimizerKind = "adamw"
+    critic_optimizer: OptimizerKind = "adamw"
 
     @property
     def prompts(self) -> int:
@@ -107,7 +109,7 @@ class Setting:
 
 
 def _frozen(compute: ModelConfig) -> ModelConfig:
-    return replace(compute, lora_rank=0, lora_vision=False, activation_checkpointing="none")
+    return replace(compute, lora_rank=0, lora_vision=False, load_in_4bit=False, activation_checkpointing="none")
 
 
 @dataclass(frozen=True)
@@ -265,13 +267,13 @@ def _reserved(roles: Sequence[RoleMemory], device: Device) -> int:
 def _resting(setting: Setting) -> dict[str, RoleMemory]:
     """What each role holds while another one works."""
     place = setting.compute, setting.layout, setting.device
-    roles = {"actor": held("actor", setting.size, *place, trains=True)}
+    roles = {"actor": held("actor", setting.size, *place, trains=True, optimizer=setting.optimizer)}
     if setting.reference and setting.base_is_reference:
         roles["reference"] = RoleMemory("reference")
     elif setting.reference:
         roles["reference"] = held("reference", setting.reference_size, *place, trains=False)
     if setting.critic_epochs:
-        roles["critic"] = held("critic", setting.critic_size, *place, trains=True)
+        roles["critic"] = held("critic", setting.critic_size, *place, True, setting.critic_optimizer)
     if setting.engine is not None and not setting.engine_apart:
         weights = setting.size.total * setting.device.bytes_of_number
         asleep = RoleMemory("engine", other=ASLEEP) if setting.engine == "vllm" else RoleMemory("engine", weights)
@@ -366,5 +368,6 @@ def _way_out(setting: Setting, phase: Phase) -> str:
         if compute.token_budget > longest:
             return f"lower --token-budget (now {compute.token_budget}; the longest row has {longest} tokens)"
     return (
-        f"spread the model over more devices: --on ray --layout.dp {2 * layout.dp}, or train adapters: --lora-rank 32"
+        f"spread the model over more devices: --on ray --layout.dp {2 * layout.dp}, or train adapters: --lora-rank 32 (with "
+        "--load-in-4bit over a base in 4 bits)"
     )

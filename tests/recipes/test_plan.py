@@ -32,7 +32,7 @@ from recipes.forecast import (
 )
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.calibration import text_rows, timed_rows
-from recipes.forecast.devices import Device, Overheads
+from recipes.forecast.devices import GIB, Device, Overheads
 from recipes.forecast.role_memory import held, kv_bytes, mlp_width, scoring, tower_bytes, updating, whole_gradients
 from recipes.forecast.step_forecast import FULL, with_unsharded, working_memory
 from recipes.forecast.step_time import update_flops
@@ -248,6 +248,28 @@ def seven_b(**options) -> Setting:
     batch = BatchSizes(config, prompts, response_lengths(16 * 5, 400, 2048), 5)
     values = {"engine": "vllm", "reference": True, "longest": 4096, "compute": ModelConfig(compile=True)} | options
     return Setting(config, batch, H200, **values)
+
+
+def test_a_7b_model_with_adapters_over_4_bits_trains_within_24_gib():
+    """Beside the same adapters over bfloat16, and with moments of all kinds."""
+    adapters = ModelConfig(compile=True, lora_rank=16, token_budget=4096, activation_checkpointing="full")
+    peaks = {}
+    for four in (False, True):
+        setting = seven_b(engine=None, compute=replace(adapters, load_in_4bit=four))
+        found = forecast(setting)
+        peaks[four] = found.memory / GIB
+    rounded = setting.size.four_bit
+    assert rounded == 28 * (3584 * 3584 * 2 + 2 * 512 * 3584 + 3 * 3584 * 18_944)  # seven matrices of each layer
+    role = held("actor", setting.size, setting.compute, Layout(), H200, trains=True)
+    others = setting.size.total - setting.size.trained - rounded
+    assert role.weights == round(4 * setting.size.trained + 2 * others + rounded * (1 / 2 + 1 / 64 + 1 / 4096))
+    assert role.copies == 2 * setting.size.trained
+    assert peaks[True] < 20 < 24 < peaks[False]
+    moments = [
+        held("actor", setting.size, setting.compute, Layout(), H200, True, kind).moments / setting.size.trained
+        for kind in ("adamw", "adamw8bit", "muon")
+    ]
+    assert moments == pytest.approx([8, 2.03, 4], abs=0.01)
 
 
 def test_a_run_that_does_not_fit_says_what_to_change():

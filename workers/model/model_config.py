@@ -48,6 +48,9 @@ class ModelConfig:
     lora_rank: int = 0  # above 0: train adapters of this rank, not weights, in the decoder's linear layers and experts
     lora_alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
     lora_vision: bool = False  # adapt the vision tower too; without it, adapters leave the tower frozen
+    load_in_4bit: bool = (
+        False  # with lora_rank: the decoder's weights under adapters have 4 bits (NF4; the extra "torchao")
+    )
     pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = (
         "1f1b"  # order of forward and backward passes, with layout.pp > 1
     )
@@ -67,6 +70,8 @@ class ModelConfig:
                 f"lora_vision=True adapts the vision tower: it needs lora_rank above 0 (now {self.lora_rank}) and "
                 "freeze_vision=False"
             )
+        if self.load_in_4bit and not self.lora_rank:
+            raise InvalidConfig("load_in_4bit=True is for weights under adapters: it needs lora_rank above 0")
         if self.freeze_language and (self.freeze_vision or self.lora_rank):
             raise InvalidConfig(
                 f"freeze_language=True trains the vision tower alone: it needs freeze_vision=False (now {self.freeze_vision}) "

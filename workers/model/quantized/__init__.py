@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from dataproto.extras import lazy_names
 
 if TYPE_CHECKING:
+    from workers.model.quantized.nf4 import dense, four_bit
     from workers.model.quantized.torchao_package import needs_torchao
 
-__all__ = ["needs_torchao"]
+__all__ = ["dense", "four_bit", "needs_torchao"]
 
 __getattr__ = lazy_names(__name__, __file__)
