@@ -39,6 +39,9 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
     compile: bool = False  # torch.compile for the repeated layers
+    float8: bool = (
+        False  # with compile, on Hopper or newer: the decoder's large products in float8 (the extra "torchao")
+    )
     flash_attention: Literal["torch", "fa4"] = "torch"  # on CUDA: torch's kernel, or FlashAttention 4 (the extra "fa4")
     # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that fits, by the forecast
     unsharded: Unsharded = "auto"

@@ -16,7 +16,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import cast_parameter, place_parameter
 from workers.model.precision import compute_dtype
-from workers.model.quantized import four_bit
+from workers.model.quantized import check_float8, four_bit, use_float8
 from workers.model.recurrent import recurrent_mixers
 from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
@@ -46,6 +46,8 @@ def load_packed(
         RankFailure: another rank cannot read it.
     """
     family = checkpoint_family(config.model_path)
+    if config.float8:
+        check_float8(config, device, ranks.size("tp"))
     with ranks.fail_together():
         model, files, sources = hollow_model(config.model_path, family)
     with stand_ins(model):
@@ -53,6 +55,8 @@ def load_packed(
         module = wrap(model, family)
     if (dtype := compute_dtype(config.dtype, device.type)) == torch.bfloat16:
         store_in_half(model, family, ranks)
+    if config.float8:
+        use_float8(model, family)
     use_packed_attention(model, config.flash_attention)  # instead of the default kernel
     transforms = parallelize(module, ranks, config)
     layers = base_layers(model, family) if config.load_in_4bit else {}
@@ -97,7 +101,7 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, train
     """
     if config.load_in_4bit and list(family.expert_layers(model)):
         raise InvalidConfig(
-            "load_in_4bit=True rounds the weights of linear layers, and most of this model's belong to fused experts: leave it out"
+            "load_in_4bit=True rounds the weights of linear layers, and most of this model's are of fused experts: leave it out"
         )
     if (config.freeze_vision or config.freeze_language or config.lora_vision) and not family.vision_parts:
         raise InvalidConfig(
