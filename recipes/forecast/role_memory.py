@@ -5,7 +5,7 @@ bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the
 Activations are the tensors that the backward pass reads, which is what autograd keeps.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dataproto.vlm import family_of
@@ -80,6 +80,18 @@ kv_cache=0, other=0, host=0)
     if compute.offload and sharded(layout) > 1:
         return RoleMemory(role, host=weights + 4 * trained + moments)
     return RoleMemory(role, weights=weights, copies=copies, moments=moments)
+
+
+def idle(memory: RoleMemory, moments_alone: bool = False) -> RoleMemory:
+    """What a role holds while no call uses it with ``offload_idle``, or in a pass that needs no moments: the rest is on the host.
+
+    >>> idle(RoleMemory("actor", weights=40, copies=20, moments=80))  # copies are made from weights
+    RoleMemory(role='actor', weights=0, copies=0, gradients=0, moments=0, activations=0, tower=0, logits=0, kv_cache=0, other=0, \
+host=120)
+    """
+    if moments_alone:
+        return replace(memory, moments=0, host=memory.host + memory.moments)
+    return RoleMemory(memory.role, host=memory.host + memory.weights + memory.moments)
 
 
 def moment_bytes(trained: int, size: ModelSize, optimizer: OptimizerKind) -> int:

@@ -13,6 +13,7 @@ from recipes.forecast.role_memory import (
     ENGINE_RESERVE,
     RoleMemory,
     held,
+    idle,
     kv_bytes,
     scoring,
     sharded,
@@ -266,6 +267,23 @@ def _reserved(roles: Sequence[RoleMemory], device: Device) -> int:
 
 def _resting(setting: Setting) -> dict[str, RoleMemory]:
     """What each role holds while another one works."""
+    roles = _present(setting)
+    if setting.compute.offload_idle:
+        roles = {name: idle(each) for name, each in roles.items()}
+    return roles | _asleep(setting)
+
+
+def _asleep(setting: Setting) -> dict[str, RoleMemory]:
+    """What the engine holds while another role works."""
+    if setting.engine is None or setting.engine_apart:
+        return {}
+    weights = setting.size.total * setting.device.bytes_of_number
+    asleep = RoleMemory("engine", other=ASLEEP) if setting.engine == "vllm" else RoleMemory("engine", weights)
+    return {"engine": asleep}
+
+
+def _present(setting: Setting) -> dict[str, RoleMemory]:
+    """What each role with a model holds while it works, beside what the work takes."""
     place = setting.compute, setting.layout, setting.device
     roles = {"actor": held("actor", setting.size, *place, trains=True, optimizer=setting.optimizer)}
     if setting.reference and setting.base_is_reference:
@@ -274,10 +292,6 @@ def _resting(setting: Setting) -> dict[str, RoleMemory]:
         roles["reference"] = held("reference", setting.reference_size, *place, trains=False)
     if setting.critic_epochs:
         roles["critic"] = held("critic", setting.critic_size, *place, True, setting.critic_optimizer)
-    if setting.engine is not None and not setting.engine_apart:
-        weights = setting.size.total * setting.device.bytes_of_number
-        asleep = RoleMemory("engine", other=ASLEEP) if setting.engine == "vllm" else RoleMemory("engine", weights)
-        roles["engine"] = asleep
     return roles
 
 
@@ -319,14 +333,19 @@ def _update(setting: Setting, resting: Mapping[str, RoleMemory], role: str, epoc
 def _busy(setting: Setting, resting: Mapping[str, RoleMemory], role: str, learns: bool) -> tuple[RoleMemory, ...]:
     """All roles while ``role`` works."""
     sizes = {"actor": setting.size, "critic": setting.critic_size if setting.critic_epochs else setting.size}
-    place = setting.compute, setting.layout, setting.device
+    place, present = (setting.compute, setting.layout, setting.device), _present(setting)
     if learns:
         parts = setting.micro_batches
-        memory = updating(resting[role], sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
+        memory = updating(present[role], sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
     else:
         size = sizes.get(role) or setting.reference_size
-        memory = scoring(resting[role], size, setting.config, *place, setting.scoring_micro_batches)
-    return tuple(memory if name == role else each for name, each in resting.items())
+        memory = scoring(present[role], size, setting.config, *place, setting.scoring_micro_batches)
+        if setting.compute.offload_idle:
+            memory = idle(memory, moments_alone=True)
+    roles = dict(resting)
+    if role == "reference" and setting.base_is_reference and setting.compute.offload_idle:
+        roles["actor"] = idle(present["actor"], moments_alone=True)  # whose weights the reference uses
+    return tuple(memory if name == role else each for name, each in roles.items())
 
 
 def _problems(found: StepForecast) -> list[str]:

@@ -272,6 +272,21 @@ def test_a_7b_model_with_adapters_over_4_bits_trains_within_24_gib():
     assert moments == pytest.approx([8, 2.03, 4], abs=0.01)
 
 
+def test_what_is_idle_in_host_memory_leaves_the_device_to_the_phase():
+    """A 3B model, its reference and vLLM on one H200: generation has no other role beside it, and scores no moments."""
+    config = model_config("3b")
+    batch = BatchSizes(config, PromptSizes((361,) * 8, ((),) * 8), (400,) * 8)
+    setting = Setting(config, batch, H200, ModelConfig(), engine="vllm", reference=True, old_log_probs=1.0)
+    stays, idle = forecast(setting), forecast(replace(setting, compute=ModelConfig(offload_idle=True)))
+    before, after = ({phase.name: phase for phase in found.phases} for found in (stays, idle))
+    trained, reference = setting.size.total, 2 * setting.reference_size.total
+    assert before["gen"].memory - after["gen"].memory == (4 + 2 + 8) * trained + reference
+    assert before["ref"].memory - after["ref"].memory == (4 + 2 + 8) * trained
+    assert before["old_log_prob"].memory - after["old_log_prob"].memory == 8 * trained + reference
+    assert before["update_actor"].memory - after["update_actor"].memory == reference
+    assert idle.host - stays.host == 12 * trained + reference
+
+
 def test_a_run_that_does_not_fit_says_what_to_change():
     found = forecast(seven_b())
     assert not found.fits

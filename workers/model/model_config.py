@@ -46,6 +46,8 @@ class ModelConfig:
     # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that fits, by the forecast
     unsharded: Unsharded = "auto"
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
+    # keep weights and optimizer in host memory between the calls that use them, while another role or the engine works
+    offload_idle: bool = False
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
     freeze_language: bool = False  # only the vision tower and its connector are trained
     lora_rank: int = 0  # above 0: train adapters of this rank, not weights, in the decoder's linear layers and experts
@@ -73,6 +75,8 @@ class ModelConfig:
                 f"lora_vision=True adapts the vision tower: it needs lora_rank above 0 (now {self.lora_rank}) and "
                 "freeze_vision=False"
             )
+        if self.offload and self.offload_idle:
+            raise InvalidConfig("offload=True keeps everything in host memory: leave offload_idle out")
         if self.load_in_4bit and not self.lora_rank:
             raise InvalidConfig("load_in_4bit=True is for weights under adapters: it needs lora_rank above 0")
         if self.freeze_language and (self.freeze_vision or self.lora_rank):

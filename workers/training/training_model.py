@@ -27,6 +27,7 @@ from workers.training.checkpoint import Saving, load_model_weights, load_trainin
 from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_to_device
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, averages, zero_loss
+from workers.training.memory import Residence
 from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
@@ -99,6 +100,14 @@ class TrainingModel:
         self.saving = Saving()
         self.skipped: list[SkippedStep] = []
         self._optimizer = None if optimizer is None else self._new_optimizer(optimizer)
+        half = self.precision.half_weights
+        drop = (lambda: None) if half is None else half.copies.clear
+        self.residence = Residence(self.module, self._moments, self.device, config.offload_idle, drop)
+
+    def _moments(self) -> Iterator[Tensor]:
+        """The optimizer's state, except numbers of steps."""
+        for state in () if self._optimizer is None else self._optimizer.moments.values():
+            yield from (value for value in state.values() if value.ndim)
 
     def _new_optimizer(self, config: OptimizerConfig) -> Optimizer:
         groups = (transform.norm_group() for transform in self.transforms)
@@ -140,7 +149,13 @@ class TrainingModel:
                     found[1, rows] = outputs.entropy
             return outputs.scores.new_zeros(())
 
-        with torch.no_grad(), self.precision.compute(), self._resharded(), self._keep_gathered(backward=False):
+        with (
+            torch.no_grad(),
+            self.residence.using(),
+            self.precision.compute(),
+            self._resharded(),
+            self._keep_gathered(backward=False),
+        ):
             parts = self.micro_batches(data, backward=False)
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, keep, entropy)
@@ -178,6 +193,7 @@ class TrainingModel:
 
         with (
             torch.set_grad_enabled(backward),
+            self.residence.using(),
             self.precision.compute(),
             self._clear_gradients_on_error(backward),
             self._keep_gathered(backward),
@@ -296,16 +312,18 @@ class TrainingModel:
         with self.ranks.fail_together():
             parts = pad_minibatches(parts, data["response_mask"], self.ranks)
         update = Update(self, data, parts, epochs, aggregation)
-        with self.accounting.recording():
+        with self.accounting.recording(), self.residence.using(moments=True, changes=True):
             yield update
             update.finish()
 
     def step(self, params: AdamParams | None = None) -> dict[str, float]:
         """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
-        for transform in self.transforms:
-            transform.sum_gradients(self.module)
-        with self.accounting.phase("optimizer"):
-            return self.optimizer.step(params)
+        with self.residence.using(moments=True, changes=True):
+            for transform in self.transforms:
+                transform.sum_gradients(self.module)
+            self.residence.wait_for_moments()
+            with self.accounting.phase("optimizer"):
+                return self.optimizer.step(params)
 
     # Weights and checkpoints
 
@@ -314,7 +332,8 @@ class TrainingModel:
 
         ``dtype`` is that of the tensors, by default their own; `VLMFamily.float32_weights` keep theirs.
         """
-        return all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32)
+        with self.residence.using():
+            yield from all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32)
 
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.
@@ -324,10 +343,12 @@ class TrainingModel:
         Raises:
             CheckpointError: a rank could not write.
         """
-        if export:
-            self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind, self.precision.dtype)
-        else:
-            self.saving.save_training(directory, self.module, self.optimizer, behind)
+        with self.residence.using(moments=True):
+            self.residence.wait_for_moments()
+            if export:
+                self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind, self.precision.dtype)
+            else:
+                self.saving.save_training(directory, self.module, self.optimizer, behind)
 
     def finish_save(self) -> None:
         """Waits until everything that is saved in the background is on disk; raises the error of a save that failed."""
@@ -340,10 +361,12 @@ class TrainingModel:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
             RankFailure: another rank cannot read it.
         """
-        if self._optimizer is None:
-            load_model_weights(directory, self.module, self.ranks)
-        else:
-            load_training_state(directory, self.module, self._optimizer, self.ranks)
+        with self.residence.using(moments=True, changes=True):
+            self.residence.wait_for_moments()
+            if self._optimizer is None:
+                load_model_weights(directory, self.module, self.ranks)
+            else:
+                load_training_state(directory, self.module, self._optimizer, self.ranks)
 
 
 class Update:
