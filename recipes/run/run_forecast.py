@@ -27,10 +27,12 @@ from recipes.forecast import (
 )
 from recipes.forecast.devices import GIB, Device
 from recipes.forecast.forecast_table import figures
-from recipes.forecast.process_memory import LIBRARY_PAGES, resident_bytes
 from recipes.run.carried_rollouts import LookAhead
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
+from workers.training.memory.process_memory import LIBRARY_PAGES, resident_bytes
+
+MEMORY = "perf/memory_gb/"  # metrics of `workers.training.memory.phase_memory`
 
 MakeSetting = Callable[[DataProto, Device], Setting]
 """The first batch and the device -> what the forecast depends on."""
@@ -102,7 +104,11 @@ class RunForecast:
         with _told_only():
             if self.found.setting.device.on_cpu and (steps := [row for row in rows if row.get("step", 0) > 0][1:]):
                 self._keep_speed({f"timing_s/{each.name}": _median(steps, each.name) for each in self.found.phases})
-            lines = [(_name(name), figures(value), figures(fact)) for name, value, fact in compared(self.found, rows)]
+            beside = 0 if self.process_memory is None else self.process_memory - self.found.memory
+            lines = [
+                (_name(name), figures(value), figures(fact)) for name, value, fact in compared(self.found, rows, beside)
+            ]
+            lines += [(f"left after {name}, GiB", "", figures(fact)) for name, fact in _left(rows).items()]
             if self.process_memory is not None:
                 peak = resident_bytes(peak=True)
                 lines.append(("process memory, GiB", figures(self.process_memory / GIB), figures(peak / GIB)))
@@ -129,7 +135,18 @@ def _median(steps: Sequence[Mapping[str, float]], phase: str) -> float:
 
 def _name(metric: str) -> str:
     names = {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "device memory, GiB"}
+    if metric.startswith(MEMORY):
+        return f"memory of {metric.removeprefix(MEMORY)}, GiB"
     return names.get(metric) or f"seconds of {metric.removeprefix('timing_s/')}"
+
+
+def _left(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What each phase left in memory, in GiB: medians over the steps."""
+    metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(MEMORY) and name.endswith("/left"))
+    return {
+        name.removeprefix(MEMORY).removesuffix("/left"): median([row[name] for row in rows if name in row])
+        for name in metrics
+    }
 
 
 @contextlib.contextmanager

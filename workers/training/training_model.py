@@ -28,6 +28,7 @@ from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_t
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, averages, zero_loss
 from workers.training.memory import Residence
+from workers.training.memory.phase_memory import PHASES, SCORES
 from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
 from workers.training.optimizer import AdamParams, Optimizer, OptimizerConfig
@@ -150,6 +151,7 @@ class TrainingModel:
             return outputs.scores.new_zeros(())
 
         with (
+            PHASES.phase(SCORES.get(into, into)),
             torch.no_grad(),
             self.residence.using(),
             self.precision.compute(),
@@ -312,7 +314,11 @@ class TrainingModel:
         with self.ranks.fail_together():
             parts = pad_minibatches(parts, data["response_mask"], self.ranks)
         update = Update(self, data, parts, epochs, aggregation)
-        with self.accounting.recording(), self.residence.using(moments=True, changes=True):
+        with (
+            PHASES.phase(f"update_{self.role}"),
+            self.accounting.recording(),
+            self.residence.using(moments=True, changes=True),
+        ):
             yield update
             update.finish()
 
