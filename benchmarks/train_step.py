@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py --device cpu --size tiny
     python benchmarks/train_step.py --size 3b                                             # one H200
+    python benchmarks/train_step.py --size 7b --parts ours --lora-rank 16 --load-in-4bit --checkpointing full --prompts 8
     torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --parts ours           # two, by FSDP2
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours --layout tp=2,pp=2
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 30b-a3b --layers 16 --parts ours --layout dp=4,ep=4
@@ -55,6 +56,7 @@ from workers.training.accounting import peak_flops, required_work, whole_work
 from workers.training.forward_pass import prepare_rows, to_device
 from workers.training.micro_batches import micro_batches
 from workers.training.mini_batches import share_out
+from workers.training.optimizer import OptimizerConfig
 
 
 def policy_loss(outputs: Any, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
@@ -95,14 +97,17 @@ class Bench:
             scoring_token_budget=a.scoring_token_budget,
             freeze_vision=a.freeze_vision,
             flash_attention=a.flash_attention,
+            lora_rank=a.lora_rank,
+            load_in_4bit=a.load_in_4bit,
+            float8=a.float8,
+            optimizer=OptimizerConfig(kind=a.optimizer_kind),
         )
         self.config.save_pretrained(options.model_path)
         with random_weights():
             worker = ActorWorker(options, self.device, self.ranks)
         if not a.optimizer:
-            worker.model.optimizer.adamw.step = lambda *_: (
-                None
-            )  # its state does not fit; gradients are clipped and cleared
+            for rule in worker.model.optimizer.rules:
+                rule.step = lambda *_: None  # its state does not fit; gradients are clipped and cleared
         return worker
 
     def update(self, worker: ActorWorker, name: str, samples: int) -> None:
@@ -199,7 +204,7 @@ class Bench:
             step()
             self.synchronize()
             seconds = time.perf_counter() - start
-            worker.model.optimizer.adamw.zero_grad(set_to_none=True)
+            worker.model.optimizer.clear_gradients()
             self.say(f"{name} {number}: {seconds:.3f} s")
             done = replace(work, vision=work.vision + vision)
             found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(done, seconds)})
@@ -351,6 +356,10 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
     parser.add_argument("--layout", help="degrees, such as tp=2,pp=2 (default: dp over all processes)")
     parser.add_argument("--freeze-vision", action="store_true")
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--load-in-4bit", action="store_true", help="the base under adapters")
+    parser.add_argument("--float8", action="store_true", help="products of the decoder's large layers")
+    parser.add_argument("--optimizer-kind", default="adamw", choices=["adamw", "adamw8bit", "muon"])
     parser.add_argument("--padded-rows", type=int, default=2, help="rows of a padded micro-batch (default: 2)")
     parser.add_argument("--padded-steps", type=int, default=1)
     parser.add_argument("--padded-checkpointing", action=flag, default=None, help="default: on CUDA, as TRL's default")
@@ -361,7 +370,7 @@ def arguments_of() -> argparse.Namespace:
     world = int(os.environ.get("WORLD_SIZE", 1))
     for name, value in (
         ("compile", on_gpu),
-        ("optimizer", arguments.size not in ("7b", "qwen3.5-9b") or world > 1),
+        ("optimizer", arguments.size not in ("7b", "qwen3.5-9b") or world > 1 or arguments.lora_rank > 0),
         ("padded_checkpointing", on_gpu),
     ):
         if getattr(arguments, name) is None:
@@ -385,7 +394,7 @@ def main() -> None:
             name = f"ours, {arguments.samples} samples of each prompt"
             with bench.attempt(name):
                 bench.update(worker, name, arguments.samples)
-        worker.model.optimizer.adamw.state.clear()
+        worker.model.optimizer.restore({}, 0, 0)
         if "text" in parts and bench.world == 1:
             with bench.attempt("text, bare loop"):
                 bench.text(worker)

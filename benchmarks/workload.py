@@ -131,6 +131,8 @@ TINY = Shape(text=(5, 30), side=(2, 6), response=(10, 200), typical_response=50,
 @contextlib.contextmanager
 def random_weights() -> Iterator[None]:
     """In here workers load random weights, on their devices, from directories that hold a config alone."""
+    from workers.model.patches import place_parameter
+    from workers.model.quantized import four_bit
     from workers.weights.hollow_model import all_tensors, initialise, local_part
 
     def hollow_model(path: str, family: Any) -> tuple[Any, None, None]:
@@ -148,9 +150,16 @@ def random_weights() -> Iterator[None]:
             torch.manual_seed(zlib.crc32(f"{name} {part}".encode()))  # equal where ranks hold the same part
             local.normal_(std=0.02) if tensor.ndim > 1 else local.fill_(float(name.endswith("weight")))
 
+    def fill_in_4_bits(layers: Any, files: None, sources: None, device: torch.device, dtype: torch.dtype) -> None:
+        for name, layer in layers.items():
+            torch.manual_seed(zlib.crc32(name.encode()))
+            weight = torch.empty(layer.out_features, layer.in_features, device=device, dtype=dtype).normal_(std=0.02)
+            place_parameter(layer, "weight", four_bit(weight, name))
+
     with (
         mock.patch("workers.training.loading.hollow_model", hollow_model),
         mock.patch("workers.training.loading.fill", fill),
+        mock.patch("workers.training.loading.fill_in_4_bits", fill_in_4_bits),
     ):
         yield
 

@@ -106,6 +106,8 @@ def left_out_here():
         reasons["chromium"] = (
             "Chromium or playwright is not installed: tests marked chromium are left out (apt-get install chromium)"
         )
+    if find_spec("torchao") is None:
+        reasons["torchao"] = "torchao is not installed: tests marked torchao are left out (pip install torchao)"
     return reasons
 
 

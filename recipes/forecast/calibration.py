@@ -18,7 +18,6 @@ from dataproto.vlm import VLMFamily, family_of
 from recipes.forecast.batch_sizes import BatchSizes, PromptSizes
 from recipes.forecast.devices import DEVICES, Device, Overheads
 from recipes.forecast.model_size import model_size
-from recipes.forecast.process_memory import begin_peak, peak_bytes
 from recipes.forecast.role_memory import held, updating
 from recipes.forecast.step_time import OPTIMIZER_BYTES
 from rollout.engine import Request, SamplingParams
@@ -27,6 +26,7 @@ from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.layout import Layout
 from workers.training.forward_pass import forward_rows
+from workers.training.memory.process_memory import begin_peak, peak_bytes
 from workers.training.optimizer import Optimizer
 
 TOKENS = 32_768  # at most, in a timed pass

@@ -69,16 +69,24 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def compared(found: StepForecast, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
+def compared(
+    found: StepForecast, rows: Sequence[Mapping[str, float]], beside: int = 0
+) -> list[tuple[str, float, float]]:
     """Metrics of a step with their forecast and fact: medians over the steps of ``metrics.jsonl``, the first one left out.
 
-    A fact that the run did not measure (the memory of a CPU) is left out.
+    A fact that the run did not measure is left out, and on a CPU the memory of phases if it is not known what the process holds
+    otherwise.
+
+    Args:
+        beside: bytes of the process beside its roles, on a CPU.
     """
     steps = [row for row in rows if row.get("step", 0) > 0]
     steps = steps[1:] or steps
     expected = {f"timing_s/{phase.name}": phase.seconds for phase in found.phases}
     expected |= {"timing_s/step": found.seconds}
     expected |= {"perf/total_num_tokens": float(found.tokens)}
+    if beside or not found.setting.device.on_cpu:
+        expected |= {f"perf/memory_gb/{phase.name}": (phase.memory + beside) / GIB for phase in found.phases}
     expected |= {"perf/max_memory_allocated_gb": max(phase.memory for phase in found.phases) / GIB}
     facts = {name: [row[name] for row in steps if name in row] for name in expected}
     return [(name, value, median(facts[name])) for name, value in expected.items() if facts[name]]

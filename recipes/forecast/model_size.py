@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dataproto.vlm import VLMFamily, family_of
+from workers.model.lora import base_layers
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
 from workers.training.loading import freeze
@@ -28,6 +29,9 @@ class ModelSize:
     tower_trained: bool
     norms: tuple[int, ...] = ()  # widths of the norms in a decoder layer
     expert_layers: int = 0  # decoder layers that are mixtures of experts
+    matrices: int = 0  # of the trained ones, those in matrices of layers, which Muon steps
+    four_bit: int = 0  # of the layers, those kept in 4 bits
+    largest_four_bit: int = 0  # of one weight
 
     @property
     def total(self) -> int:
@@ -55,7 +59,13 @@ def model_size(config: Any, compute: ModelConfig, trains: bool = True, makes_log
         trains: ``False`` for a reference.
         makes_logits: ``False`` for a critic, whose head has one output.
     """
-    frozen = compute.lora_rank, compute.lora_vision, compute.freeze_vision, compute.freeze_language
+    frozen = (
+        compute.lora_rank,
+        compute.lora_vision,
+        compute.load_in_4bit,
+        compute.freeze_vision,
+        compute.freeze_language,
+    )
     key = (config.to_json_string(), *frozen, trains, makes_logits)
     if key not in _counted:
         _counted[key] = count(meta_model(config), family_of(config), compute, trains, makes_logits)
@@ -91,13 +101,27 @@ def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, mak
         hidden = int(model.config.get_text_config().hidden_size)
         sizes["head"], trained["head"] = hidden, hidden * trains
     layers = list(model.get_submodule(family.decoder_layers).children())
+    rounded = base_layers(model, family) if compute.load_in_4bit and trains else {}
+    four_bit = {id(model.get_parameter(name)): model.get_parameter(name).numel() for name in rounded}
+    blocks = [path for path in (family.vision_blocks, family.decoder_layers) if path is not None]
+    matrices = (
+        weight.numel()
+        for path in blocks
+        for weight in model.get_submodule(path).parameters()
+        if weight.requires_grad and weight.ndim == 2
+    )
     return ModelSize(
         **sizes,
-        largest_layer=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
+        largest_layer=max(
+            sum(weight.numel() for weight in layer.parameters() if id(weight) not in four_bit) for layer in layers
+        ),
         trained=sum(trained.values()),
         tower_trained=trained["vision"] > 0,
         norms=tuple(_norms(layers[0])),
         expert_layers=len(family.expert_layers(model)),
+        matrices=sum(matrices),
+        four_bit=sum(four_bit.values()),
+        largest_four_bit=max(four_bit.values(), default=0),
     )
 
 

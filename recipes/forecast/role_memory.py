@@ -1,11 +1,11 @@
 """Bytes that a role takes on its fullest device, from sizes alone.
 
 A float32 parameter that is trained takes 4 bytes, and as many for its gradient and each of AdamW's two moments; computation in
-bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the numbers of the computation. Activations are the
-tensors that the backward pass reads, which is what autograd keeps.
+bfloat16 takes a copy of 2 bytes. Weights that are never trained are kept in the numbers of the computation, or in 4 bits.
+Activations are the tensors that the backward pass reads, which is what autograd keeps.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dataproto.vlm import family_of
@@ -15,11 +15,14 @@ from recipes.forecast.devices import GIB, Device
 from recipes.forecast.model_size import ModelSize
 from rollout.engine import expert_dtype
 from workers.model.logprobs import CHUNK_ELEMENTS
-from workers.model.model_config import ModelConfig, Unsharded
+from workers.model.model_config import ModelConfig, OptimizerKind, Unsharded
 from workers.ranks.layout import Layout
 
 ASLEEP = GIB  # of a sleeping vLLM engine, measured with 3B on an H200
 ENGINE_RESERVE = 4 * GIB  # of an awake one beside weights and cache: activations, graphs
+MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "muon": 4.0}  # of each parameter that the kind steps
+FOUR_BIT_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of each number: with its share of the scales, and of their scales
+EXPANDED_BYTES = 14  # of each number of a weight of 4 bits while it is expanded: indices, halves and the result
 LOGIT_BYTES = {"cuda": 13, "cpu": 12}  # of each logit in a chunk and what is computed from it
 
 
@@ -52,7 +55,15 @@ def sharded(layout: Layout) -> int:
     return layout.shards
 
 
-def held(role: str, size: ModelSize, compute: ModelConfig, layout: Layout, device: Device, trains: bool) -> RoleMemory:
+def held(
+    role: str,
+    size: ModelSize,
+    compute: ModelConfig,
+    layout: Layout,
+    device: Device,
+    trains: bool,
+    optimizer: OptimizerKind = "adamw",
+) -> RoleMemory:
     """What a role holds between passes: weights, moments and copies, on the device or, with offload, in host memory.
 
     >>> size = ModelSize(0, 900, embedding=50, head=50, rest=0, largest_layer=90, trained=1000, tower_trained=True)
@@ -64,11 +75,39 @@ kv_cache=0, features=0, routes=0, other=0, host=0)
     mine = size.on_rank(layout)
     trained = round(mine * size.trained / size.total) if trains else 0
     half, autocast = _half(compute, device), sharded(layout) == 1 and layout.tp > 1
-    stored = 2 if half and not trains and not autocast else 4
-    copies = 2 * mine if half and trains and sharded(layout) == 1 and not autocast else 0
+    four_bit = size.four_bit / layout.pp  # whole on every rank
+    frozen = mine - trained - four_bit / sharded(layout)
+    weights = round(4 * trained + (2 if half and not autocast else 4) * frozen + FOUR_BIT_BYTES * four_bit)
+    copies = 2 * trained if half and sharded(layout) == 1 and not autocast else 0
+    moments = moment_bytes(trained, size, optimizer)
     if compute.offload and sharded(layout) > 1:
-        return RoleMemory(role, host=stored * mine + 12 * trained)
-    return RoleMemory(role, weights=stored * mine, copies=copies, moments=8 * trained)
+        return RoleMemory(role, host=weights + 4 * trained + moments)
+    return RoleMemory(role, weights=weights, copies=copies, moments=moments)
+
+
+def idle(memory: RoleMemory, moments_alone: bool = False) -> RoleMemory:
+    """What a role holds while no call uses it with ``offload_idle``, or in a pass that needs no moments: the rest is on the host.
+
+    >>> idle(RoleMemory("actor", weights=40, copies=20, moments=80))  # copies are made from weights
+    RoleMemory(role='actor', weights=0, copies=0, gradients=0, moments=0, activations=0, tower=0, logits=0, kv_cache=0, other=0, \
+host=120)
+    """
+    if moments_alone:
+        return replace(memory, moments=0, host=memory.host + memory.moments)
+    return RoleMemory(memory.role, host=memory.host + memory.weights + memory.moments)
+
+
+def moment_bytes(trained: int, size: ModelSize, optimizer: OptimizerKind) -> int:
+    """What the optimizer keeps for so many of the trained parameters.
+
+    >>> size = ModelSize(0, 900, embedding=50, head=50, rest=0, largest_layer=90, trained=1000, tower_trained=True, matrices=900)
+    >>> moment_bytes(1000, size, "adamw"), moment_bytes(1000, size, "muon")
+    (8000, 4400)
+    """
+    if optimizer != "muon":
+        return round(MOMENT_BYTES[optimizer] * trained)
+    matrices = trained * size.matrices / max(size.trained, 1)
+    return round(MOMENT_BYTES["muon"] * matrices + MOMENT_BYTES["adamw"] * (trained - matrices))
 
 
 def updating(
@@ -105,7 +144,7 @@ def updating(
             activations, logits = 0.0, 0
         else:
             gradients = 0
-    copies = memory.copies + gathered(size, compute, layout, device, "weights")
+    copies = memory.copies + gathered(size, compute, layout, device, "weights") + EXPANDED_BYTES * size.largest_four_bit
     if (scattered := whole_gradients(size, layout, device, compute)) > activations + logits:
         activations, logits, copies = 0.0, 0, copies + scattered
     return RoleMemory(
@@ -138,7 +177,7 @@ def scoring(
     return RoleMemory(
         memory.role,
         memory.weights,
-        memory.copies + gathered(size, compute, layout, device, "scoring"),
+        memory.copies + gathered(size, compute, layout, device, "scoring") + EXPANDED_BYTES * size.largest_four_bit,
         0,
         memory.moments,
         round(fullest.tokens * per_token / layout.tp),
@@ -161,7 +200,7 @@ def gathered(size: ModelSize, compute: ModelConfig, layout: Layout, device: Devi
         return 0
     layers = 2 * size.largest_layer / layout.tp
     if compute.leaves_unsharded(kept):
-        layers = size.layers / layout.pp / layout.tp + size.vision
+        layers = (size.layers - size.four_bit) / layout.pp / layout.tp + size.vision
     return round((2 if _half(compute, device) else 4) * (_root(size, layout) + layers))
 
 

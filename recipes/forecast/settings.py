@@ -17,7 +17,7 @@ from recipes.forecast.role_memory import feature_bytes, route_bytes
 from rollout.engine import returns_experts
 from workers.cluster.ray_config import RayConfig
 from workers.model.kept_features import MAX_BYTES
-from workers.model.model_config import ModelConfig
+from workers.model.model_config import ModelConfig, OptimizerKind
 from workers.ranks.layout import Layout
 
 
@@ -47,6 +47,8 @@ class Setting:
     eval_rows: int = 0
     save_every: int = 0
     keep_checkpoints: int = 2
+    optimizer: OptimizerKind = "adamw"
+    critic_optimizer: OptimizerKind = "adamw"
 
     @property
     def prompts(self) -> int:
@@ -122,7 +124,7 @@ class Setting:
 
 
 def _frozen(compute: ModelConfig) -> ModelConfig:
-    return replace(compute, lora_rank=0, lora_vision=False, activation_checkpointing="none")
+    return replace(compute, lora_rank=0, lora_vision=False, load_in_4bit=False, activation_checkpointing="none")
 
 
 def policy_gradient_batch(
@@ -182,6 +184,7 @@ def policy_gradient_setting(options: Any, batch: BatchSizes, device: Device) -> 
         teacher=getattr(options, "teacher", None) is not None,
         critic_epochs=algorithm.critic_epochs if options.critic else 0,
         replays_routing=whole and options.rollout.replay_routing and returns_experts(options.engine),
+        critic_optimizer=options.critic.kind if options.critic else "adamw",
         longest=data.max_prompt_length + options.longest_response,
         eval_rows=data.eval_rows,
         **_shared(options),
@@ -205,6 +208,7 @@ def _shared(options: Any) -> dict[str, Any]:
     ray: RayConfig = options.ray
     return {
         "compute": options.compute,
+        "optimizer": options.optimizer.kind,
         "layout": options.layout,
         "engine": options.engine,
         "engine_options": dict(options.engine_options),

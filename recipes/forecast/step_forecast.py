@@ -9,6 +9,7 @@ from recipes.forecast.role_memory import (
     ENGINE_RESERVE,
     RoleMemory,
     held,
+    idle,
     kv_bytes,
     scoring,
     sharded,
@@ -201,18 +202,31 @@ def _reserved(roles: Sequence[RoleMemory], device: Device) -> int:
 
 def _resting(setting: Setting) -> dict[str, RoleMemory]:
     """What each role holds while another one works."""
+    roles = _present(setting)
+    if setting.compute.offload_idle:
+        roles = {name: idle(each) for name, each in roles.items()}
+    return roles | _asleep(setting)
+
+
+def _asleep(setting: Setting) -> dict[str, RoleMemory]:
+    """What the engine holds while another role works."""
+    if setting.engine is None or setting.engine_apart:
+        return {}
+    weights = setting.size.total * setting.device.bytes_of_number
+    asleep = RoleMemory("engine", other=ASLEEP) if setting.engine == "vllm" else RoleMemory("engine", weights)
+    return {"engine": asleep}
+
+
+def _present(setting: Setting) -> dict[str, RoleMemory]:
+    """What each role with a model holds while it works, beside what the work takes."""
     place = setting.compute, setting.layout, setting.device
-    roles = {"actor": held("actor", setting.size, *place, trains=True)}
+    roles = {"actor": held("actor", setting.size, *place, trains=True, optimizer=setting.optimizer)}
     if setting.reference and setting.base_is_reference:
         roles["reference"] = RoleMemory("reference")
     elif setting.reference:
         roles["reference"] = held("reference", setting.reference_size, *place, trains=False)
     if setting.critic_epochs:
-        roles["critic"] = held("critic", setting.critic_size, *place, trains=True)
-    if setting.engine is not None and not setting.engine_apart:
-        weights = setting.size.total * setting.device.bytes_of_number
-        asleep = RoleMemory("engine", other=ASLEEP) if setting.engine == "vllm" else RoleMemory("engine", weights)
-        roles["engine"] = asleep
+        roles["critic"] = held("critic", setting.critic_size, *place, True, setting.critic_optimizer)
     return roles
 
 
@@ -284,18 +298,23 @@ def _busy(
 ) -> tuple[RoleMemory, ...]:
     """All roles while ``role`` works and has taken in what it keeps: ``kept`` are shares of the step's features."""
     sizes = {"actor": setting.size, "critic": setting.critic_size if setting.critic_epochs else setting.size}
-    place = setting.compute, setting.layout, setting.device
+    place, present = (setting.compute, setting.layout, setting.device), _present(setting)
     if learns:
         parts = setting.fullest_micro_batches
-        memory = updating(resting[role], sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
+        memory = updating(present[role], sizes[role], setting.config, *place, parts, makes_logits=role != "critic")
     else:
         size, parts = sizes.get(role) or setting.reference_size, setting.fullest_scoring_micro_batches
-        memory = scoring(resting[role], size, setting.config, *place, parts)
+        memory = scoring(present[role], size, setting.config, *place, parts)
+        if setting.compute.offload_idle:
+            memory = idle(memory, moments_alone=True)
     if role == "actor":
         memory = replace(memory, routes=setting.route_bytes * max(part.tokens for part in parts))
+    roles = dict(resting)
+    if role == "reference" and setting.base_is_reference and setting.compute.offload_idle:
+        roles["actor"] = idle(present["actor"], moments_alone=True)  # whose weights the reference uses
     features = {name: round(share * setting.feature_bytes) for name, share in kept.items()}
     return tuple(
-        replace(memory if name == role else each, features=features.get(name, 0)) for name, each in resting.items()
+        replace(memory if name == role else each, features=features.get(name, 0)) for name, each in roles.items()
     )
 
 
@@ -338,5 +357,6 @@ def _way_out(setting: Setting, phase: Phase) -> str:
         if compute.token_budget > longest:
             return f"lower --token-budget (now {compute.token_budget}; the longest row has {longest} tokens)"
     return (
-        f"spread the model over more devices: --on ray --layout.dp {2 * layout.dp}, or train adapters: --lora-rank 32"
+        f"spread the model over more devices: --on ray --layout.dp {2 * layout.dp}, or train adapters: --lora-rank 32 (with "
+        "--load-in-4bit over a base in 4 bits)"
     )

@@ -7,15 +7,18 @@ cannot be made is told in one line and ends nothing.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 
 from recipes.forecast import Setting, StepForecast, compared, forecast, forecast_lines
 from recipes.forecast.devices import GIB
 from recipes.forecast.forecast_table import figures
-from recipes.forecast.process_memory import begin_peak, peak_bytes
 from workers.model.model_config import ModelConfig
 from workers.ranks.layout import Layout
+from workers.training.memory.process_memory import begin_peak, resident_bytes
+
+MEMORY = "perf/memory_gb/"  # metrics of `workers.training.memory.phase_memory`
 
 
 class RunForecast:
@@ -35,7 +38,7 @@ class RunForecast:
         with _told_only():
             self.found = forecast(self.make_setting())
             print("\n".join(forecast_lines(self.found)))
-        begin_peak()
+        begin_peak(anew=True)
 
     def resolved(self, compute: ModelConfig, layout: Layout) -> ModelConfig:
         """The options with what stays unsharded as the forecast chooses it; they stay open on a CPU and without a forecast."""
@@ -53,9 +56,13 @@ class RunForecast:
         if self.found is None:
             return []
         with _told_only():
-            lines = [(_name(name), figures(value), figures(fact)) for name, value, fact in compared(self.found, rows)]
-            if self.local and self.found.setting.device.on_cpu:
-                expected, peak = self.found.memory / GIB, peak_bytes() / GIB
+            on_cpu = self.local and self.found.setting.device.on_cpu
+            beside = self.found.memory - max(phase.memory for phase in self.found.phases) if on_cpu else 0
+            found = compared(self.found, rows, beside)
+            lines = [(_name(name), figures(value), figures(fact)) for name, value, fact in found]
+            lines += [(f"left after {name}, GiB", "", figures(fact)) for name, fact in _left(rows).items()]
+            if on_cpu:
+                expected, peak = self.found.memory / GIB, resident_bytes(peak=True) / GIB
                 lines.append(("process memory, GiB", figures(expected), figures(peak)))
             return lines
         return []
@@ -63,7 +70,18 @@ class RunForecast:
 
 def _name(metric: str) -> str:
     names = {"perf/total_num_tokens": "tokens of a step", "perf/max_memory_allocated_gb": "device memory, GiB"}
+    if metric.startswith(MEMORY):
+        return f"memory of {metric.removeprefix(MEMORY)}, GiB"
     return names.get(metric) or f"seconds of {metric.removeprefix('timing_s/')}"
+
+
+def _left(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What each phase left in memory, in GiB: medians over the steps."""
+    metrics = dict.fromkeys(name for row in rows for name in row if name.startswith(MEMORY) and name.endswith("/left"))
+    return {
+        name.removeprefix(MEMORY).removesuffix("/left"): median([row[name] for row in rows if name in row])
+        for name in metrics
+    }
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from recipes.forecast import (
 )
 from recipes.forecast.batch_sizes import MicroBatchSize
 from recipes.forecast.calibration import text_rows, timed_rows
-from recipes.forecast.devices import Device, Overheads
+from recipes.forecast.devices import GIB, Device, Overheads
 from recipes.forecast.role_memory import (
     feature_bytes,
     held,
@@ -356,6 +356,43 @@ def seven_b(**options) -> Setting:
     batch = BatchSizes(config, prompts, response_lengths(16 * 5, 400, 2048), 5)
     values = {"engine": "vllm", "reference": True, "longest": 4096, "compute": ModelConfig(compile=True)} | options
     return Setting(config, batch, H200, **values)
+
+
+def test_a_7b_model_with_adapters_over_4_bits_trains_within_24_gib():
+    """Beside the same adapters over bfloat16, and with moments of all kinds."""
+    adapters = ModelConfig(compile=True, lora_rank=16, token_budget=4096, activation_checkpointing="full")
+    peaks = {}
+    for four in (False, True):
+        setting = seven_b(engine=None, compute=replace(adapters, load_in_4bit=four))
+        found = forecast(setting)
+        peaks[four] = found.memory / GIB
+    rounded = setting.size.four_bit
+    assert rounded == 28 * (3584 * 3584 * 2 + 2 * 512 * 3584 + 3 * 3584 * 18_944)  # seven matrices of each layer
+    role = held("actor", setting.size, setting.compute, Layout(), H200, trains=True)
+    others = setting.size.total - setting.size.trained - rounded
+    assert role.weights == round(4 * setting.size.trained + 2 * others + rounded * (1 / 2 + 1 / 64 + 1 / 4096))
+    assert role.copies == 2 * setting.size.trained
+    assert peaks[True] < 20 < 24 < peaks[False]
+    moments = [
+        held("actor", setting.size, setting.compute, Layout(), H200, True, kind).moments / setting.size.trained
+        for kind in ("adamw", "adamw8bit", "muon")
+    ]
+    assert moments == pytest.approx([8, 2.03, 4], abs=0.01)
+
+
+def test_what_is_idle_in_host_memory_leaves_the_device_to_the_phase():
+    """A 3B model, its reference and vLLM on one H200: generation has no other role beside it, and scores no moments."""
+    config = model_config("3b")
+    batch = BatchSizes(config, PromptSizes((361,) * 8, ((),) * 8), (400,) * 8)
+    setting = Setting(config, batch, H200, ModelConfig(), engine="vllm", reference=True, old_log_probs=1.0)
+    stays, idle = forecast(setting), forecast(replace(setting, compute=ModelConfig(offload_idle=True)))
+    before, after = ({phase.name: phase for phase in found.phases} for found in (stays, idle))
+    trained, reference = setting.size.total, 2 * setting.reference_size.total
+    assert before["gen"].memory - after["gen"].memory == (4 + 2 + 8) * trained + reference
+    assert before["ref"].memory - after["ref"].memory == (4 + 2 + 8) * trained
+    assert before["old_log_prob"].memory - after["old_log_prob"].memory == 8 * trained + reference
+    assert before["update_actor"].memory - after["update_actor"].memory == reference
+    assert idle.host - stays.host == 12 * trained + reference
 
 
 def test_a_run_that_does_not_fit_says_what_to_change():

@@ -62,6 +62,15 @@ def _adapted_layers(model: nn.Module, family: VLMFamily, vision: bool) -> Iterat
             yield name
 
 
+def base_layers(model: nn.Module, family: VLMFamily) -> dict[str, nn.Module]:
+    """The linear layers under adapters in the decoder, by the names of their weights."""
+    return {
+        f"{name}.weight": layer
+        for name, layer in model.named_modules()
+        if name.endswith(BASE_LAYER) and name.startswith(f"{family.decoder_layers}.")
+    }
+
+
 class AdaptedExperts(nn.Module):
     """Fused experts that use W + alpha / r * B A instead of each weight W ``(experts, out, in)``.
 
@@ -151,7 +160,8 @@ def is_adapted(model: nn.Module, name: str) -> bool:
 
 
 def merged_weight(model: nn.Module, name: str, full: Callable[[Tensor], Tensor]) -> Tensor:
-    """The parameter ``name`` of an adapted layer with its adapter merged: W + alpha / r * B A. A bias is unchanged.
+    """The parameter ``name`` of an adapted layer with its adapter merged: W + alpha / r * B A, in the numbers of the adapter.
+    A bias is unchanged.
 
     Args:
         full: returns the full tensor of one that may be sharded.
@@ -164,11 +174,11 @@ def merged_weight(model: nn.Module, name: str, full: Callable[[Tensor], Tensor])
         return weight
     layer: Any = model.get_submodule(prefix)
     down, up = (full(part[ADAPTER_NAME].weight) for part in (layer.lora_A, layer.lora_B))
-    return weight + layer.scaling[ADAPTER_NAME] * (up @ down).to(weight.dtype)
+    return weight.to(up.dtype) + layer.scaling[ADAPTER_NAME] * (up @ down)
 
 
 def _merged_experts(model: nn.Module, name: str, full: Callable[[Tensor], Tensor]) -> Tensor:
     owner, _, child = name.rpartition(".")
     experts: Any = model.get_submodule(owner)
     weight, down, up = (full(getattr(experts, each)) for each in (child, f"lora_A_{child}", f"lora_B_{child}"))
-    return torch.baddbmm(weight, up, down, alpha=experts.scaling)
+    return torch.baddbmm(weight.to(up.dtype), up, down, alpha=experts.scaling)

@@ -39,15 +39,23 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; "auto": bfloat16 on CUDA
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # what the backward pass recomputes
     compile: bool = False  # torch.compile for the repeated layers
+    float8: bool = (
+        False  # with compile, on Hopper or newer: the decoder's large products in float8 (the extra "torchao")
+    )
     flash_attention: Literal["torch", "fa4"] = "torch"  # on CUDA: torch's kernel, or FlashAttention 4 (the extra "fa4")
     # what stays unsharded on every rank of dp x sp from one micro-batch to the next; "auto": the most that fits, by the forecast
     unsharded: Unsharded = "auto"
     offload: bool = False  # keep sharded weights, gradients and optimizer in host memory
+    # keep weights and optimizer in host memory between the calls that use them, while another role or the engine works
+    offload_idle: bool = False
     freeze_vision: bool = False  # the vision tower is not trained and runs without gradients
     freeze_language: bool = False  # only the vision tower and its connector are trained
     lora_rank: int = 0  # above 0: train adapters of this rank, not weights, in the decoder's linear layers and experts
     lora_alpha: float = 32.0  # an adapter's output is scaled by alpha / rank
     lora_vision: bool = False  # adapt the vision tower too; without it, adapters leave the tower frozen
+    load_in_4bit: bool = (
+        False  # with lora_rank: the decoder's weights under adapters have 4 bits (NF4; the extra "torchao")
+    )
     pipeline_schedule: Literal["1f1b", "interleaved", "gpipe"] = (
         "1f1b"  # order of forward and backward passes, with layout.pp > 1
     )
@@ -67,6 +75,10 @@ class ModelConfig:
                 f"lora_vision=True adapts the vision tower: it needs lora_rank above 0 (now {self.lora_rank}) and "
                 "freeze_vision=False"
             )
+        if self.offload and self.offload_idle:
+            raise InvalidConfig("offload=True keeps everything in host memory: leave offload_idle out")
+        if self.load_in_4bit and not self.lora_rank:
+            raise InvalidConfig("load_in_4bit=True is for weights under adapters: it needs lora_rank above 0")
         if self.freeze_language and (self.freeze_vision or self.lora_rank):
             raise InvalidConfig(
                 f"freeze_language=True trains the vision tower alone: it needs freeze_vision=False (now {self.freeze_vision}) "
@@ -94,12 +106,24 @@ class ModelConfig:
         return self.unsharded != "auto" and UNSHARDED.index(what) <= UNSHARDED.index(self.unsharded)
 
 
+OptimizerKind = Literal["adamw", "adamw8bit", "muon"]
+"""How an optimizer step changes the weights.
+
+- ``adamw``: AdamW (Loshchilov & Hutter 2019) with moments in float32, 8 bytes a parameter.
+- ``adamw8bit``: the same with moments of 8 bits (arXiv:2110.02861), 2 bytes a parameter.
+- ``muon``: Muon for the matrices of the layers, 4 bytes a parameter, and AdamW for embeddings, head, norms, biases and fused
+  experts.
+"""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019) and its schedule, counted in optimizer steps."""
+    """The optimizer and its schedule, counted in optimizer steps."""
 
     lr: float = 1e-6  # after the warm-up
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of the means of gradients and of their squares
+    # how a step is made: AdamW, AdamW with moments of 8 bits (the extra "torchao"), or Muon for the matrices of the layers
+    kind: OptimizerKind = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's decay of the means of gradients and of their squares
     weight_decay: float = 0.01  # decoupled from the gradient; the weights shrink by lr times this in a step
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # how the rate falls after the warm-up
     warmup_steps: int = 0  # in which the rate rises linearly

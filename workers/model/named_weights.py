@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from dataproto.transfer import all_gather_equal
 from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name, is_adapted, merged_weight
+from workers.model.quantized import dense
 from workers.ranks.mesh import Ranks
 
 BUCKET_BYTES = 1 << 29  # tensors are gathered together up to this size
@@ -126,13 +127,13 @@ def float32_weights(model: nn.Module, family: VLMFamily) -> list[nn.Parameter]:
 
 
 def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The full tensor of one that may be sharded, on the compute device and without gradient; no copy if it is not sharded.
+    """The full tensor of one that may be sharded or of 4 bits, on the compute device and without gradient; no copy of any other.
 
     Args:
         dtype: in which a sharded tensor is gathered, by default its own.
     """
     if not isinstance(weight, DTensor):
-        return weight.detach()
+        return dense(weight.detach())
     on_device: Any = weight.detach().to(weight.device_mesh.device_type, dtype or weight.dtype)
     full: Tensor = on_device.full_tensor()
     return full

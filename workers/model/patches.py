@@ -60,7 +60,7 @@ REASONS = {
     ),
     "workers.training.loading": (
         "A weight that is never trained is stored in the dtype of the computation, but not all of a model are: `Module.to` casts "
-        "all of them."
+        "all of them. A weight of 4 bits is made when it is read, after the model has been spread over ranks."
     ),
     "workers.weights.hollow_model": (
         "transformers fills models before they are spread over ranks; buffers and adapters need their values, and weights none, "

@@ -43,6 +43,10 @@ def parallelize(module: PackedVLM, ranks: Ranks, options: ModelConfig) -> list[T
         raise InvalidConfig(
             f"offload=True keeps shards in host memory, and {ranks.layout} has none: it needs dp x sp > 1"
         )
+    if options.load_in_4bit and ranks.size("tp") > 1:
+        raise InvalidConfig(
+            f"load_in_4bit=True keeps weights whole on every rank, and {ranks.layout} splits them: it needs tp=1"
+        )
     if ranks.size("pp") == 1 and (options.pipeline_layers is not None or options.pipeline_schedule != "1f1b"):
         raise InvalidConfig(
             f"pipeline_schedule={options.pipeline_schedule!r} and pipeline_layers={options.pipeline_layers} are for layouts with "

@@ -29,6 +29,7 @@ COSTLY = (
     "aten.bmm.default",
     "aten.baddbmm.default",
     "aten._grouped_mm.default",
+    "aten._scaled_mm.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_efficient_attention.default",

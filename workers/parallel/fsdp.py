@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from workers.model.lora import base_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import drop_sum_within_replica, drop_unreduced_gradient
@@ -54,6 +55,7 @@ class FullySharded(Transform):
             fully_shard,
             mesh=mesh,
             mp_policy=mixed_precision(options.dtype, mesh.device_type),
+            ignored_params=self._whole(module),
             offload_policy=on_host if options.offload else OffloadPolicy(),
         )
         for experts in split_experts(module):  # over the ranks that hold the same experts, which may be one rank
@@ -77,6 +79,11 @@ class FullySharded(Transform):
         for part in sharded_parts(module):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+    def _whole(self, module: PackedVLM) -> set[nn.Parameter]:
+        """Weights that each rank keeps whole: of 4 bits, which take less memory than a quarter of the shards' gathered layers."""
+        layers = base_layers(module.model, module.family) if self.options.load_in_4bit else {}
+        return {layer.weight for layer in layers.values()}  # type: ignore[misc]
 
     def reshard(self, module: PackedVLM) -> None:
         """Frees the gathered weights that a forward pass without a backward pass leaves."""

@@ -136,7 +136,7 @@ class TrainedWorker(ModelWorker):
         try:
             scores = update.add(data, loss_fn)
         except BaseException:
-            self.model.optimizer.adamw.zero_grad(set_to_none=True)
+            self.model.optimizer.clear_gradients()
             raise
         self._open_update = update
         return Updated({}, scores, np.asarray(data[ROW]) if ROW in data else None)
@@ -202,8 +202,8 @@ class PolicyConfig(ModelConfig):
     def frozen(self) -> "PolicyConfig":
         """The same policy, as it was before any training, for a worker that never updates it."""
         kept = {field.name: getattr(self, field.name) for field in fields(PolicyConfig)}
-        whole = {"lora_rank": 0, "lora_vision": False, "freeze_language": False, "activation_checkpointing": "none"}
-        return PolicyConfig(**kept | whole)
+        kept |= {"lora_rank": 0, "lora_vision": False, "load_in_4bit": False, "freeze_language": False}
+        return PolicyConfig(**kept | {"activation_checkpointing": "none"})
 
 
 class PolicyWorker(ModelWorker):

@@ -7,6 +7,7 @@ consecutive: two stages of a pipeline are not.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from types import TracebackType
@@ -24,6 +25,7 @@ from rollout.engine import RolloutEngine
 from rollout.sampling import derive_seed
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint import random_states, seed_everything, set_random_states
+from workers.training.memory.phase_memory import GENERATION, PHASES
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class ShardingManager:
         self.shares_device = shares_device
         self.stale = True
         self.version = 0  # how often the engine has got weights
+        self._phase = ExitStack()  # of the memory that generation takes
         self._rows: dict[int, int] = {}  # of each dp position in the block, in the batch that is being generated
         self._training_random: dict[str, Any] = {}
         self._rollout_random: dict[str, Any] | None = None
@@ -180,6 +183,7 @@ class ShardingManager:
 
     def __enter__(self) -> "ShardingManager":
         """Wakes the engine; an error of one engine is raised on all ranks, see `Ranks.fail_together`."""
+        self._phase.enter_context(PHASES.phase(GENERATION))
         try:
             with self.ranks.fail_together():
                 kept = self.engine.wake()
@@ -215,8 +219,11 @@ class ShardingManager:
             raise
 
     def _rest(self) -> None:
-        if self.shares_device:
-            self.engine.sleep()
+        try:
+            if self.shares_device:
+                self.engine.sleep()
+        finally:
+            self._phase.close()
 
     def preprocess_data(self, data: DataProto, together: str | None = None) -> DataProto:
         """The rows for this rank's engine: its share of the rows of all dp positions in the block, in their order.

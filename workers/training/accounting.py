@@ -18,6 +18,8 @@ from dataproto.columns import media_parts
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.forward_pass import media_of, sharing
+from workers.training.memory.device_memory import DeviceMemory, real_peak
+from workers.training.memory.phase_memory import PHASES
 
 # Dense bfloat16 operations per second from data sheets; the first name that is part of the device's name counts.
 PEAKS = (
@@ -126,6 +128,8 @@ def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
     - ``perf/mfu/<role>``: operations of all ranks over the time of the slowest and the peak of all devices together, and
       ``perf/mfu/<role>/language`` of the language model alone; absent where a device's peak is not known.
     - ``perf/max_memory_allocated_gb`` and ``perf/max_memory_reserved_gb``: of the fullest device, in GiB.
+    - ``perf/memory_gb/<phase>`` and ``perf/memory_gb/<phase>/left``: the peak of a phase and what it left, of the fullest device,
+      or on CPUs of the largest process, in GiB; of the phases that ended since the last update, itself not included.
 
     >>> ranks = [Figures(Work(1e12, 3e12, 100), 2.0, {"forward": 1.0}, 4e12, {}), Figures(Work(), 1.0, {}, 4e12, {})]
     >>> for name, value in joined_metrics(ranks, "actor").items():
@@ -147,22 +151,8 @@ def joined_metrics(figures: Sequence[Figures], role: str) -> dict[str, float]:
         found[f"perf/mfu/{role}"] = work.total / (seconds * sum(peaks))
         found[f"perf/mfu/{role}/language"] = work.language / (seconds * sum(peaks))
     for name in figures[0].memory:
-        found[name] = max(each.memory[name] for each in figures) / 2**30
+        found[name] = max(each.memory.get(name, 0.0) for each in figures) / 2**30
     return found
-
-
-def real_peak(peak: int, reserved: int, used: int) -> int:
-    """The most bytes that a process held on its device, from the peak that torch counted.
-
-    vLLM allocates through torch, and when it sleeps it returns memory to the device without telling torch, which still counts
-    it (a peak of 166 GiB on a device of 140). At a moment before the peak, the bytes ``reserved`` by torch beyond the ``used``
-    bytes of the whole device are such memory. ``used`` includes other memory of the device, such as CUDA's context; the result
-    may be too large by that much, but is never more than the device held.
-
-    >>> real_peak(peak=150, reserved=80, used=30), real_peak(peak=60, reserved=20, used=30)
-    (100, 60)
-    """
-    return peak - max(reserved - used, 0)
 
 
 class Accounting:
@@ -195,8 +185,7 @@ class Accounting:
         self.active, self.started = True, time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            free, total = torch.cuda.mem_get_info(self.device)
-            self.held = torch.cuda.memory_reserved(self.device), total - free
+            self.before = DeviceMemory.of(self.device)
         try:
             yield
         finally:
@@ -227,8 +216,10 @@ class Accounting:
         memory: dict[str, float] = {}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            memory["perf/max_memory_allocated_gb"] = real_peak(torch.cuda.max_memory_allocated(self.device), *self.held)
-            memory["perf/max_memory_reserved_gb"] = real_peak(torch.cuda.max_memory_reserved(self.device), *self.held)
+            moments = self.before, DeviceMemory.of(self.device)
+            memory["perf/max_memory_allocated_gb"] = real_peak(torch.cuda.max_memory_allocated(self.device), *moments)
+            memory["perf/max_memory_reserved_gb"] = real_peak(torch.cuda.max_memory_reserved(self.device), *moments)
+        memory |= PHASES.taken()
         seconds = time.perf_counter() - self.started
         for name, begin, end in self.events:
             self.seconds[name] += begin.elapsed_time(end) / 1e3

@@ -1,6 +1,6 @@
 """Checkpoints: directories ``<dir>/global_step_N/{actor,...}``, complete or absent, and the training state in them.
 
-A training state holds a model's weights, whole, sharded or adapted, and its optimizer's state. Adam's moments and step are
+A training state holds a model's weights, whole, sharded or adapted, and its optimizer's state. Moments and step are
 written under the name of each parameter that has some: a parameter that no loss has reached yet, such as the vision tower's
 before the first image, has none, and continues without. Gradients are not written.
 """
@@ -10,7 +10,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from dataproto.errors import CheckpointError
@@ -26,7 +27,8 @@ from workers.model.packed_model import PackedVLM
 from workers.ranks.failures import raise_first
 from workers.ranks.mesh import Ranks
 from workers.training.checkpoint_files import read_state, run_behind, stored_names, write_state, write_state_behind
-from workers.training.optimizer import Moments, Optimizer, new_moments
+from workers.training.optimizer import Moments, Optimizer
+from workers.training.optimizers import MomentReader, stored_parts
 from workers.weights import ShardedExport
 
 _STEP = re.compile(r"global_step_(\d+)")
@@ -180,27 +182,55 @@ def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
         RankFailure: another rank cannot read it.
     """
     with ranks.fail_together():
-        stored = {name.rpartition(".")[0] for name in stored_names(directory / "training")}
+        stored = stored_names(directory / "training")
+    with_state = {name.rpartition(".")[0] for name in stored}
+    present = optimizer.moments
     moments: Moments = {
-        parameter: optimizer.moments.get(parameter) or new_moments(parameter)
+        parameter: present.get(parameter) or optimizer.new_moments(parameter)
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and f"optimizer.state.{name}" in stored
+        if parameter.requires_grad and f"optimizer.state.{name}" in with_state
     }
-    state = _training_state(module, optimizer, moments)
+    readers = [MomentReader(name, value, stored) for name, value in _named_moments(module, moments)]
+    with ranks.fail_together():
+        _check_kind(readers, stored, directory / "training", optimizer.config.kind)
+    state = _weights_and_counts(module, optimizer)
+    state |= {name: target for reader in readers for name, target in reader.targets.items()}
     read_state(state, directory / "training")
+    for reader in readers:
+        reader.finish()
     set_model_state_dict(module, state["model"], options=TRAINED_ALONE)
     optimizer.restore(moments, state["steps"], state["skipped_steps"])
 
 
 def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -> dict[str, Any]:
-    """The state to write or to read, with the moments of these parameters."""
-    flat = {
-        f"optimizer.state.{name}.{kind}": value
-        for name, parameter in module.named_parameters()
-        for kind, value in moments.get(parameter, {}).items()
-    }
+    """The state to write, with the moments of these parameters."""
+    found = _weights_and_counts(module, optimizer)
+    for name, value in _named_moments(module, moments):
+        found |= stored_parts(name, value)
+    return found
+
+
+def _weights_and_counts(module: PackedVLM, optimizer: Optimizer) -> dict[str, Any]:
     counts = {"steps": optimizer.steps, "skipped_steps": optimizer.skipped_steps}
-    return {"model": get_model_state_dict(module, options=TRAINED_ALONE)} | flat | counts
+    return {"model": get_model_state_dict(module, options=TRAINED_ALONE)} | counts
+
+
+def _named_moments(module: PackedVLM, moments: Moments) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        for kind, value in moments.get(parameter, {}).items():
+            yield f"optimizer.state.{name}.{kind}", value
+
+
+def _check_kind(readers: Sequence[MomentReader], stored: Collection[str], training: Path, kind: str) -> None:
+    """Raises `CheckpointError` if another kind of optimizer wrote the moments: those of AdamW and of Muon have no common
+    meaning.
+    """
+    lacking = [name for reader in readers for name in reader.targets if name not in stored]
+    if lacking:
+        raise CheckpointError(
+            f"{training} has another optimizer's state than optimizer.kind={kind!r} needs: it lacks {len(lacking)} tensors, "
+            f"such as {lacking[0]!r}; continue with the kind that wrote it"
+        )
 
 
 # Frozen weights come from the model's own checkpoint.

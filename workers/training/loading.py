@@ -1,24 +1,27 @@
 """Checkpoints into packed models, whole or spread over ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
 from workers.model.kept_features import KeptFeatures, keeps_features
-from workers.model.lora import add_adapters
+from workers.model.lora import add_adapters, base_layers, base_name
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import cast_parameter
+from workers.model.patches import cast_parameter, place_parameter
 from workers.model.precision import compute_dtype
+from workers.model.quantized import check_float8, four_bit, use_float8
 from workers.model.recurrent import recurrent_mixers
 from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
-from workers.weights import all_tensors, fill, hollow_model, make_room, stand_ins
+from workers.weights import CheckpointFiles, WeightSources, all_tensors, fill, hollow_model, make_room, stand_ins
+from workers.weights.stored_tensors import whole
 
 Wrap = Callable[[PreTrainedModel, VLMFamily], PackedVLM]
 
@@ -28,7 +31,7 @@ def load_packed(
 ) -> tuple[PackedVLM, list[Transform]]:
     """Loads a checkpoint directory (or hub name) and spreads it over ``ranks``, ready for packed forwards.
 
-    The weights are in float32 if they are to be trained, else in the numbers that the model computes with.
+    The weights are in float32 if they are to be trained, else in the numbers that the model computes with, or in 4 bits.
 
     The model is spread without its weights; then each rank reads its own parts of them, one after the other, to its device. So
     every rank needs the checkpoint, and none ever holds the whole model unless it keeps it.
@@ -43,30 +46,63 @@ def load_packed(
         RankFailure: another rank cannot read it.
     """
     family = checkpoint_family(config.model_path)
+    if config.float8:
+        check_float8(config, device, ranks.size("tp"))
     with ranks.fail_together():
         model, files, sources = hollow_model(config.model_path, family)
-    if not trains and compute_dtype(config.dtype, device.type) == torch.bfloat16:
-        store_in_half(model, family, ranks)
     with stand_ins(model):
         freeze(model, family, config, trains)
         module = wrap(model, family)
+    if (dtype := compute_dtype(config.dtype, device.type)) == torch.bfloat16:
+        store_in_half(model, family, ranks)
+    if config.float8:
+        use_float8(model, family)
     use_packed_attention(model, config.flash_attention)  # instead of the default kernel
     transforms = parallelize(module, ranks, config)
+    layers = base_layers(model, family) if config.load_in_4bit else {}
+    layers = {name: layer for name, layer in layers.items() if model.get_parameter(name).is_meta}
+    for layer in layers.values():
+        place_parameter(layer, "weight", nn.Parameter(torch.empty(0), requires_grad=False))  # until it is read
     hollow = {name for name, tensor in all_tensors(module) if tensor.device.type == "meta"}
     make_room(module, device, parameters_on=torch.device("cpu") if config.offload else device)
     with ranks.fail_together():
         fill(module, "model.", files, sources, hollow)
+        fill_in_4_bits(layers, files, sources, device, dtype)
     if trains and ranks.size("pp") == 1 and keeps_features(model, family):
-        module.kept = KeptFeatures(family, model.config, compute_dtype(config.dtype, device.type))
+        module.kept = KeptFeatures(family, model.config, dtype)
     return module, transforms
+
+
+def fill_in_4_bits(
+    layers: Mapping[str, nn.Module],
+    files: CheckpointFiles,
+    sources: WeightSources,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Reads the weights of linear layers, one at a time, and rounds each on the device; they expand to ``dtype``.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        InvalidConfig: a weight cannot be rounded, or torchao is not installed.
+    """
+    for name, layer in layers.items():
+        stored = sources.stored[str(base_name(name))]
+        with files.opened():
+            weight = stored.read(whole(stored.shape)).to(device, dtype)
+        place_parameter(layer, "weight", four_bit(weight, name))
 
 
 def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, trains: bool) -> None:
     """Adds adapters if the configuration has some, and turns off the gradients of weights that are not trained.
 
     Raises:
-        InvalidConfig: an option is for the vision tower, and the model has none.
+        InvalidConfig: an option is for the vision tower, and the model has none, or for linear layers, and it has fused experts.
     """
+    if config.load_in_4bit and list(family.expert_layers(model)):
+        raise InvalidConfig(
+            "load_in_4bit=True rounds the weights of linear layers, and most of this model's are of fused experts: leave it out"
+        )
     if (config.freeze_vision or config.freeze_language or config.lora_vision) and not family.vision_parts:
         raise InvalidConfig(
             f"freeze_vision, freeze_language and lora_vision: models of type {family.model_type} have no vision tower; leave "
@@ -82,7 +118,7 @@ def freeze(model: PreTrainedModel, family: VLMFamily, config: ModelConfig, train
 
 
 def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> None:
-    """Casts the weights of a model that is never trained to bfloat16, in place; its results stay the same to the bit.
+    """Casts the weights of a model that are never trained to bfloat16, in place; its results stay the same to the bit.
 
     Weights that the layout computes with in float32 keep it: those of the family, those of recurrent mixers under FSDP beside
     their projections, and all under autocast.
@@ -90,11 +126,11 @@ def store_in_half(model: PreTrainedModel, family: VLMFamily, ranks: Ranks) -> No
     sharded = ranks.size("dp", "sp") > 1
     if ranks.size("tp") > 1 and not sharded:
         return
-    kept = {id(weight) for name, weight in model.named_parameters() if family.in_float32(name)}
+    kept = {id(weight) for name, weight in model.named_parameters() if family.in_float32(base_name(name) or name)}
     for mixer in recurrent_mixers(model, family).values() if sharded else ():
         kept |= {id(weight) for name, weight in mixer.named_parameters() if "proj" not in name.partition(".")[0]}
     for weight in model.parameters():
-        if id(weight) not in kept and weight.dtype == torch.float32:
+        if not weight.requires_grad and id(weight) not in kept and weight.dtype == torch.float32:
             cast_parameter(weight, torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and one guarded step."""
+"""The optimizer of a model, its learning-rate schedule, and one guarded step."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,10 +12,12 @@ from torch.nn.utils import get_total_norm
 from dataproto.errors import InvalidConfig
 from workers.model.model_config import AdamParams, OptimizerConfig
 from workers.ranks.autograd_collectives import local_part
+from workers.training.optimizers import Muon, adamw_8bit, new_moments_8bit
+from workers.training.optimizers.muon import new_momentum
 
 EPS = 1e-8  # of a configured AdamW
 
-Moments = Mapping[Tensor, dict[str, Tensor]]  # Adam's state of each parameter that has some
+Moments = Mapping[Tensor, dict[str, Tensor]]  # the optimizer's state of each parameter that has some
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
@@ -37,7 +39,7 @@ def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """AdamW with clipping by global norm; a non-finite gradient skips the step, on all ranks, and is counted."""
+    """Clips by global norm and steps; a non-finite gradient skips the step, on all ranks, and is counted."""
 
     def __init__(
         self,
@@ -45,20 +47,24 @@ class Optimizer:
         config: OptimizerConfig,
         stages: distributed.ProcessGroup | None = None,
         repeated: Sequence[nn.Parameter] = (),
+        matrices: Iterable[nn.Parameter] = (),
     ) -> None:
-        """``stages``: ranks that hold other parameters of the same model; those ``repeated`` here are counted there."""
+        """
+        Args:
+            stages: ranks that hold other parameters of the same model; those ``repeated`` here are counted there.
+            matrices: those of the layers, which ``kind="muon"`` steps by Muon.
+
+        Raises:
+            InvalidConfig: the schedule has no length, or ``kind`` needs a package that is not installed.
+        """
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
         learning_rate_factor(config.warmup_steps, config)  # refuses a schedule without its length before the run
-        self.groups = group_by_layout(self.parameters)  # the fused kernel takes parameters of one layout
-        self.adamw = torch.optim.AdamW(
-            [{"params": group} for group in self.groups],
-            lr=config.lr,
-            betas=config.betas,
-            eps=EPS,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.groups = group_by_layout(self.parameters)
+        by_muon = {id(matrix) for matrix in matrices if matrix.requires_grad} if config.kind == "muon" else set()
+        self.muon = _muon([each for each in self.parameters if id(each) in by_muon], config)
+        self.adamw = _adamw([each for each in self.parameters if id(each) not in by_muon], config)
+        self.rules = [rule for rule in (self.adamw, self.muon) if rule is not None]
         self.stages, self.repeated = stages, frozenset(map(id, repeated))
         self.steps = 0  # of the schedule; skipped ones count
         self.skipped_steps = 0
@@ -72,31 +78,69 @@ class Optimizer:
         norm = clip_by_global_norm(self.groups, params.grad_clip_norm or math.inf, self.stages, self.repeated)
         lr = params.learning_rate
         betas, eps, decay = (params.beta1, params.beta2), params.eps, params.weight_decay
-        for group in self.adamw.param_groups:
-            group.update(lr=lr, betas=betas, eps=eps, weight_decay=decay)
+        for group in (group for rule in self.rules for group in rule.param_groups):
+            if isinstance(group["lr"], Tensor):  # a compiled step reads it
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+            group.update(betas=betas, eps=eps, weight_decay=decay)
         if math.isfinite(norm):
-            self.adamw.step()
+            for rule in self.rules:
+                rule.step()
         else:
             self.skipped_steps += 1
         self.steps += 1
-        self.adamw.zero_grad(set_to_none=True)
+        self.clear_gradients()
         return {"grad_norm": norm, "lr": lr, "skipped_steps": float(self.skipped_steps)}
 
     def _scheduled(self) -> AdamParams:
         config, factor = self.config, learning_rate_factor(self.steps, self.config)
         return AdamParams(config.lr * factor, *config.betas, EPS, config.weight_decay, config.max_grad_norm)
 
+    def clear_gradients(self) -> None:
+        """Drops the gradients of all parameters."""
+        for rule in self.rules:
+            rule.zero_grad(set_to_none=True)
+
     @property
     def moments(self) -> Moments:
-        """Adam's state of each parameter that has ever had a gradient; the others have none."""
-        return self.adamw.state
+        """The state of each parameter that has ever had a gradient; the others have none."""
+        return self.rules[0].state if len(self.rules) == 1 else {**self.rules[0].state, **self.rules[1].state}
+
+    def new_moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The state of a parameter before its first step, laid out over ranks as it is."""
+        if self.muon is not None and any(parameter is each for each in self.muon.param_groups[0]["params"]):
+            return new_momentum(parameter)
+        return new_moments_8bit(self.adamw, parameter) if self.config.kind == "adamw8bit" else new_moments(parameter)
 
     def restore(self, moments: Moments, steps: int, skipped_steps: int) -> None:
         """Continues from another optimizer's state; parameters that are not in ``moments`` have none. Clears the gradients."""
-        self.adamw.zero_grad(set_to_none=True)
-        self.adamw.state.clear()
-        self.adamw.state.update(moments)
+        self.clear_gradients()
+        for rule in self.rules:
+            rule.state.clear()
+            mine = (parameter for group in rule.param_groups for parameter in group["params"])
+            rule.state.update({parameter: moments[parameter] for parameter in mine if parameter in moments})
         self.steps, self.skipped_steps = steps, skipped_steps
+
+
+def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer | None:
+    groups = group_by_layout(parameters)  # the fused kernel takes parameters of one layout
+    if not groups:
+        return None
+    if config.kind == "adamw8bit":
+        return adamw_8bit(groups, config, EPS)
+    return torch.optim.AdamW(
+        [{"params": group} for group in groups],
+        lr=config.lr,
+        betas=config.betas,
+        eps=EPS,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _muon(matrices: Sequence[nn.Parameter], config: OptimizerConfig) -> Muon | None:
+    return Muon(matrices, config.lr, config.weight_decay) if matrices else None
 
 
 def new_moments(parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from workers.model.named_weights import all_named_weights, float32_weights
 from workers.model.precision import Precision
 from workers.parallel.pipeline import PipelineParallel
 from workers.parallel.pipeline_stages import PassOptions
+from workers.parallel.transform import repeated_layers
 from workers.ranks.mesh import Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.aggregation import denominator, token_weights
@@ -26,6 +27,8 @@ from workers.training.checkpoint import Saving, load_model_weights, load_trainin
 from workers.training.forward_pass import LossFn, PreparedRows, forward_rows, index_on, rows_to_device
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, Updated, averages, zero_loss
+from workers.training.memory import Residence
+from workers.training.memory.phase_memory import PHASES, SCORES
 from workers.training.micro_batches import (
     Conclude,
     MicroBatch,
@@ -92,12 +95,23 @@ class TrainingModel:
         self.saving = Saving()
         self.skipped: list[SkippedStep] = []
         self._optimizer = None if optimizer is None else self._new_optimizer(optimizer)
+        half = self.precision.half_weights
+        drop = (lambda: None) if half is None else half.copies.clear
+        self.residence = Residence(self.module, self._moments, self.device, config.offload_idle, drop)
+
+    def _moments(self) -> Iterator[Tensor]:
+        """The optimizer's state, except numbers of steps."""
+        for state in () if self._optimizer is None else self._optimizer.moments.values():
+            yield from (value for value in state.values() if value.ndim)
 
     def _new_optimizer(self, config: OptimizerConfig) -> Optimizer:
         groups = (transform.norm_group() for transform in self.transforms)
         group = next((group for group in groups if group is not None), None)
         repeated = [weight for each in self.transforms for weight in each.repeated_parameters(self.module)]
-        return Optimizer(self.module.parameters(), config, group, repeated)
+        matrices = [
+            weight for layer in repeated_layers(self.module) for weight in layer.parameters() if weight.ndim == 2
+        ]
+        return Optimizer(self.module.parameters(), config, group, repeated, matrices)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -135,7 +149,14 @@ class TrainingModel:
                     found[1, rows] = outputs.entropy
             return outputs.scores.new_zeros(())
 
-        with torch.no_grad(), self.precision.compute(), self._resharded(), self._keep_gathered(backward=False):
+        with (
+            PHASES.phase(SCORES.get(into, into)),
+            torch.no_grad(),
+            self.residence.using(),
+            self.precision.compute(),
+            self._resharded(),
+            self._keep_gathered(backward=False),
+        ):
             parts = with_towers(parts, self.module, self.ranks) if parts else self.micro_batches(data, backward=False)
             if shared is not None:
                 shared.take(parts)
@@ -176,6 +197,7 @@ class TrainingModel:
 
         with (
             torch.set_grad_enabled(backward),
+            self.residence.using(),
             self.precision.compute(),
             self._clear_gradients_on_error(backward),
             self._keep_gathered(backward),
@@ -269,7 +291,7 @@ class TrainingModel:
             yield
         except BaseException:
             if backward:
-                self.optimizer.adamw.zero_grad(set_to_none=True)
+                self.optimizer.clear_gradients()
                 for transform in self.transforms:
                     transform.drop_gradients(self.module)
             self._reshard()
@@ -303,16 +325,22 @@ class TrainingModel:
         with self.ranks.fail_together():
             parts = pad_minibatches(parts, data["response_mask"], self.ranks)
         update = Update(self, data, parts, epochs, aggregation)
-        with self.accounting.recording():
+        with (
+            PHASES.phase(f"update_{self.role}"),
+            self.accounting.recording(),
+            self.residence.using(moments=True, changes=True),
+        ):
             yield update
             update.finish()
 
     def step(self, params: AdamParams | None = None) -> dict[str, float]:
         """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
-        for transform in self.transforms:
-            transform.sum_gradients(self.module)
-        with self.accounting.phase("optimizer"):
-            return self.optimizer.step(params)
+        with self.residence.using(moments=True, changes=True):
+            for transform in self.transforms:
+                transform.sum_gradients(self.module)
+            self.residence.wait_for_moments()
+            with self.accounting.phase("optimizer"):
+                return self.optimizer.step(params)
 
     # Weights and checkpoints
 
@@ -321,7 +349,8 @@ class TrainingModel:
 
         ``dtype`` is that of the tensors, by default their own; `VLMFamily.float32_weights` keep theirs.
         """
-        return all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32)
+        with self.residence.using():
+            yield from all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32)
 
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.
@@ -331,10 +360,12 @@ class TrainingModel:
         Raises:
             CheckpointError: a rank could not write.
         """
-        if export:
-            self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind, self.precision.dtype)
-        else:
-            self.saving.save_training(directory, self.module, self.optimizer, behind)
+        with self.residence.using(moments=True):
+            self.residence.wait_for_moments()
+            if export:
+                self.saving.save_all(directory, self.module, self.optimizer, self.ranks, behind, self.precision.dtype)
+            else:
+                self.saving.save_training(directory, self.module, self.optimizer, behind)
 
     def finish_save(self) -> None:
         """Waits until everything that is saved in the background is on disk; raises the error of a save that failed."""
@@ -347,10 +378,12 @@ class TrainingModel:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
             RankFailure: another rank cannot read it.
         """
-        if self._optimizer is None:
-            load_model_weights(directory, self.module, self.ranks)
-        else:
-            load_training_state(directory, self.module, self._optimizer, self.ranks)
+        with self.residence.using(moments=True, changes=True):
+            self.residence.wait_for_moments()
+            if self._optimizer is None:
+                load_model_weights(directory, self.module, self.ranks)
+            else:
+                load_training_state(directory, self.module, self._optimizer, self.ranks)
 
 
 class Update:

@@ -75,9 +75,9 @@ def _rule_backward(
     key_index: Tensor | None,
 ) -> list[Tensor]:
     """Gradients of the first five inputs. The forward pass runs again: the kernels keep what they need in their own graph."""
-    inputs = [x.detach().requires_grad_() for x in (query, key, value, decay, rate)]
+    inputs = query, key, value, decay, rate = [x.detach().requires_grad_() for x in (query, key, value, decay, rate)]
     with _recording():
-        out = packed_delta_rule(*inputs, Pieces.of(cu_seqlens, key_cu_seqlens, key_index))
+        out = packed_delta_rule(query, key, value, decay, rate, Pieces.of(cu_seqlens, key_cu_seqlens, key_index))
         found = torch.autograd.grad(out, inputs, gradient)
     return [each.contiguous() for each in found]
 

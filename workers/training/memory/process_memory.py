@@ -10,17 +10,27 @@ LIBRARY_PAGES = 34 * 2**20
 model whose tensors are small, with ``MALLOC_MMAP_THRESHOLD_=65536``, so that freed tensors do not count."""
 
 
+_highest = 0  # before the last `begin_peak`
+
+
 def resident_bytes(peak: bool = False) -> int:
     """Bytes of this process in memory, or their peak so far."""
     if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return max(_highest, _counted_peak())
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return resident_bytes(peak=True)
+    return _counted_peak()
 
 
-def begin_peak() -> None:
-    """Lets `peak_bytes` count from now on, where the system can do that (Linux)."""
+def _counted_peak() -> int:
+    """The peak as the system counts it: since its start, or since `begin_peak`."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def begin_peak(anew: bool = False) -> None:
+    """Lets `peak_bytes` count from now on, where the system can do that (Linux), and with ``anew`` `resident_bytes` too."""
+    global _highest
+    _highest = 0 if anew else max(_highest, _counted_peak())
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

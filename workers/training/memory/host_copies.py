@@ -1,0 +1,108 @@
+"""Tensors that leave their device for host memory and come back, and stay the objects that they are.
+
+The storage of a tensor is emptied and filled again, so that whatever refers to the tensor, or is a view of it, sees the same
+numbers later: FSDP's shards, parameters in an optimizer, tied weights. On CUDA the copies run on a stream of their own,
+between pinned memory and the device; the host waits for none of them, and the allocator reuses memory once it has been
+copied.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+LARGEST_PIECE = 1 << 28  # bytes; the allocator of pinned memory rounds up to powers of two
+SMALLEST_PIECE = 1 << 12
+
+
+class HostCopies:
+    """The copies of some tensors of one device."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
+        """``tensors``: asked each time, since optimizers make their state when they first need it."""
+        self.tensors, self.device = tensors, device
+        self._copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: torch.cuda.Event | None = None
+
+    def park(self, changed: bool) -> None:
+        """Moves the tensors to host memory.
+
+        Args:
+            changed: whether they differ from the last copies; if not, nothing is copied.
+        """
+        self.wait()
+        storages = {each._cdata: each for tensor in self.tensors() for each in storages_of(tensor)}
+        self._copies = {key: self._copies[key] for key in storages if key in self._copies}
+        self._begin()
+        for key, storage in storages.items():
+            if not storage.nbytes():
+                continue
+            if changed or key not in self._copies:
+                if key not in self._copies:
+                    self._copies[key] = storage, self._room(storage.nbytes())
+                self._copy(storage, self._copies[key][1], to_host=True)
+            storage.resize_(0)
+
+    def fetch(self) -> None:
+        """Begins to bring the tensors back; `wait` before they are used."""
+        away = [(storage, pieces) for storage, pieces in self._copies.values() if not storage.nbytes()]
+        for storage, pieces in away:
+            storage.resize_(sum(len(piece) for piece in pieces))
+        self._begin()
+        for storage, pieces in away:
+            self._copy(storage, pieces, to_host=False)
+        if self._stream is not None and away:
+            self._ready = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Lets what the device does from now on wait until the tensors are back."""
+        if self._ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._ready)
+            self._ready = None
+
+    def _begin(self) -> None:
+        """Lets copies wait for what the device does by now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _room(self, size: int) -> list[Tensor]:
+        pinned = self._stream is not None
+        return [torch.empty(length, dtype=torch.uint8, pin_memory=pinned) for length in piece_lengths(size)]
+
+    def _copy(self, storage: UntypedStorage, pieces: list[Tensor], to_host: bool) -> None:
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        parts = whole.split([len(piece) for piece in pieces])
+        with torch.cuda.stream(self._stream):  # of `None`: does nothing
+            for part, piece in zip(parts, pieces, strict=True):
+                if to_host:
+                    piece.copy_(part, non_blocking=True)
+                else:
+                    part.copy_(piece, non_blocking=True)
+        if self._stream is not None:
+            whole.record_stream(self._stream)
+
+
+def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
+    """The storages of a tensor: of a DTensor this rank's part, of quantized numbers codes and scales."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):  # a DTensor's mesh is none
+                yield from storages_of(part)
+    else:
+        yield tensor.untyped_storage()
+
+
+def piece_lengths(size: int) -> list[int]:
+    """Powers of two that add up to ``size`` bytes, except for the last one.
+
+    >>> piece_lengths(3 * 2**12 + 5), piece_lengths(2**29)
+    ([8192, 4096, 5], [268435456, 268435456])
+    """
+    lengths = []
+    while size >= SMALLEST_PIECE:
+        lengths.append(min(1 << (size.bit_length() - 1), LARGEST_PIECE))
+        size -= lengths[-1]
+    return lengths + [size] * (size > 0)
