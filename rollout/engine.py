@@ -135,6 +135,8 @@ class Completion:
     """``(P' + R' - 1, M, k)`` uint8, or int16 above 256 experts: where each token of prompt and response was sent, but for the
     last one, which was not read; M layers with experts, k experts of a token. Only engines with the option ``routed_experts``."""
     error: DataProtoError | None = None  # why this request failed, such as `NonFiniteLogits`; others are not affected
+    drafted_tokens: int | None = None  # tokens that the engine drafted for it, if it drafts any; see `rollout.drafts`
+    accepted_tokens: int | None = None  # tokens of the response that took no forward pass of their own
 
 
 class RequestEngine(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
-from rollout.pretrained import check_in_vllm, checkpoint_family
+from rollout.pretrained import check_in_vllm, check_speculation, checkpoint_family
 from rollout.vllm.versions import (
     error_line,
     executor,
@@ -15,6 +15,7 @@ from rollout.vllm.versions import (
     process_settings_kept,
     recording_options,
     set_environment,
+    speculative_options,
 )
 
 
@@ -24,9 +25,10 @@ def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]
 
 
 def start_llm(
-    model_path: str, device: torch.device, options: dict[str, Any], routed_experts: bool = False
+    model_path: str, device: torch.device, options: dict[str, Any], routed_experts: bool = False, speculate: int = 0
 ) -> tuple[Any, Any]:
-    """A running ``vllm.LLM``, and the policy's sampler in it, which with ``routed_experts`` records experts.
+    """A running ``vllm.LLM``, and the policy's sampler in it, which with ``routed_experts`` records experts, and for which
+    ``speculate`` tokens of a row are drafted.
 
     Raises:
         InvalidConfig: the options are not supported, or vLLM does not start.
@@ -39,7 +41,7 @@ def start_llm(
     from rollout.vllm.sampler import install
 
     if options.get("speculative_config"):
-        raise InvalidConfig("speculative_config: tokens are sampled by the policy itself, one at a time")
+        raise InvalidConfig("speculative_config: the policy itself draws the tokens; use speculate=N for drafts")
     on_cuda = device.type == "cuda"
     if options["dtype"] == "auto":
         options["dtype"] = "bfloat16" if on_cuda else "float32"
@@ -53,7 +55,9 @@ def start_llm(
     if not on_cuda:
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     try:
-        defaults |= normalized_pixels() | prefixes_within_blocks(checkpoint_family(model_path))
+        family = checkpoint_family(model_path)
+        check_speculation(speculate, family)
+        defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
         if routed_experts:
             defaults |= recording_options()
         with process_settings_kept():

@@ -32,7 +32,7 @@ from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
 from rollout.vllm.startup import processor_options, start_llm
-from rollout.vllm.versions import clear_kv_cache, error_line, state_of
+from rollout.vllm.versions import clear_kv_cache, error_line, quantization_options, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 
 
@@ -52,6 +52,8 @@ class VLLMEngine:
         kv_cache_bytes: int | None = None,
         sleep_level: int = 2,
         routed_experts: bool = False,
+        speculate: int = 0,
+        quantization: str | None = None,
         **options: Any,
     ) -> None:
         """Starts vLLM on the checkpoint at ``model_path``.
@@ -67,6 +69,8 @@ class VLLMEngine:
             kv_cache_bytes: size of the KV cache, instead of ``memory_share``; 1 GiB by default on a CPU.
             sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them, and they are streamed again.
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
+            speculate: tokens that are drafted for a row at a time and read in one pass; see `rollout.drafts`.
+            quantization: "fp8": weights of linear layers in 8 bits. The engine then samples from another policy than the actor's.
             options: any other option of ``vllm.LLM``.
         """
         if sleep_level not in (1, 2):
@@ -80,15 +84,22 @@ class VLLMEngine:
             "tensor_parallel_size": tensor_parallel,
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
+            **quantization_options(quantization),
         }
-        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts)
+        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts, speculate)
 
     def _start(
-        self, model_path: str, sleep_level: int, max_images: int | None, options: dict[str, Any], routed_experts: bool
+        self,
+        model_path: str,
+        sleep_level: int,
+        max_images: int | None,
+        options: dict[str, Any],
+        routed_experts: bool,
+        speculate: int,
     ) -> None:
         """Sets all attributes. ``options`` are those of ``vllm.LLM``."""
         self.device = cpu_or_cuda()
-        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts)
+        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts, speculate)
         self.engine = self.llm.llm_engine
         config = self.llm.model_config
         self.dtype: torch.dtype = config.dtype
@@ -260,6 +271,7 @@ class VLLMEngine:
             for place in first_samples_first(requests, self._window):
                 row, request = rows[place], requests[place]
                 row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
+                self.sampler.open_drafts(row.slot, request.uid or id(row.request.input_ids), request.input_ids)
                 name = f"{call}-{place}"
                 try:
                     prompt, params = prompts[id(request.input_ids)], self._params(row.slot, sampling)
@@ -294,6 +306,7 @@ class VLLMEngine:
             row.top_log_probs = row.top_log_probs + self.sampler.top_log_probs(row.slot, len(token_ids))
         read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
         row.add_experts(self.sampler.experts(row.slot, read))
+        row.add_drafts(self.sampler.drafted_and_accepted(row.slot, len(token_ids)))
         row.token_ids = row.token_ids + token_ids
         self.sampler.close(row.slot)
 

@@ -68,6 +68,28 @@ class RolloutOptions(CarryingConfig):
 
     min_p: float = 0.0  # sample from tokens with at least this share of the likeliest token's probability; 0: from all
     stop: tuple[str, ...] = ()  # texts that end a response, in the evaluation too; the response keeps the text
+    # tokens drafted for a row at a time, from its own tokens and from the other samples of its prompt; responses stay the same
+    speculate: int = 0
+    quantization: Literal["none", "fp8"] = "none"  # of vLLM's weights; needs --algorithm.correction
+
+    def engine_options(self) -> dict[str, Any]:
+        """What these options ask of the engine."""
+        quantized = {} if self.quantization == "none" else {"quantization": self.quantization}
+        return quantized | ({"speculate": self.speculate} if self.speculate else {})
+
+    def check_engine(self, engine: str, correction: str) -> None:
+        """Raises `InvalidConfig` for an engine, or an algorithm, that these options do not fit."""
+        if self.speculate < 0:
+            raise InvalidConfig(f"rollout.speculate={self.speculate}: must be 0 (no drafts) or more")
+        if self.quantization == "none":
+            return
+        if engine != "vllm":
+            raise InvalidConfig(f"rollout.quantization={self.quantization} is of another engine: add --engine vllm")
+        if correction == "none":
+            raise InvalidConfig(
+                f"rollout.quantization={self.quantization}: the engine then samples from another policy than the actor's, for "
+                "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
+            )
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,7 @@ class PolicyGradientConfig:
     def __post_init__(self) -> None:
         check_placement(self)
         self.sampling()  # raises for invalid sampling options
+        self.rollout.check_engine(self.engine, self.algorithm.correction)
         if not self.rollout.in_order:
             needs = self._needs_own_prompts(), self._needs_whole_batches()
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
