@@ -198,6 +198,7 @@ def launch_roles(
         options | dict(config.engine_options),
         prompts,
         replay_routing=config.rollout.replay_routing and whole,
+        early_rewards=config.rollout.early_rewards,
     )
     announce_replay(rollout, builder.family, whole)
     return launch(

@@ -131,6 +131,15 @@ def test_a_run_with_drafts_gives_the_same_responses_and_says_how_many_counted(mo
 
 
 @pytest.mark.slow
+def test_early_rewards_are_those_of_later_ones(model, tmp_path):
+    assert run(model, tmp_path / "plain") == run(model, tmp_path / "early", "--rollout.early-rewards") == 0
+    plain, early = (rows_of(tmp_path / name / "run")[-1] for name in ("plain", "early"))
+    assert 0 <= early["reward/early_ratio"] < 1
+    for name in ("actor/pg_loss", "critic/score/mean", "critic/score/max", "response_length/mean"):
+        assert early[name] == plain[name]
+
+
+@pytest.mark.slow
 def test_a_name_that_the_template_does_not_use_ends_the_run_before_it_begins(model, tmp_path, capsys):
     assert run(model, tmp_path, "--template-arguments", "enable_thinkin", "false") == 2
     assert (

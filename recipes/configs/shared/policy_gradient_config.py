@@ -70,6 +70,8 @@ class RolloutOptions(CarryingConfig):
     stop: tuple[str, ...] = ()  # texts that end a response, in the evaluation too; the response keeps the text
     # tokens drafted for a row at a time, from its own tokens and from the other samples of its prompt; responses stay the same
     speculate: int = 0
+    # score whole groups while others are decoded, in the engine's process, where the reward function then runs too
+    early_rewards: bool = False
     quantization: Literal["none", "fp8"] = "none"  # of vLLM's weights; needs --algorithm.correction
 
     def engine_options(self) -> dict[str, Any]:
@@ -81,6 +83,10 @@ class RolloutOptions(CarryingConfig):
         """Raises `InvalidConfig` for an engine, or an algorithm, that these options do not fit."""
         if self.speculate < 0:
             raise InvalidConfig(f"rollout.speculate={self.speculate}: must be 0 (no drafts) or more")
+        if self.early_rewards and not self.in_order:
+            raise InvalidConfig(
+                f"rollout.early_rewards is for steps that decode their own samples to the end: leave out rollout.{self._first}"
+            )
         if self.quantization == "none":
             return
         if engine != "vllm":
