@@ -292,6 +292,19 @@ def expert_dtype(experts: int) -> torch.dtype:
     return torch.uint8 if experts <= 256 else torch.int16
 
 
+MOST_SLOTS = 1024
+"""Requests that vLLM decodes at a time unless an option says so; each has a row of float32 logits."""
+
+
+def slots_for(samples: int, engines: int = 1) -> int:
+    """How many requests each engine decodes at a time by default: its share of a step's ``samples``, if these are not too many.
+
+    >>> slots_for(640, engines=4), slots_for(5, engines=4), slots_for(2560)
+    (160, 2, 1024)
+    """
+    return max(min(-(-samples // engines), MOST_SLOTS), 1)
+
+
 def cpu_or_cuda() -> torch.device:
     """CUDA if available, else the CPU."""
     import torch

@@ -189,6 +189,7 @@ def launch_roles(
     prompts = {name: getattr(config.data, name) for name in ("max_prompt_length", "min_pixels", "max_pixels")}
     prompts["template_arguments"] = builder.template_arguments
     if config.engine == "vllm":  # it processes images itself
+        options["max_num_seqs"] = config.engine_slots()
         options["max_model_len"] = config.data.max_prompt_length + config.longest_response
         options["image_options"] = builder.image_options
     whole = responses and config.rollout.in_order

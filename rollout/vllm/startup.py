@@ -18,6 +18,9 @@ from rollout.vllm.versions import (
     speculative_options,
 )
 
+GRAPH_ROWS, GRAPH_STRIDE = 512, 16
+"""Rows up to which vLLM captures CUDA graphs unless told otherwise, and the distance of their sizes; eager steps are slower."""
+
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Settings of vLLM's image processor: the PIL backend, as everywhere in this project, and the builder's options."""
@@ -52,6 +55,12 @@ def start_llm(
         "enable_sleep_mode": on_cuda,
         "generation_config": "vllm",
     }
+    if (
+        on_cuda
+        and options["max_num_seqs"] > GRAPH_ROWS
+        and not options.keys() & {"enforce_eager", "compilation_config"}
+    ):
+        defaults["max_cudagraph_capture_size"] = -(-options["max_num_seqs"] // GRAPH_STRIDE) * GRAPH_STRIDE
     if not on_cuda:
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     try:

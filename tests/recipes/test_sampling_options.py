@@ -58,6 +58,17 @@ def test_drafts_and_quantisation_are_options_of_the_engine():
         }
 
 
+def test_vllm_decodes_all_samples_of_an_engine_at_a_time_by_default():
+    given = ["--engine", "vllm", "--batch-size", "8", "--algorithm.n", "4"]
+    assert grpo.parse(given).engine_slots() == 32
+    assert grpo.parse([*given, "--rollout.over-ask", "1.3"]).engine_slots() == 44  # of 11 groups
+    on_ray = [*given, "--on", "ray", "--layout.dp", "4"]
+    assert grpo.parse(on_ray).engine_slots() == 8
+    assert grpo.parse([*on_ray, "--engine-options", "tensor_parallel", "2"]).engine_slots() == 16
+    assert grpo.parse([*on_ray, "--ray.rollout-processes", "1"]).engine_slots() == 32
+    assert grpo.parse(["--engine", "vllm", "--batch-size", "1024", "--algorithm.n", "4"]).engine_slots() == 1024
+
+
 def test_a_file_gives_the_same_options_again(tmp_path):
     given = "--rollout.min-p 0.05 --rollout.stop --- 1 --template-arguments enable_thinking false depth 2 style short"
     file = tmp_path / "config.yaml"

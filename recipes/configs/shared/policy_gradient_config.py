@@ -1,5 +1,6 @@
 """The options of policy-gradient training, for any algorithm, and the presets of a size of model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,7 +15,7 @@ from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.options import parse_recipe
 from recipes.synthetic.problems import LEVELS
-from rollout.engine import SamplingParams
+from rollout.engine import SamplingParams, slots_for
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.ranks.layout import Layout
@@ -156,6 +157,15 @@ class PolicyGradientConfig:
             )
         return reasons + algorithm.needs_whole_batches
 
+    def engine_slots(self) -> int:
+        """Samples that an engine of vLLM decodes at a time by default: all of its share of a step, with those that go on."""
+        parallel = int(self.engine_options.get("tensor_parallel", 1))
+        ranks = (
+            self.ray.rollout_processes if self.on == "ray" and self.ray.rollout_processes else self.layout.world_size
+        )
+        groups = math.ceil(self.data.batch_size * self.rollout.over_ask)
+        return slots_for(groups * self.algorithm.n, max(ranks // parallel, 1))
+
     @property
     def updates(self) -> dict[str, int]:
         """Optimizer steps in each step of the run, by the name of the optimizer's field."""
@@ -205,7 +215,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "3b": PUBLISHED_BATCH
     | {
         "model_path": "Qwen/Qwen2.5-VL-3B-Instruct",
-        "engine_options": {"max_num_seqs": 512, "memory_share": 0.3},
+        "engine_options": {"memory_share": 0.3},
         "compute": ModelConfig(token_budget=8192, activation_checkpointing="selective", compile=True),
     },
     "7b": PUBLISHED_BATCH
