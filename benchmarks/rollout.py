@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -84,10 +85,13 @@ class Ours:
         self.engine: Any = create_engine(
             "vllm",
             path,
-            max_model_len=1024 + arguments.max_tokens,
-            max_num_seqs=256,
-            memory_share=arguments.memory_share,
-            tensor_parallel=arguments.tensor_parallel,
+            **{
+                "max_model_len": 1024 + arguments.max_tokens,
+                "max_num_seqs": 256,
+                "memory_share": arguments.memory_share,
+                "tensor_parallel": arguments.tensor_parallel,
+            }
+            | json.loads(arguments.options),
         )
         self.say("engine up", time.perf_counter() - started, "s")
         self.say("device memory: engine awake", used_gib(), "GiB")
@@ -158,6 +162,7 @@ class Ours:
             tokens = sum(len(each.token_ids) for each in completions)
             rates.append(tokens * (self.world // self.arguments.tensor_parallel) / taken)
         self.say("generation", median(rates[1:]), "tokens/s")
+        self.decoding()
         data = attach_responses(self.prompts, completions, sampling, self.engine.family, 0)
         if self.arguments.tensor_parallel > 1:
             others: list[Any] = [None] * self.world
@@ -173,6 +178,20 @@ class Ours:
             ("max", difference.max()),
         ):
             self.say(f"log-prob difference to the actor, {name}", float(value), "nats")
+
+    def exhaust(self, requests: list[Any], sampling: SamplingParams) -> None:
+        for _ in self.engine.generate(requests, sampling):
+            pass
+
+    def decoding(self) -> None:
+        """Milliseconds of a step that decodes all requests: of the second half of the responses, prompts left out."""
+        lengths = self.arguments.max_tokens // 2, self.arguments.max_tokens
+        taken = []
+        for tokens in lengths:
+            sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            requests = build_requests(self.prompts, sampling)
+            taken.append(median(self.seconds(partial(self.exhaust, requests, sampling)) for _ in range(ROUNDS)))
+        self.say("decoding step", 1000 * (taken[1] - taken[0]) / (lengths[1] - lengths[0]), "ms")
 
 
 def ours(path: str, arguments: argparse.Namespace) -> None:
@@ -235,6 +254,7 @@ def main() -> None:
         "--gpus", type=int, default=1, help="processes of our side; with several, bare vLLM is left out"
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of an engine")
+    parser.add_argument("--options", default="{}", help="JSON: further options of our engine, such as speculate")
     parser.add_argument("--side", choices=["ours", "bare"], help="only this side")
     arguments = parser.parse_args()
     path = str(

@@ -135,6 +135,8 @@ class Completion:
     """``(P' + R' - 1, M, k)`` uint8, or int16 above 256 experts: where each token of prompt and response was sent, but for the
     last one, which was not read; M layers with experts, k experts of a token. Only engines with the option ``routed_experts``."""
     error: DataProtoError | None = None  # why this request failed, such as `NonFiniteLogits`; others are not affected
+    drafted_tokens: int | None = None  # tokens that the engine drafted for it, if it drafts any; see `rollout.drafts`
+    accepted_tokens: int | None = None  # tokens of the response that took no forward pass of their own
 
 
 class RequestEngine(Protocol):
@@ -290,6 +292,19 @@ def expert_dtype(experts: int) -> torch.dtype:
     import torch
 
     return torch.uint8 if experts <= 256 else torch.int16
+
+
+MOST_SLOTS = 1024
+"""Requests that vLLM decodes at a time unless an option says so; each has a row of float32 logits."""
+
+
+def slots_for(samples: int, engines: int = 1) -> int:
+    """How many requests each engine decodes at a time by default: its share of a step's ``samples``, if these are not too many.
+
+    >>> slots_for(640, engines=4), slots_for(5, engines=4), slots_for(2560)
+    (160, 2, 1024)
+    """
+    return max(min(-(-samples // engines), MOST_SLOTS), 1)
 
 
 def cpu_or_cuda() -> torch.device:

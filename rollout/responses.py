@@ -106,6 +106,9 @@ def attach_responses(
     if has_experts(ordered):
         lengths = prompt_mask.sum(1).tolist()
         data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = collate_experts(ordered, lengths, sampling.n)
+    if ordered and all(each.drafted_tokens is not None for each in ordered):
+        for name in ("drafted_tokens", "accepted_tokens"):
+            data[name] = torch.tensor([getattr(each, name) for each in ordered], dtype=torch.int64)
     for name, wanted in (
         ("prompt_log_probs", sampling.prompt_log_probs),
         ("top_log_probs", sampling.top_log_probs),

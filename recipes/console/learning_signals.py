@@ -1,4 +1,4 @@
-"""Signs in the metrics of a run that the policy has nothing to learn from."""
+"""Signs in the metrics of a run that the policy has nothing to learn from, or learns from samples of another policy."""
 
 import math
 from collections import deque
@@ -17,6 +17,7 @@ class Thresholds:
     reward_spread: float = 1e-6  # highest minus lowest reward
     cut_responses: float = 0.95  # share of responses that end at max_tokens
     entropy: float = 0.01  # nats per token
+    engine_difference: float = 0.2  # nats per token, mean
 
 
 def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = None) -> dict[str, str]:
@@ -27,7 +28,7 @@ def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = 
 
     Returns:
         A message by the name of the problem: ``constant_reward``, ``equal_groups`` (unless the reward is constant),
-        ``cut_responses`` or ``no_entropy``.
+        ``cut_responses``, ``no_entropy`` or ``engine_difference``.
 
     >>> list(learning_problems(5 * [{"actor/entropy": 0.002}]))
     ['no_entropy']
@@ -40,6 +41,7 @@ def learning_problems(steps: Sequence[Metrics], thresholds: Thresholds | None = 
     if found["constant_reward"] is None:
         found["equal_groups"] = _equal_groups(last, limits)
     found |= {"cut_responses": _cut_responses(last, limits), "no_entropy": _no_entropy(last, limits)}
+    found["engine_difference"] = _engine_difference(last, limits)
     return {name: text for name, text in found.items() if text is not None}
 
 
@@ -97,6 +99,17 @@ def _no_entropy(last: Sequence[Metrics], limits: Thresholds) -> str | None:
     return (
         f"the entropy of the policy is {entropies[-1]:.2g} nats per token: its samples hardly differ; try a lower learning rate, "
         "a KL term (--algorithm.kl-coef) or an entropy bonus (--algorithm.entropy-coef)"
+    )
+
+
+def _engine_difference(last: Sequence[Metrics], limits: Thresholds) -> str | None:
+    means = _values(last, "training/rollout_probs_diff_log_mean")
+    if not means or min(means) < limits.engine_difference:
+        return None
+    return (
+        f"the engine's log-probs of sampled tokens differ from the actor's by {means[-1]:.2g} nats on average: it samples from "
+        "another policy; compare them with dataproto parity, try without --rollout.quantization or a smaller "
+        "--rollout.max-staleness, and correct the loss (--algorithm.correction)"
     )
 
 

@@ -25,6 +25,7 @@ from recipes.forecast.step_time import (
     update_flops,
     update_seconds,
 )
+from rollout.engine import slots_for
 from workers.model.model_config import UNSHARDED, Unsharded
 
 FULL = 0.92  # share of the memory that `with_unsharded` uses at most
@@ -231,12 +232,12 @@ def _present(setting: Setting) -> dict[str, RoleMemory]:
 
 
 def _generation(setting: Setting, resting: Mapping[str, RoleMemory]) -> Phase:
-    engine = engine_of(
-        setting.config, setting.size, setting.engine or "hf", dict(setting.engine_options), setting.device
-    )
     parallel = int(setting.engine_options.get("tensor_parallel", 1))
     engines = max(setting.layout.world_size // parallel, 1)
     share = setting.batch.part(-(-setting.prompts // engines))
+    slots = {"max_num_seqs": slots_for(len(share.responses))} if setting.engine == "vllm" else {}
+    options = slots | dict(setting.engine_options)
+    engine = engine_of(setting.config, setting.size, setting.engine or "hf", options, setting.device)
     number = setting.device.bytes_of_number
     weights = setting.size.total * number // parallel
     if setting.engine == "vllm" and not setting.device.on_cpu:

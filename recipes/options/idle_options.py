@@ -72,6 +72,11 @@ IDLE_RULES = (
         "environments draw no problems of a level: leave it out",
     ),
     IdleRule(
+        ("rollout.early-rewards",),
+        lambda c: hasattr(c, "episodes"),
+        "environments give the rewards: leave it out",
+    ),
+    IdleRule(
         ("instruction",),
         lambda c: hasattr(c, "episodes") and not c.data.data_path,
         "only rows of your own have it: add --data-path",

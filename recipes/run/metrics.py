@@ -76,7 +76,9 @@ def rollout_metrics(
         ``critic/{score,rewards,advantages,values,returns}/{mean,max,min}``, ``critic/vf_explained_var`` (1 where values are
         the returns), ``{prompt,response}_length/{mean,max,min,clip_ratio}``, ``response/aborted_ratio`` (share of rows without
         a response), ``response/truncated_ratio`` (share of rows whose response was cut), ``reward/acc`` (share of right answers),
-        ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples). Of
+        ``reward/equal_groups_ratio`` (share of groups whose samples have equal scores; of groups with several samples).
+        With drafts ``speculation/accepted_per_pass`` (accepted tokens in a forward pass over a row) and
+        ``speculation/accepted_ratio`` (share of drafted tokens that were accepted). Of
         episodes also ``episode/turns/{mean,max,min}``, and ``episode/ended/<reason>``, the share that ended so.
     """
     prompt, response = _lengths(data)
@@ -105,6 +107,8 @@ def rollout_metrics(
         metrics |= _equal_groups(totals.tolist(), list(ends["uid"]))
     if "truncated" in data:
         metrics["response/truncated_ratio"] = _mean(ends["truncated"])
+    if "drafted_tokens" in data:
+        metrics |= _speculation(int(response.sum()), data["drafted_tokens"], data["accepted_tokens"])
     if "turns" in data and "end_reason" in data:
         metrics |= _statistics("episode/turns", ends["turns"])
         reasons = Counter(ends["end_reason"].tolist())
@@ -258,6 +262,20 @@ def _equal_groups(scores: Sequence[float], uid: Sequence[Any]) -> dict[str, floa
     several = {name for name, samples in Counter(uid).items() if samples > 1}
     differing = {name for name, informative in zip(uid, informative_rows(scores, uid), strict=True) if informative}
     return {"reward/equal_groups_ratio": 1 - len(differing) / len(several)} if several else {}
+
+
+def _speculation(tokens: int, drafted: Tensor, accepted: Tensor) -> dict[str, float]:
+    """What drafts were worth, of responses with so many ``tokens`` in all.
+
+    >>> _speculation(10, torch.tensor([4, 6]), torch.tensor([2, 3]))
+    {'speculation/accepted_per_pass': 1.0, 'speculation/accepted_ratio': 0.5}
+    """
+    kept, asked = int(accepted.sum()), int(drafted.sum())
+    passes = max(tokens - kept, 1)
+    return {
+        "speculation/accepted_per_pass": kept / passes,
+        "speculation/accepted_ratio": kept / asked if asked else 0.0,
+    }
 
 
 def _lengths(data: DataProto) -> tuple[Tensor, Tensor]:

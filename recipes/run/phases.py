@@ -22,7 +22,7 @@ from recipes.run.dynamic_sampling import More, sample_informative_groups
 from recipes.run.metrics import timed
 from rollout.engine import SamplingParams
 from workers import Roles
-from workers.roles.reward import place_on_last_token
+from workers.roles.reward import EARLY_RESULTS, place_on_last_token
 
 Metrics = dict[str, float]
 
@@ -63,6 +63,9 @@ def generate_and_score(
             data: DataProto = roles.rollout.generate(prompts, replace(sampling, n=config.n))
         with timed(metrics, "reward"):
             data |= roles.reward.score(data)
+        if EARLY_RESULTS in data:
+            metrics["reward/early_ratio"] = sum(each is not None for each in data[EARLY_RESULTS]) / len(data)
+            data.pop(non_tensor_batch_keys=[EARLY_RESULTS])
         if config.needs_greedy:
             with timed(metrics, "gen"):
                 greedy: DataProto = roles.rollout.generate(prompts, replace(sampling, n=1, temperature=0.0))

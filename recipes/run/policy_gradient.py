@@ -196,10 +196,11 @@ def launch_roles(
         optimizer=over_the_run(config.optimizer, config.run.steps * config.updates["optimizer"]),
         **vars(config.compute),
     )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = config.rollout.engine_options()
     prompts = {name: getattr(config.data, name) for name in ("max_prompt_length", "min_pixels", "max_pixels")}
     prompts["template_arguments"] = builder.template_arguments
     if config.engine == "vllm":  # it processes images itself
+        options["max_num_seqs"] = config.engine_slots()
         options["max_model_len"] = config.data.max_prompt_length + config.longest_response
         options["image_options"] = builder.image_options
     rollout = RolloutConfig(
@@ -208,6 +209,7 @@ def launch_roles(
         options | dict(config.engine_options),
         prompts,
         replay_routing=config.rollout.replay_routing,
+        early_rewards=config.rollout.early_rewards,
     )
     announce_replay(rollout, builder.family)
     return launch(

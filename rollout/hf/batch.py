@@ -13,6 +13,7 @@ from rollout.hf.kept_prefixes import Prefix
 from rollout.hf.layer_caches import (
     LayerCache,
     add_rows,
+    arrange_tokens,
     can_join,
     fill_layer,
     row_cache,
@@ -93,6 +94,14 @@ class Batch:
             self.attention_mask = self.attention_mask[:, columns]
             for layer in self.layers:
                 select_tokens(layer, columns)
+
+    def align(self) -> None:
+        """Moves the tokens of each row to its end, and removes columns that no row needs."""
+        kept = int(self.attention_mask.sum(1).max())
+        columns = self.attention_mask.argsort(dim=1, stable=True)[:, -kept:]  # (W, kept), masked ones first
+        self.attention_mask = self.attention_mask.gather(1, columns)
+        for layer in self.layers:
+            arrange_tokens(layer, columns)
 
     def cache_of(self, row: int) -> list[LayerCache]:
         """A copy of the row's part of the cache, without padding."""

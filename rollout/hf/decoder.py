@@ -44,6 +44,15 @@ class Read:
 
 
 @dataclass(frozen=True)
+class ReadAhead:
+    """Sampled tokens of a batch, and drafted ones behind them, which have been read."""
+
+    hidden: Tensor  # (W, L, H)
+    first: int  # column of the sampled tokens in the cache
+    experts: Tensor | None  # (W, L, M, k), if they are recorded
+
+
+@dataclass(frozen=True)
 class Decoder:
     """Runs the model of a family on batches."""
 
@@ -187,15 +196,49 @@ class Decoder:
 
     def advance(self, batch: Batch, tokens: Tensor) -> None:
         """Reads one token ``(W,)`` of every row."""
-        mask = batch.attention_mask
-        batch.attention_mask = torch.cat([mask, mask.new_ones(len(tokens), 1)], dim=1)
-        embeddings = self.model.get_input_embeddings()(tokens[:, None])
-        batch.hidden = self._decode(embeddings, batch.next_position, {}, batch.attention_mask, batch.cache)[:, -1]
-        batch.next_position = batch.next_position + 1
+        read = self.read_ahead(batch, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.bool))
+        batch.hidden, batch.next_position = read.hidden[:, -1], batch.next_position + 1
+
+    def read_ahead(self, batch: Batch, tokens: Tensor, filled: Tensor) -> ReadAhead:
+        """Reads tokens ``(W, L)`` of every row, those of the mask ``filled`` behind each other; the first one is sampled.
+
+        `keep_ahead` says which others are kept, and `go_on` ends this.
+        """
+        mask, steps = batch.attention_mask, torch.arange(tokens.shape[1], device=self.device)
+        batch.attention_mask = torch.cat([mask, filled.to(mask)], dim=1)
+        embeddings = self.model.get_input_embeddings()(tokens)
+        positions = batch.next_position + steps
+        hidden = self._decode(embeddings, positions, {}, batch.attention_mask, batch.cache)
+        experts = None
         if self.recorder is not None:
             experts = self.recorder.take(len(tokens))
             for place in np.flatnonzero(batch.running):
-                batch.rows[place].add_experts(experts[place])
+                batch.rows[place].add_experts(experts[place, :1])
+        return ReadAhead(hidden, mask.shape[1], experts)
+
+    def keep_ahead(self, batch: Batch, read: ReadAhead, place: int, ahead: int) -> None:
+        """Notes, before a row takes the drafted token behind ``ahead`` others, that these have been read.
+
+        If the row ends with that token, its cache ends before it.
+        """
+        row = batch.rows[place]
+        if read.experts is not None and ahead:
+            row.add_experts(read.experts[place, ahead : ahead + 1])
+        if row.keep:
+            batch.attention_mask[place, read.first :] = torch.arange(read.hidden.shape[1], device=self.device) <= ahead
+
+    def go_on(self, batch: Batch, read: ReadAhead, taken: np.ndarray) -> None:
+        """Goes on behind the sampled token of each row and the ``taken (W,)`` drafted ones; the others are forgotten."""
+        counts = torch.from_numpy(taken).to(self.device)
+        length = read.hidden.shape[1]
+        batch.attention_mask[:, read.first :] = torch.arange(length, device=self.device) <= counts[:, None]
+        batch.hidden = read.hidden[torch.arange(len(taken), device=self.device), counts]
+        batch.next_position = batch.next_position + 1 + counts[:, None]
+        if read.experts is not None:
+            for place in np.flatnonzero(batch.running & (taken > 0)):
+                batch.rows[place].add_experts(read.experts[place, taken[place]][None])
+        if (taken + 1 < length).any():
+            batch.align()
 
     def _decode(
         self, embeddings: Tensor, positions: Tensor, extras: dict[str, Any], mask: Any, cache: DynamicCache

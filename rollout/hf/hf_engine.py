@@ -31,11 +31,13 @@ from rollout.engine import (
 )
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read
+from rollout.hf.drawing import draw
 from rollout.hf.kept_prefixes import KeptPrefixes, Prefix
 from rollout.hf.open_requests import OpenRequest
 from rollout.hf.route_recorder import RouteRecorder
-from rollout.pretrained import end_ids, generation_config
-from rollout.sampling import check_sampled, likeliest, policy_log_probs, project, sample, score_prompt, uniforms
+from rollout.hf.speculation import DraftPlaces, Speculation, matching, padded_drafts
+from rollout.pretrained import check_speculation, end_ids, generation_config
+from rollout.sampling import check_sampled, likeliest, policy_log_probs, project, score_prompt
 from rollout.stop_texts import completes_stop_text
 
 MIN_RUNNING_SHARE = 0.75
@@ -59,6 +61,7 @@ class HFEngine:
         kept_bytes: int = KEPT_BYTES,
         routed_experts: bool = False,
         token_budget: int = TOKEN_BUDGET,
+        speculate: int = 0,
     ) -> None:
         """Loads the checkpoint at ``model_path``.
 
@@ -68,10 +71,11 @@ class HFEngine:
             kept_bytes: memory for the caches of finished requests that may be continued.
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
             token_budget: tokens of prompts, with padding, that the model reads at a time. A longer prompt is read in parts.
+            speculate: tokens that are drafted for a row at a time and read in one pass; see `rollout.drafts`.
 
         Raises:
-            InvalidConfig: ``max_num_seqs`` or ``token_budget`` is below 1, or the checkpoint's ``generation_config.json`` cannot
-                be read.
+            InvalidConfig: ``max_num_seqs`` or ``token_budget`` is below 1, the checkpoint's ``generation_config.json`` cannot
+                be read, or the model has recurrent layers and ``speculate`` is above 0.
         """
         if min(max_num_seqs, token_budget) < 1:
             raise InvalidConfig(f"max_num_seqs={max_num_seqs} and token_budget={token_budget}: must be at least 1")
@@ -83,9 +87,10 @@ class HFEngine:
         self.end_ids = end_ids(generation_config(model_path, config))
         family = family_of(config)
         family.check_supported(config)
+        check_speculation(speculate, family)
         model = family.model_class().from_pretrained(model_path, dtype=self.dtype, attn_implementation="sdpa")
         self._path = model_path
-        self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts)
+        self._begin(model.to(self.device), max_num_seqs, kept_bytes, token_budget, routed_experts, speculate)
 
     @classmethod
     def of_model(cls, model: Any, max_num_seqs: int = 256) -> "HFEngine":
@@ -96,7 +101,13 @@ class HFEngine:
         return engine
 
     def _begin(
-        self, model: Any, max_num_seqs: int, kept_bytes: int, token_budget: int, routed_experts: bool = False
+        self,
+        model: Any,
+        max_num_seqs: int,
+        kept_bytes: int,
+        token_budget: int,
+        routed_experts: bool = False,
+        speculate: int = 0,
     ) -> None:
         """Sets what depends on the model."""
         self.family, self.model = family_of(model), model
@@ -117,6 +128,7 @@ class HFEngine:
         self._batches: list[Batch] = []  # several if rows cannot be added to a batch
         self._kept = KeptPrefixes(kept_bytes)
         self._done: list[Completion] = []  # not returned yet
+        self._speculation = Speculation(speculate, self.banned_ids) if speculate else None
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -143,7 +155,9 @@ class HFEngine:
         number = next(self._numbers)
         stop_ids = frozenset(sampling.stop_ids(self.end_ids))
         name = name or request_name(number, request)
-        self._waiting[number] = OpenRequest(number, name, request, sampling, keep, stop_ids, prefix)
+        self._waiting[number] = row = OpenRequest(number, name, request, sampling, keep, stop_ids, prefix)
+        if self._speculation is not None:
+            self._speculation.open(row)
         return number
 
     def abort(self, number: int) -> Completion | None:
@@ -153,7 +167,7 @@ class HFEngine:
         for batch in self._batches:
             row = batch.finish(number) or row
         self._remove_finished()
-        return None if row is None else row.completion("abort")
+        return None if row is None else self._ended(row, "abort")
 
     @property
     def unfinished(self) -> int:
@@ -227,7 +241,7 @@ class HFEngine:
             else:
                 del self._waiting[rows[0].number]
                 error.args = (f"{rows[0].name}: {str(error).removeprefix('row 0: ')}",)
-                self._done.append(rows[0].completion("error", error))
+                self._done.append(self._ended(rows[0], "error", error))
             return
         self._score_prompts(read)
         self.prefilled_tokens += read.tokens
@@ -259,45 +273,65 @@ class HFEngine:
     # Steps
 
     def _step(self, batch: Batch) -> None:
-        """Samples one token of every row and, unless all rows finish with it, reads it."""
+        """Samples one token of every row and, unless all rows finish with it, reads it, with drafts of further ones."""
         chosen, chosen_log_probs = self._sample(batch)
         ids, values = chosen.cpu().numpy(), chosen_log_probs.cpu().numpy()
         for place in np.flatnonzero(batch.running):
-            row = batch.rows[place]
-            row.token_ids.append(int(ids[place]))
-            row.log_probs.append(float(values[place]))
-            if (reason := self._finish_reason(row)) is not None:
-                batch.running[place] = False
-                self._finish(batch, int(place), reason)
+            self._take(batch, int(place), int(ids[place]), float(values[place]))
         if not batch.running.any():
             return
         if batch.running.mean() < MIN_RUNNING_SHARE:
             left = batch.running_rows()
             batch.select(left)
             chosen = chosen[left]
-        self._decoder.advance(batch, chosen)
+        drafts = [] if self._speculation is None else self._speculation.drafts(batch)
+        if any(drafts):
+            self._read_drafts(batch, chosen, drafts)
+        else:
+            self._decoder.advance(batch, chosen)
+
+    def _take(self, batch: Batch, place: int, token: int, log_prob: float) -> None:
+        """Adds a sampled token to a row, which may end with it."""
+        row = batch.rows[place]
+        row.token_ids.append(token)
+        row.log_probs.append(log_prob)
+        if self._speculation is not None:
+            self._speculation.add(row, token)
+        if (reason := self._finish_reason(row)) is not None:
+            batch.running[place] = False
+            self._finish(batch, place, reason)
 
     def _sample(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The next tokens ``(W,)`` and their log-probs ``(W,)``; one call of `sample` for rows with the same settings."""
+        """The next tokens ``(W,)`` and their log-probs ``(W,)``."""
         logits = self._logits(batch)
-        drawn = np.array([row.drawn for row in batch.rows])
-        numbers = torch.from_numpy(uniforms(batch.seeds, drawn)).to(self.device)
-        groups: dict[tuple[float, float, int, float], list[int]] = {}
-        for place, row in enumerate(batch.rows):
-            groups.setdefault(row.policy, []).append(place)
-        for place, row in enumerate(batch.rows):
-            if batch.running[place] and (wanted := row.sampling.top_log_probs):
-                log_probs = policy_log_probs(logits[place, None], row.sampling.temperature or 1.0, self.banned_ids)
-                row.top_log_probs += likeliest(log_probs, wanted)
-        if len(groups) == 1:
-            return sample(logits, batch.rows[0].sampling, numbers, self.banned_ids, self.undrawn_ids)
-        tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)
-        for places in groups.values():
-            sampling = batch.rows[places[0]].sampling
-            tokens[places], values[places] = sample(
-                logits[places], sampling, numbers[places], self.banned_ids, self.undrawn_ids
-            )
-        return tokens, values
+        for place in np.flatnonzero(batch.running):
+            self._add_likeliest(batch.rows[place], logits[place, None])
+        return draw(batch.rows, logits, np.array([row.drawn for row in batch.rows]), self.banned_ids, self.undrawn_ids)
+
+    def _add_likeliest(self, row: OpenRequest, logits: Tensor) -> None:
+        """Adds the likeliest tokens of ``logits (1, V)``, if the row wants some."""
+        if wanted := row.sampling.top_log_probs:
+            log_probs = policy_log_probs(logits, row.sampling.temperature or 1.0, self.banned_ids)
+            row.top_log_probs += likeliest(log_probs, wanted)
+
+    def _read_drafts(self, batch: Batch, chosen: Tensor, drafts: list[list[int]]) -> None:
+        """Reads the sampled tokens ``(W,)`` and the drafts behind them, and takes drafted tokens as far as they are drawn."""
+        read = self._decoder.read_ahead(batch, *padded_drafts(chosen, drafts))
+        places = DraftPlaces.of(drafts)
+        logits = project(read.hidden[places.rows, places.ahead], self.family.lm_head(self.model).weight, self._cap)
+        rows = [batch.rows[row] for row in places.rows]
+        numbers = np.array([row.drawn for row in rows]) + places.ahead
+        tokens, log_probs = draw(rows, logits, numbers, self.banned_ids, self.undrawn_ids)
+        matched, values = matching(places, tokens.cpu().numpy(), len(drafts)), log_probs.cpu().numpy()
+        taken = np.zeros(len(drafts), dtype=np.int64)
+        for number, (row, ahead, token) in enumerate(zip(*places, strict=True)):
+            if ahead < matched[row] and batch.running[row]:
+                batch.rows[row].drafts[1] += 1
+                self._add_likeliest(batch.rows[row], logits[number, None])
+                self._decoder.keep_ahead(batch, read, int(row), int(ahead))
+                taken[row] += 1
+                self._take(batch, int(row), int(token), float(values[number]))
+        self._decoder.go_on(batch, read, taken)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Logits ``(W, V)`` of the next tokens."""
@@ -324,7 +358,13 @@ class HFEngine:
                 error = found
         elif row.keep:
             self._kept.add(row.number, row.prefix_with(batch.cache_of(place) if batch.can_grow else None))
-        self._done.append(row.completion(reason, error))
+        self._done.append(self._ended(row, reason, error))
+
+    def _ended(self, row: OpenRequest, reason: FinishReason, error: DataProtoError | None = None) -> Completion:
+        """The completion of a request that has left."""
+        if self._speculation is not None:
+            self._speculation.close(row.number)
+        return row.completion(reason, error)
 
     def _remove_finished(self) -> None:
         self._batches = [batch for batch in self._batches if batch.running.any()]

@@ -42,6 +42,13 @@ def select_tokens(layer: Any, columns: Tensor) -> None:
         layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
 
 
+def arrange_tokens(layer: Any, columns: Tensor) -> None:
+    """Keeps, of each row, the keys and values of its tokens ``columns (W, T')`` alone, in this order."""
+    for name in ("keys", "values"):
+        states = getattr(layer, name)  # (W, H, T, D)
+        setattr(layer, name, states.take_along_dim(columns[:, None, :, None], dim=2))
+
+
 def add_rows(layer: Any, other: Any, length: int) -> None:
     """Adds the rows of another batch's layer. Keys and values are padded at the left to ``length`` tokens."""
     if is_recurrent(layer):

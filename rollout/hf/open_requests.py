@@ -32,6 +32,7 @@ class OpenRequest:
     top_prompt_log_probs: list[TopLogProbs] | None = None
     experts: list[Tensor] = field(default_factory=list)  # (n, M, k) of its tokens so far, in order
     experts_known: int = 0  # tokens that they are of
+    drafts: list[int] = field(default_factory=list)  # numbers of drafted and of accepted tokens, if any are drafted
 
     def add_experts(self, found: Tensor, prefix: Prefix | None = None) -> None:
         """Adds the experts ``(n, M, k)`` of the last n of its tokens that have been read, which follow those of ``prefix``. What
@@ -94,4 +95,6 @@ class OpenRequest:
             top_prompt_log_probs=self.top_prompt_log_probs if self.sampling.top_prompt_log_probs else None,
             routed_experts=torch.cat(self.experts) if self.experts else None,
             error=error,
+            drafted_tokens=self.drafts[0] if self.drafts else None,
+            accepted_tokens=self.drafts[1] if self.drafts else None,
         )

@@ -36,6 +36,7 @@ class EngineRequest:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     experts: Tensor | None = None  # (n, M, k) of its first tokens, if they are recorded
+    drafts: tuple[int, int] | None = None  # drafted and accepted tokens, if any are drafted
     prompt: list[Mapping[int, Any] | None] | None = None  # vLLM's log-probs of the prompt
 
     def add_experts(self, found: Tensor | None) -> None:
@@ -43,6 +44,12 @@ class EngineRequest:
         interrupted is read again.
         """
         self.experts = continued_experts(self.experts, found)
+
+    def add_drafts(self, found: tuple[int, int] | None) -> None:
+        """Adds numbers of drafted and accepted tokens."""
+        if found is not None:
+            drafted, accepted = self.drafts or (0, 0)
+            self.drafts = drafted + found[0], accepted + found[1]
 
     @property
     def scores_prompt(self) -> bool:
@@ -88,6 +95,8 @@ class EngineRequest:
             top_prompt_log_probs=top if sampling.top_prompt_log_probs else None,
             routed_experts=self.experts,
             error=error,
+            drafted_tokens=None if self.drafts is None else self.drafts[0],
+            accepted_tokens=None if self.drafts is None else self.drafts[1],
         )
 
 

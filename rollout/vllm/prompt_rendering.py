@@ -1,7 +1,8 @@
 """Requests to vLLM's form of prompts, checked before anything is generated."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollout.vllm.versions import error_line
 from rollout.vllm.whole_images import longest_run
 
 MAX_REPORTED_ROWS = 5
+SHARED_TOKENS = 16  # that vLLM reads at least of a prompt whose blocks it has
 
 
 @dataclass(frozen=True)
@@ -37,25 +39,10 @@ class PromptRenderer:
         Raises:
             InvalidPrompt: prompts cannot be used; names them.
         """
-        prompts: dict[int, Any] = {}
-        errors: list[str] = []
-        for name, request in zip(names, requests, strict=True):
-            if id(request.input_ids) in prompts:
-                continue
-            try:
-                prompts[id(request.input_ids)] = self.render_one(request, sampling)
-            except MemoryError:
-                raise
-            except Exception as error:  # vLLM and image processors raise errors of any class
-                prompts[id(request.input_ids)] = None
-                errors.append(f"{name}: {error_line(error)}")
-        if errors:
-            more = f" (and {len(errors) - MAX_REPORTED_ROWS} more rows)" if len(errors) > MAX_REPORTED_ROWS else ""
-            raise InvalidPrompt("; ".join(errors[:MAX_REPORTED_ROWS]) + more)
-        return prompts
+        return for_each_prompt(requests, names, lambda request: self.render_one(request, sampling))
 
-    def render_one(self, request: Request, sampling: SamplingParams) -> Any:
-        """vLLM's form of one prompt."""
+    def check(self, request: Request, sampling: SamplingParams) -> None:
+        """Raises `InvalidPrompt` for a prompt that can be refused before it is rendered."""
         media = request.multi_modal_data
         images = list(media.get("image", ()))
         length = len(request.input_ids)
@@ -63,8 +50,6 @@ class PromptRenderer:
             raise InvalidPrompt(
                 f"{length} prompt tokens and max_tokens={sampling.max_tokens} exceed max_model_len={most}"
             )
-        if self.last and self.last[0][0] is request.input_ids:
-            return self.last[0][1]
         if self.max_images is not None and len(images) > self.max_images:
             raise InvalidPrompt(f"{len(images)} images exceed max_images={self.max_images}")
         if (
@@ -77,12 +62,19 @@ class PromptRenderer:
                 "computes causal attention within the image and the actor does not: use the hf engine, or smaller images if the "
                 "model takes several sizes (max_pixels)"
             )
+        if request.multi_modal_inputs and not images and not media.get("video"):
+            raise InvalidPrompt("it has pixels but no images: the vLLM engine needs the column multi_modal_data")
+
+    def render_one(self, request: Request, sampling: SamplingParams) -> Any:
+        """vLLM's form of one prompt."""
+        self.check(request, sampling)
+        if self.last and self.last[0][0] is request.input_ids:
+            return self.last[0][1]
+        media = request.multi_modal_data
         if media.get("video"):
             rendered = prepared_prompt(self.llm, self.family, request)
-        elif request.multi_modal_inputs and not images:
-            raise InvalidPrompt("it has pixels but no images: the vLLM engine needs the column multi_modal_data")
         else:
-            rendered = self._expanded(request, images)
+            rendered = self._expanded(request, list(media.get("image", ())))
         self.last[:] = [(request.input_ids, rendered)]
         return rendered
 
@@ -96,6 +88,90 @@ class PromptRenderer:
         (rendered,) = self.llm.renderer.render_cmpl([prompt])
         check_expansion(rendered["prompt_token_ids"], request.input_ids)
         return rendered
+
+
+def for_each_prompt(requests: Sequence[Request], names: Sequence[str], do: Callable[[Request], Any]) -> dict[int, Any]:
+    """What ``do`` returns for each distinct prompt, by the identity of its ``input_ids``. ``names`` are for messages.
+
+    Raises:
+        InvalidPrompt: ``do`` raised for some prompts; names them.
+    """
+    found: dict[int, Any] = {}
+    errors: list[str] = []
+    for name, request in zip(names, requests, strict=True):
+        if id(request.input_ids) in found:
+            continue
+        try:
+            found[id(request.input_ids)] = do(request)
+        except MemoryError:
+            raise
+        except Exception as error:  # vLLM and image processors raise errors of any class
+            found[id(request.input_ids)] = None
+            errors.append(f"{name}: {error_line(error)}")
+    if errors:
+        more = f" (and {len(errors) - MAX_REPORTED_ROWS} more rows)" if len(errors) > MAX_REPORTED_ROWS else ""
+        raise InvalidPrompt("; ".join(errors[:MAX_REPORTED_ROWS]) + more)
+    return found
+
+
+class RenderedAhead:
+    """The prompts of a run, rendered one after another in a thread, while vLLM reads and decodes earlier ones."""
+
+    def __init__(
+        self,
+        renderer: PromptRenderer,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        names: Sequence[str],
+        step_tokens: int,
+    ) -> None:
+        """Begins to render. ``requests`` are in the order in which vLLM gets them, which reads ``step_tokens`` in a step."""
+        self._requests, self._names, self._step_tokens = requests, names, step_tokens
+        self._pool = ThreadPoolExecutor(1, "rendering")
+        own = replace(renderer, last=[])
+        distinct = {id(request.input_ids): request for request in reversed(requests)}
+        self._found = {key: self._pool.submit(own.render_one, distinct[key], sampling) for key in reversed(distinct)}
+        self._steps = self._tokens = 0
+        self._known: set[int] = set()  # identities of the prompts among the first requests
+        self.taken = 0  # requests
+
+    def due(self) -> int:
+        """The number of requests that vLLM needs before its next step: so many tokens of prompts that the step, and the one after
+        it, are full. It depends on nothing but the prompts, so that all ranks of an engine make the same steps.
+        """
+        self._steps += 1
+        count = self.taken
+        while count < len(self._requests) and self._tokens < (self._steps + 1) * self._step_tokens:
+            ids = self._requests[count].input_ids
+            self._tokens += SHARED_TOKENS if id(ids) in self._known else len(ids)
+            self._known.add(id(ids))
+            count += 1
+        return count - self.taken
+
+    def next_prompt(self) -> Any:
+        """Waits for the prompt of the next request.
+
+        Raises:
+            InvalidPrompt: prompts cannot be used; names them all.
+        """
+        request = self._requests[self.taken]
+        self.taken += 1
+        try:
+            return self._found[id(request.input_ids)].result()
+        except MemoryError:
+            raise
+        except Exception:
+            for_each_prompt(self._requests, self._names, lambda each: self._found[id(each.input_ids)].result())
+            raise
+
+    @property
+    def left(self) -> int:
+        """The number of requests that vLLM has not got."""
+        return len(self._requests) - self.taken
+
+    def close(self) -> None:
+        """Ends the thread; prompts that it has not begun are not rendered."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def image_key(image: Image.Image) -> str:

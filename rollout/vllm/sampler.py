@@ -6,9 +6,14 @@ rank, and the random state of the process is not used. (With its own seeds vLLM 
 would wait for the tokens of each step before it prepares the next.) Log-probs stay on the device until their response is
 complete.
 
+With drafts (`rollout.vllm.drafter`) a step has several tokens of a row. Each of them is drawn from the row's own random stream,
+in place of vLLM's rejection sampler, whose tokens have the same distribution but are others. A drafted token counts if it is the
+one that is drawn, so the tokens are those of a run without drafts.
+
 Logits are float32, as in the actor. vLLM would round them to the model's dtype, where a logit of 20 becomes a multiple of 1/8.
 """
 
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +26,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
+from rollout.drafts import Drafts
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
 from rollout.vllm.routing import ExpertSlots
@@ -42,6 +48,8 @@ class Slot:
 
     sampling: SamplingParams
     stop_id: int | None
+    drafted: int = 0  # tokens
+    steps: int = 0
     top: dict[int, list[TopLogProbs]] = field(default_factory=dict)  # by place, counted from 1
 
     @property
@@ -65,6 +73,7 @@ class PolicySampler(Sampler):
         self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
         self.runner = runner
         self.expert_slots = expert_slots
+        self.drafts = Drafts(self.banned_ids) if runner.speculative_config is not None else None
         self.device: torch.device = runner.device
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -86,7 +95,7 @@ class PolicySampler(Sampler):
 
     def open(self, seed: int, drawn: int, sampling: SamplingParams, stop_id: int | None) -> int:
         """A slot for a request that draws from the stream of ``seed``, from number ``drawn`` on. ``stop_id`` is any of the
-        tokens that end it.
+        tokens that end it. For drafts see `open_drafts`.
         """
         if not self.slots:
             self._clear()
@@ -98,10 +107,24 @@ class PolicySampler(Sampler):
         self.seeds[slot], self.drawn[slot] = seed, drawn
         return slot
 
+    def open_drafts(self, slot: int, key: Hashable, prompt: Tensor) -> None:
+        """Drafts tokens for the request in a slot, of the group ``key`` with the ``prompt (P',)``, if the engine drafts any."""
+        if self.drafts is not None:
+            self.drafts.open(slot, key, prompt)
+
     def close(self, slot: int) -> None:
         """Frees a slot. The next step may still write to it, before the first step of the request that gets it."""
         if self.slots.pop(slot, None) is not None:
             self._free.append(slot)
+            if self.drafts is not None:
+                self.drafts.close(slot)
+
+    def drafted_and_accepted(self, slot: int, count: int) -> tuple[int, int] | None:
+        """How many tokens were drafted for the request in a slot, and how many of its ``count`` tokens took no step of their own;
+        ``None`` if the engine drafts none.
+        """
+        found = self.slots[slot]
+        return None if self.drafts is None else (found.drafted, max(count - found.steps, 0))
 
     def log_probs(self, slot: int, count: int) -> list[float]:
         """Log-probs of the first ``count`` sampled tokens of the request in a slot."""
@@ -122,19 +145,72 @@ class PolicySampler(Sampler):
 
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
         """Samples tokens ``(B, 1)`` int32 for the ``logits (B, V)`` of the current step."""
+        names, steps, discarded = self._begin_step()
+        tokens = self._draw(logits, np.arange(len(names)), steps, discarded, self._parts, self._order)
+        return SamplerOutput(sampled_token_ids=tokens.int().unsqueeze(-1), logprobs_tensors=None)
+
+    def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """Samples tokens ``(B, 1 + K)`` int32 for the ``logits (N, V)`` of the current step, which has up to K drafted tokens of
+        each row. -1 stands behind the first token that is not the drafted one; called in place of vLLM's rejection sampler.
+        """
+        names, steps, discarded = self._begin_step()
+        drafted = np.array(metadata.num_draft_tokens)
+        rows = np.repeat(np.arange(len(names)), drafted + 1)
+        ahead = np.arange(len(rows)) - np.repeat(np.cumsum(drafted + 1) - (drafted + 1), drafted + 1)
+        for slot, count in zip(self._rows.tolist(), drafted.tolist(), strict=True):
+            if slot in self.slots:
+                self.slots[slot].drafted += count
+        tokens = self._draw(logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows)).int()
+        place = self._sent(np.stack([rows, ahead]))
+        drawn = tokens.new_full((len(names), 1 + int(drafted.max(initial=0))), -1)
+        drawn[place[0], place[1]] = tokens
+        wanted, targets = torch.full_like(drawn, -2), place[:, metadata.target_logits_indices.long()]
+        wanted[targets[0], targets[1]] = metadata.draft_token_ids.int()
+        kept = (drawn == wanted)[:, :-1].cumprod(1).bool()
+        drawn[:, 1:] = drawn[:, 1:].masked_fill(~kept, -1)
+        return SamplerOutput(sampled_token_ids=drawn, logprobs_tensors=None)
+
+    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+        """Drafts of at most ``most`` tokens for the rows of the step that has just ended, which ``sampled`` these tokens."""
+        found: list[list[int]] = [[] for _ in sampled]
+        for row, token_ids in enumerate(sampled):
+            slot = int(self._rows[row]) if row < len(self._rows) else -1
+            if self.drafts is not None and token_ids and slot in self.slots:
+                self.drafts.add(slot, token_ids)
+                found[row] = self.drafts.next_tokens(slot, most)
+        return found
+
+    def _begin_step(self) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Names of the rows of the current step, the number of the last of the tokens that each samples, and whether they are
+        discarded."""
         names, steps, discarded = batch_of(self.runner)
         if self.expert_slots is not None:
             self.expert_slots.record()
         if names != self._names:
             self._set_rows(names)
+        if self.drafts is not None:
+            for slot, skipped in zip(self._rows.tolist(), discarded.tolist(), strict=True):
+                if slot in self.slots and not skipped:
+                    self.slots[slot].steps += 1
+        return names, steps, discarded
+
+    def _draw(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        steps: np.ndarray,
+        discarded: np.ndarray,
+        parts: Sequence[tuple[slice | Tensor, Slot]],
+        order: Tensor | None,
+    ) -> Tensor:
+        """Tokens ``(N,)`` for ``logits (N, V)``, which are token number ``steps (N,)`` of ``rows (N,)``; notes log-probs."""
         places = np.where(discarded, 0, steps + 1)
         self._add_columns(int(places.max(initial=0)))
-        numbers = uniforms(self.seeds[self._rows], self.drawn[self._rows] + np.where(discarded, 0, steps))
-        sent = torch.from_numpy(np.stack([self._rows, places, numbers.view(np.int64)]))
-        if self.side_stream is not None:
-            sent = sent.pin_memory().to(self.device, non_blocking=True)  # one copy, without waiting
+        slots = self._rows[rows]
+        numbers = uniforms(self.seeds[slots], self.drawn[slots] + np.where(discarded, 0, steps))
+        sent = self._sent(np.stack([slots, places, numbers.view(np.int64)]))
         chosen, log_probs = [], []
-        for part, slot in self._parts:
+        for part, slot in parts:
             tokens, values = sample(
                 logits[part], slot.sampling, sent[2, part].view(torch.float64), self.banned_ids, self.undrawn_ids
             )
@@ -143,16 +219,22 @@ class PolicySampler(Sampler):
             chosen.append(tokens)
             log_probs.append(values)
         tokens, values = torch.cat(chosen), torch.cat(log_probs)
-        if self._order is not None:
-            tokens, values = tokens[self._order], values[self._order]
+        if order is not None:
+            tokens, values = tokens[order], values[order]
         self.found[sent[0], sent[1]] = values
         for row, slot in self._with_top:
-            found = policy_log_probs(logits[row, None], slot.sampling.temperature or 1.0, self.banned_ids)
-            slot.top[int(places[row])] = likeliest(found, slot.sampling.top_log_probs)
-        return SamplerOutput(sampled_token_ids=tokens.int().unsqueeze(-1), logprobs_tensors=None)
+            for place in np.flatnonzero(rows == row):
+                found = policy_log_probs(logits[place, None], slot.sampling.temperature or 1.0, self.banned_ids)
+                slot.top[int(places[place])] = likeliest(found, slot.sampling.top_log_probs)
+        return tokens
+
+    def _sent(self, values: np.ndarray) -> Tensor:
+        """The values on the device, in one copy that the host does not wait for."""
+        tensor = torch.from_numpy(values)
+        return tensor if self.side_stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _set_rows(self, names: list[str]) -> None:
-        """Finds the slots of rows and groups rows that one call of `sample` can serve, at most `CHUNK_ROWS` in a call."""
+        """Finds the slots of rows, and the rows that one call of `sample` can serve."""
         requests = self.runner.requests
         self._names = names
         self._rows = np.array([requests[name].sampling_params.extra_args[EXTRA_ARGUMENT] for name in names])
@@ -162,18 +244,19 @@ class PolicySampler(Sampler):
         groups: dict[Any, list[int]] = {}
         for row, slot in enumerate(slots):
             groups.setdefault(slot.policy, []).append(row)
-        self._parts: list[tuple[slice | Tensor, Slot]] = []
-        self._order: Tensor | None = None
-        if len(groups) == 1:
-            starts = range(0, len(names), CHUNK_ROWS)
-            self._parts = [(slice(start, start + CHUNK_ROWS), slots[0]) for start in starts]
-            return
-        for rows in groups.values():
-            for start in range(0, len(rows), CHUNK_ROWS):
-                part = torch.tensor(rows[start : start + CHUNK_ROWS], device=self.device)
-                self._parts.append((part, slots[rows[0]]))
-        together = torch.cat([part for part, _ in self._parts if isinstance(part, Tensor)])
-        self._order = together.argsort()
+        self._groups = [(slots[rows[0]], rows) for rows in groups.values()]
+        self._parts, self._order = self._parts_of(np.arange(len(names)))
+
+    def _parts_of(self, rows: np.ndarray) -> tuple[list[tuple[slice | Tensor, Slot]], Tensor | None]:
+        """The places of ``rows (N,)`` in parts of at most `CHUNK_ROWS` for one call of `sample` each, and what sorts them."""
+        parts: list[tuple[slice | Tensor, Slot]] = []
+        if len(self._groups) == 1:
+            starts = range(0, len(rows), CHUNK_ROWS)
+            return [(slice(start, start + CHUNK_ROWS), self._groups[0][0]) for start in starts], None
+        for slot, members in self._groups:
+            places = torch.from_numpy(np.flatnonzero(np.isin(rows, members))).to(self.device)
+            parts += [(part, slot) for part in places.split(CHUNK_ROWS)]
+        return parts, torch.cat([part for part, _ in parts if isinstance(part, Tensor)]).argsort()
 
     def _add_slots(self, count: int) -> None:
         first = len(self.seeds)
@@ -224,4 +307,7 @@ def install(worker: Any) -> PolicySampler:
             module.quant_method = Float32Head()
     sampler = PolicySampler(worker.model_runner, getattr(worker, "expert_slots", None))
     worker.model_runner.sampler = sampler
+    if sampler.drafts is not None:
+        worker.model_runner.rejection_sampler = sampler.verify
+        worker.model_runner.drafter.sampler = sampler
     return sampler

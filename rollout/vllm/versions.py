@@ -39,6 +39,12 @@ EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 RECORDING_WORKER = "rollout.vllm.routing.recording_worker.RecordingWorker"
 """vLLM's name for the worker that records experts."""
 
+DRAFTER = "rollout.vllm.drafter.SiblingDrafter"
+"""vLLM's name for what drafts tokens."""
+
+QUANTIZATIONS = {"fp8": "fp8_per_channel"}
+"""Quantisations of weights that are loaded in higher precision, and vLLM's names of them."""
+
 PREFIX_MATCH_UNIT = 16
 """Tokens; vLLM's block sizes are multiples of it."""
 
@@ -117,6 +123,12 @@ def recording_options() -> dict[str, Any]:
 
     whole_blocks = {"prefix_match_unit": None} if "prefix_match_unit" in EngineArgs.__dataclass_fields__ else {}
     return {"worker_cls": RECORDING_WORKER, "async_scheduling": False} | whole_blocks
+
+
+def speculative_options(tokens: int) -> dict[str, Any]:
+    """The option by which vLLM reads ``tokens`` drafted tokens of each row in a step."""
+    config = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": tokens}
+    return {"speculative_config": config} if tokens else {}
 
 
 def executor(tensor_parallel: int) -> str | None:
@@ -250,7 +262,27 @@ def _pack_experts_anew(model: nn.Module) -> None:
 def is_packed(model: nn.Module) -> bool:
     """Whether vLLM stores some weights in another form than it loads them."""
     on_cpu = next(model.parameters()).device.type == "cpu"
-    return on_cpu or any(hasattr(module, "w13_weight") for module in model.modules())
+    return on_cpu or any(hasattr(module, "w13_weight") or is_quantized(module) for module in model.modules())
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether vLLM quantises the weight of a layer when it loads it, into ``weight (in, out)`` and ``weight_scale (out, 1)``."""
+    return bool(getattr(getattr(module, "quant_method", None), "uses_meta_device", False))
+
+
+def quantization_options(kind: str | None) -> dict[str, Any]:
+    """The option by which vLLM quantises the weights that it loads: fp8 with a scale for each output channel.
+
+    Its kernels for ``fp8`` alone changed between versions: since 0.30 that name reads quantised checkpoints only.
+
+    Raises:
+        InvalidConfig: ``kind`` is no quantisation that this engine has.
+    """
+    if kind is None:
+        return {}
+    if kind not in QUANTIZATIONS:
+        raise InvalidConfig(f"quantization={kind!r}: choose one of {sorted(QUANTIZATIONS)}")
+    return {"quantization": QUANTIZATIONS[kind]}
 
 
 def error_line(error: BaseException) -> str:

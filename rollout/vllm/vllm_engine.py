@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +30,20 @@ from rollout.pretrained import end_ids, generation_config
 from rollout.stop_texts import completes_stop_text
 from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
 from rollout.vllm.memory import EngineMemory
-from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
+from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer, RenderedAhead, for_each_prompt
 from rollout.vllm.startup import processor_options, start_llm
-from rollout.vllm.versions import clear_kv_cache, error_line, state_of
+from rollout.vllm.versions import clear_kv_cache, error_line, quantization_options, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 from rollout.vllm.whole_images import limit_of_images
+
+
+class ComingRun(NamedTuple):
+    """The requests of a run that vLLM has not got yet, and those before them."""
+
+    rows: Sequence[EngineRequest]
+    sampling: SamplingParams
+    prompts: RenderedAhead
+    call: int  # a part of the names that vLLM knows them by
 
 
 class VLLMEngine:
@@ -53,6 +62,8 @@ class VLLMEngine:
         kv_cache_bytes: int | None = None,
         sleep_level: int = 2,
         routed_experts: bool = False,
+        speculate: int = 0,
+        quantization: str | None = None,
         **options: Any,
     ) -> None:
         """Starts vLLM on the checkpoint at ``model_path``.
@@ -68,6 +79,8 @@ class VLLMEngine:
             kv_cache_bytes: size of the KV cache, instead of ``memory_share``; 1 GiB by default on a CPU.
             sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them, and they are streamed again.
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
+            speculate: tokens that are drafted for a row at a time and read in one pass; see `rollout.drafts`.
+            quantization: "fp8": weights of linear layers in 8 bits. The engine then samples from another policy than the actor's.
             options: any other option of ``vllm.LLM``.
         """
         if sleep_level not in (1, 2):
@@ -81,15 +94,22 @@ class VLLMEngine:
             "tensor_parallel_size": tensor_parallel,
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
+            **quantization_options(quantization),
         }
-        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts)
+        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts, speculate)
 
     def _start(
-        self, model_path: str, sleep_level: int, max_images: int | None, options: dict[str, Any], routed_experts: bool
+        self,
+        model_path: str,
+        sleep_level: int,
+        max_images: int | None,
+        options: dict[str, Any],
+        routed_experts: bool,
+        speculate: int,
     ) -> None:
         """Sets all attributes. ``options`` are those of ``vllm.LLM``."""
         self.device = cpu_or_cuda()
-        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts)
+        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts, speculate)
         self.engine = self.llm.llm_engine
         slots = self.sampler.expert_slots
         self.no_experts = None if slots is None else slots.step[:0].cpu()
@@ -108,6 +128,8 @@ class VLLMEngine:
         self._waiting: dict[int, EngineRequest] = {}  # to be given to vLLM again
         self._kept: dict[int, FinishedRequest] = {}
         self._done: list[Completion] = []  # not returned yet
+        self._coming: ComingRun | None = None
+        self._step_tokens = int(self.engine.vllm_config.scheduler_config.max_num_batched_tokens)
         self._run: Mapping[int, int] = {}  # numbers and places of the requests of the last `generate`
 
     @cached_property
@@ -150,7 +172,8 @@ class VLLMEngine:
     @property
     def unfinished(self) -> int:
         """Number of requests whose completion no poll has returned."""
-        return len(self._waiting) + len(self._open) + len(self._done)
+        coming = 0 if self._coming is None else self._coming.prompts.left
+        return coming + len(self._waiting) + len(self._open) + len(self._done)
 
     def poll(self) -> list[Completion]:
         """Runs one step of vLLM. See `RequestEngine.poll`.
@@ -159,6 +182,8 @@ class VLLMEngine:
             RequestFailed: vLLM has dropped requests.
         """
         self.prompts.last.clear()
+        if self._coming is not None:
+            self._add_coming(self._coming.prompts.due())
         self._add_waiting()
         for output in self.engine.step() if self._open else ():
             if output.finished and output.request_id in self._open:
@@ -175,11 +200,11 @@ class VLLMEngine:
         return done
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> Iterator[Completion]:
-        """Yields completions as they finish.
+        """Yields completions as they finish. Prompts are rendered while vLLM reads and decodes earlier ones.
 
         Raises:
-            InvalidPrompt: prompts are too long, have too many images or one that vLLM refuses, or vLLM expands their tokens
-                differently than the training side; names the rows. Nothing has been generated.
+            InvalidPrompt: prompts are too long or have too many images (then nothing has been generated), have an image that vLLM
+                refuses, or vLLM expands their tokens differently than the training side; names the rows.
             NonFiniteLogits: no token can be sampled for a request; names its row. The engine stays usable.
             RequestFailed: vLLM ended a request by itself; names its row and the reason.
             RunAbandoned: another run began before this one was read to its end; an engine has one run at a time.
@@ -191,7 +216,7 @@ class VLLMEngine:
         places = {row.number: place for place, row in enumerate(rows)}
         left = len(rows)
         try:
-            self._add(rows, sampling, places)
+            self._begin(rows, sampling, places)
             while left:
                 done = self.poll()
                 self._done = [each for each in done if each.request not in places]  # another caller polls them
@@ -208,12 +233,49 @@ class VLLMEngine:
         finally:
             self._end_run(places)  # after an error, or if the caller stops reading
 
-    def _begin_run(self, run: Mapping[int, int]) -> None:
+    def _begin(self, rows: Sequence[EngineRequest], sampling: SamplingParams, run: Mapping[int, int]) -> None:
+        """Begins a run and to render its prompts, which `poll` gives to vLLM. It ends the run before, which the caller neither
+        finished nor closed.
+        """
+        requests, names = [row.request for row in rows], [row.name for row in rows]
+        for_each_prompt(requests, names, lambda request: self.prompts.check(request, sampling))
         self._end_run(self._run)
         self._run = run
+        if not all(map(self._can_score, rows)):
+            self._waiting |= {row.number: row for row in rows}
+            return
+        self._add_coming()
+        self.wake_kv_cache()
+        order = first_samples_first(requests, self._window)
+        ahead = [requests[place] for place in order], sampling, [names[place] for place in order]
+        prompts = RenderedAhead(self.prompts, *ahead, self._step_tokens)
+        self._coming = ComingRun([rows[place] for place in order], sampling, prompts, next(self._calls))
+
+    def _add_coming(self, count: int | None = None) -> None:
+        """Gives the next ``count`` requests of the run, or all, to vLLM, when their prompts are rendered."""
+        coming = self._coming
+        if coming is None:
+            return
+        with self._image_caches_in_sync():
+            if not self._open:
+                self._clear_non_finite()
+            for _ in range(coming.prompts.left if count is None else count):
+                place = coming.prompts.taken
+                row, prompt = coming.rows[place], coming.prompts.next_prompt()
+                self._add_one(f"{coming.call}-{place}", row, row.request, prompt, coming.sampling)
+        if not coming.prompts.left:
+            self._drop_coming()
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.prompts.close()
+            self._coming = None
 
     def _end_run(self, run: Mapping[int, int]) -> None:
         """Ends all requests of a run."""
+        if self._coming is not None and self._coming.rows[0].number in run:
+            self._drop_coming()
+            self.llm.reset_mm_cache()  # see `_image_caches_in_sync`
         names = [name for name, row in self._open.items() if row.number in run]
         if names:
             self.engine.abort_request(names)
@@ -239,40 +301,35 @@ class VLLMEngine:
         others = [other.sampling.temperature for other in self._open.values() if other.scores_prompt]
         return not row.scores_prompt or all(other == row.sampling.temperature for other in others)
 
-    def _add(
-        self, rows: Sequence[EngineRequest], sampling: SamplingParams, run: Mapping[int, int] | None = None
-    ) -> None:
-        """Gives requests to vLLM, all or none, or lets them wait. A ``run`` ends the one before, which the caller neither
-        finished nor closed.
-        """
+    def _add(self, rows: Sequence[EngineRequest], sampling: SamplingParams) -> None:
+        """Gives requests to vLLM, all or none, or lets them wait."""
+        self._add_coming()
         if not all(map(self._can_score, rows)):
-            if run is not None:
-                self._begin_run(run)
             self._waiting |= {row.number: row for row in rows}
             return
-        requests = [row.rest[0] for row in rows]
+        requests, call = [row.rest[0] for row in rows], next(self._calls)
         with self._image_caches_in_sync():
             prompts = self.prompts.render(requests, sampling, [row.name for row in rows])
             self.wake_kv_cache()
-            if run is not None:
-                self._begin_run(run)
             if not self._open:
                 self._clear_non_finite()
-            stop_ids, call = sampling.stop_ids(self.end_ids), next(self._calls)
-            stop_id = stop_ids[0] if stop_ids else None
-            for place in first_samples_first(requests, self._window):
-                row, request = rows[place], requests[place]
-                row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_id)
-                name = f"{call}-{place}"
-                try:
-                    prompt, params = prompts[id(request.input_ids)], self._params(row.slot, sampling)
-                    self.engine.add_request(name, prompt, params, lora_request=self._adapter_of(request))
-                except BaseException as error:
-                    self.sampler.close(row.slot)
-                    if isinstance(error, ValueError):
-                        raise InvalidPrompt(f"{row.name}: {error_line(error)}") from error
-                    raise
-                self._open[name] = row
+            for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
+                self._add_one(f"{call}-{place}", row, request, prompts[id(request.input_ids)], sampling)
+
+    def _add_one(self, name: str, row: EngineRequest, request: Request, prompt: Any, sampling: SamplingParams) -> None:
+        """Gives vLLM the rest of a request, under a name."""
+        stop_ids = sampling.stop_ids(self.end_ids)
+        row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_ids[0] if stop_ids else None)
+        self.sampler.open_drafts(row.slot, request.uid or id(row.request.input_ids), request.input_ids)
+        try:
+            params = self._params(row.slot, sampling)
+            self.engine.add_request(name, prompt, params, lora_request=self._adapter_of(request))
+        except BaseException as error:
+            self.sampler.close(row.slot)
+            if isinstance(error, ValueError):
+                raise InvalidPrompt(f"{row.name}: {error_line(error)}") from error
+            raise
+        self._open[name] = row
 
     def _adapter_of(self, request: Request) -> Any:
         """vLLM's name of the adapter that a request is for: none."""
@@ -286,6 +343,7 @@ class VLLMEngine:
         try:
             yield
         except BaseException:
+            self._drop_coming()
             self.prompts.last.clear()
             self.llm.reset_mm_cache()
             raise
@@ -297,6 +355,7 @@ class VLLMEngine:
             row.top_log_probs = row.top_log_probs + self.sampler.top_log_probs(row.slot, len(token_ids))
         read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
         row.add_experts(self.sampler.experts(row.slot, read))
+        row.add_drafts(self.sampler.drafted_and_accepted(row.slot, len(token_ids)))
         row.token_ids = row.token_ids + token_ids
         self.sampler.close(row.slot)
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from rollout.vllm.versions import (
     EXPERTS_MODULE,
     JOINED_WEIGHTS,
     is_packed,
+    is_quantized,
     loading,
     model_of,
     renamed,
@@ -23,11 +24,21 @@ Weights = Iterable[tuple[str, Tensor]]  # checkpoint names, full tensors
 
 def load_parameters(worker: Any, weights: Weights) -> set[str]:
     """Loads the weights into the running model. Returns the names of the parameters that none of them filled."""
-    parameters = {name for name, _ in model_of(worker).named_parameters()}
+    parameters = given_parameters(model_of(worker))
     with loading(worker) as model:
         loader: Any = model
         filled = set(loader.load_weights(weights))
     return unfilled(parameters, filled)
+
+
+def given_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that are in checkpoints: all but the scales of weights that vLLM quantises itself."""
+    modules = dict(model.named_modules())
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if not (name.endswith("weight_scale") and is_quantized(modules[name.rpartition(".")[0]]))
+    }
 
 
 def unfilled(parameters: set[str], filled: set[str]) -> set[str]:
@@ -41,9 +52,11 @@ def unfilled(parameters: set[str], filled: set[str]) -> set[str]:
 
 @torch.no_grad()
 def differing_parameters(worker: Any, weights: Weights) -> list[str]:
-    """Names of parameters that differ from this rank's part of the weights, or that have no weight."""
+    """Names of parameters that differ from this rank's part of the weights, or that have no weight. Quantised ones differ by more
+    than rounding.
+    """
     model: Any = model_of(worker)
-    left = {name for name, _ in model.named_parameters()}
+    left = given_parameters(model)
     differing = []
     for name, parts in _by_parameter(model, weights):
         left.discard(name)
@@ -55,9 +68,21 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
             held, wanted = held.flatten(1).sort().values, wanted.flatten(1).sort().values
         if is_packed(model) and name.endswith(".conv1d.weight"):  # across channels
             held, wanted = held.flatten().sort().values, wanted.flatten().sort().values
-        if not torch.equal(held, wanted):
+        if not (equal_in_fp8(held, wanted) if is_quantized(module) else torch.equal(held, wanted)):
             differing.append(name)
     return differing + sorted(left)
+
+
+def equal_in_fp8(held: Tensor, wanted: Tensor) -> bool:
+    """Whether weights ``(out, in)`` are ``wanted``, rounded to 3 bits behind the first one, with a scale for each output channel.
+
+    >>> weight = torch.tensor([[448.0, 17.0, 0.001]])
+    >>> equal_in_fp8(torch.tensor([[448.0, 18.0, 0.0]]), weight), equal_in_fp8(torch.tensor([[448.0, 20.0, 0.0]]), weight)
+    (True, False)
+    """
+    held, wanted = held.float(), wanted.float()
+    smallest = wanted.abs().amax(-1, keepdim=True) / 448 * 2**-9  # of e4m3, whose largest number is 448
+    return bool(((held - wanted).abs() <= (wanted.abs() * 2**-4).maximum(smallest / 2) * 1.01).all())
 
 
 def _by_parameter(model: Any, weights: Weights) -> Iterator[tuple[str, list[Tensor]]]:
@@ -98,6 +123,8 @@ def _within(model: nn.Module, path: str, kind: str) -> str:
 def _held(module: nn.Module, name: str) -> Tensor:
     """The weight that the module computes with. If it is only stored packed, it is computed as the product with the identity."""
     parameter = getattr(module, name.rpartition(".")[2])
+    if is_quantized(module) and name.endswith("weight"):
+        return (parameter.float() * cast(Tensor, module.weight_scale).reshape(1, -1)).t()
     if parameter.numel():
         return parameter.detach()
     layer: Any = module

@@ -19,6 +19,7 @@ HEALTHY = {
         ({"critic/score/max": 0.1, "critic/score/min": 0.1}, "constant_reward", "reward 0.1"),
         ({"response/truncated_ratio": 0.96}, "cut_responses", "--max-response-length"),
         ({"actor/entropy": 0.009}, "no_entropy", "--algorithm.entropy-coef"),
+        ({"training/rollout_probs_diff_log_mean": 0.3}, "engine_difference", "--algorithm.correction"),
     ],
 )
 def test_a_sign_counts_when_all_of_the_last_steps_show_it(sign, problem, advice):
@@ -37,6 +38,7 @@ def test_just_below_each_threshold_there_is_no_sign():
         "reward/equal_groups_ratio": 0.999,
         "response/truncated_ratio": 0.949,
         "actor/entropy": 0.01,
+        "training/rollout_probs_diff_log_mean": 0.199,
     }
     assert learning_problems(5 * [near]) == {}
 

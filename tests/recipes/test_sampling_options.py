@@ -38,11 +38,35 @@ def test_training_samples_by_min_p_and_both_end_at_stop_texts():
         (["--rollout.min-p", "1.5"], "min_p=1.5: must be between 0"),
         (["--rollout.stop", ""], "stop=.*not empty"),
         (["--rollout.stop", "a", "--rollout.ahead"], "rollout.ahead decodes during the update"),
+        (["--rollout.speculate", "-1"], "rollout.speculate=-1: must be 0"),
+        (["--rollout.quantization", "fp8"], "rollout.quantization=fp8 is of another engine: add --engine vllm"),
+        (["--rollout.quantization", "fp8", "--engine", "vllm"], "add --algorithm.correction token"),
     ],
 )
 def test_impossible_sampling_is_refused(given, message):
     with pytest.raises(InvalidConfig, match=message):
         grpo.parse(given)
+
+
+def test_drafts_and_quantisation_are_options_of_the_engine():
+    options = "--engine vllm --rollout.speculate 3 --rollout.quantization fp8 --algorithm.correction token"
+    for recipe, more in ((grpo, []), (walk_config, ["--tokens", "400"])):
+        assert recipe.parse([]).rollout.engine_options() == {}
+        assert recipe.parse([*options.split(), *more]).rollout.engine_options() == {
+            "speculate": 3,
+            "quantization": "fp8",
+        }
+
+
+def test_vllm_decodes_all_samples_of_an_engine_at_a_time_by_default():
+    given = ["--engine", "vllm", "--batch-size", "8", "--algorithm.n", "4"]
+    assert grpo.parse(given).engine_slots() == 32
+    assert grpo.parse([*given, "--rollout.over-ask", "1.3"]).engine_slots() == 44  # of 11 groups
+    on_ray = [*given, "--on", "ray", "--layout.dp", "4"]
+    assert grpo.parse(on_ray).engine_slots() == 8
+    assert grpo.parse([*on_ray, "--engine-options", "tensor_parallel", "2"]).engine_slots() == 16
+    assert grpo.parse([*on_ray, "--ray.rollout-processes", "1"]).engine_slots() == 32
+    assert grpo.parse(["--engine", "vllm", "--batch-size", "1024", "--algorithm.n", "4"]).engine_slots() == 1024
 
 
 def test_a_file_gives_the_same_options_again(tmp_path):
@@ -87,6 +111,7 @@ def requests(model, monkeypatch):
 
 
 def run(model, tmp_path, *more):
+    tmp_path.mkdir(exist_ok=True)
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     rows = tmp_path / "sums.jsonl"
@@ -104,6 +129,25 @@ def test_a_run_asks_its_engine_so_in_training_and_evaluation(model, requests, tm
     assert all(sampling.stop == ("e",) for _, _, sampling in requests)
     assert {sampling.min_p for greedy, _, sampling in requests if not greedy} == {0.2}
     assert rows_of(tmp_path / "run")[-1]["training/rollout_probs_diff_max"] < 1e-4  # log-probs are the policy's
+
+
+@pytest.mark.slow
+def test_a_run_with_drafts_gives_the_same_responses_and_says_how_many_counted(model, tmp_path):
+    assert run(model, tmp_path / "plain") == run(model, tmp_path / "drafting", "--rollout.speculate", "2") == 0
+    plain, drafting = (rows_of(tmp_path / name / "run")[-1] for name in ("plain", "drafting"))
+    assert 0 <= drafting["speculation/accepted_per_pass"] <= 2
+    assert not any(name.startswith("speculation/") for name in plain)
+    for name in ("actor/pg_loss", "actor/entropy", "critic/score/mean", "response_length/mean"):
+        assert drafting[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_early_rewards_are_those_of_later_ones(model, tmp_path):
+    assert run(model, tmp_path / "plain") == run(model, tmp_path / "early", "--rollout.early-rewards") == 0
+    plain, early = (rows_of(tmp_path / name / "run")[-1] for name in ("plain", "early"))
+    assert 0 <= early["reward/early_ratio"] < 1
+    for name in ("actor/pg_loss", "critic/score/mean", "critic/score/max", "response_length/mean"):
+        assert early[name] == plain[name]
 
 
 @pytest.mark.slow

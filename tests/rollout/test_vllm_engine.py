@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -237,6 +238,43 @@ def test_images_of_a_refused_batch_can_be_asked_for_alone(setup):
         generate(setup, setup.vllm, GREEDY, refused)
     expected = generate(setup, setup.hf, GREEDY, prompts)["responses"]
     assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts[:1])["responses"], expected[:1])
+    assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts)["responses"], expected)
+
+
+def test_later_prompts_are_rendered_while_earlier_ones_are_decoded(setup, monkeypatch):
+    expected = generate(setup, setup.vllm, SAMPLED)
+    stepped, last = threading.Event(), setup.prompts["uid"][-1]
+    step, render = setup.vllm.engine.step, PromptRenderer.render_one
+
+    def noted():
+        stepped.set()
+        return step()
+
+    def held_back(self, request, sampling):
+        assert request.uid != last or stepped.wait(120)
+        return render(self, request, sampling)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.vllm, "_step_tokens", 8)  # of prompts in a step
+        patch.setattr(setup.vllm.engine, "step", noted)
+        patch.setattr(PromptRenderer, "render_one", held_back)
+        found = generate(setup, setup.vllm, SAMPLED)
+    assert torch.equal(found["responses"], expected["responses"])
+    assert not any(thread.name.startswith("rendering") for thread in threading.enumerate())
+
+
+def test_images_that_are_refused_after_the_first_steps_end_the_run_and_are_all_named(setup, monkeypatch):
+    rows = [{"prompt": "<image>", "images": [picture(40 + place, 44, 400 + place)]} for place in range(4)]
+    prompts = setup.builder(rows)
+    refused = prompts[:]
+    images = [prompts["multi_modal_data"][0], {"image": [picture(8, 4000, 5)]}] * 2
+    refused["multi_modal_data"] = np.array(images, dtype=object)
+    monkeypatch.setattr(setup.vllm, "_step_tokens", 1)
+    with pytest.raises(InvalidPrompt, match=r"row 1 .*; row 3 "):
+        generate(setup, setup.vllm, GREEDY, refused)
+    assert not setup.vllm.engine.has_unfinished_requests()
+    assert setup.vllm.unfinished == 0
+    expected = generate(setup, setup.hf, GREEDY, prompts)["responses"]
     assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts)["responses"], expected)
 
 

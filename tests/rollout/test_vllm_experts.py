@@ -50,6 +50,19 @@ def test_experts_are_those_of_the_hf_engine(family, sampling):
     torch.testing.assert_close(replayed[mask], ours["rollout_log_probs"][mask], atol=1e-4, rtol=0)
 
 
+def test_drafts_keep_the_experts_of_the_tokens_that_are_accepted(tmp_path):
+    setup = start("qwen3_vl_moe", tmp_path, routed_experts=True, speculate=2)
+    setup.hf = HFEngine(str(tmp_path / "actor"), device=CPU, routed_experts=True)
+    weights = {name: weight.clone() for name, weight in setup.hf.model.named_parameters()}
+    weights["lm_head.weight"] *= 6  # prefers few tokens
+    for engine in (setup.hf, setup.vllm):
+        engine.load_weights(weights.items())
+    copied = SamplingParams(n=4, temperature=0.1, max_tokens=16, seed=3, ignore_eos=True)
+    ours, theirs = (generate(setup, engine, copied) for engine in (setup.vllm, setup.hf))
+    assert ours["accepted_tokens"].sum() > 0
+    assert_same_experts(ours, theirs)
+
+
 def test_interrupted_responses_keep_their_experts(family):
     requests = build_requests(family.prompts, SAMPLED)
     numbers = {family.vllm.submit(request, SAMPLED): place for place, request in enumerate(requests)}

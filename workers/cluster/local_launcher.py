@@ -8,7 +8,7 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from workers.cluster.local_group import LocalGroup
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, early_reward, engine_phase
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
@@ -37,7 +37,7 @@ def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
         with phase("starting the reward"):
             optional["reward"] = LocalGroup(_reward_worker(plan.reward, plan.actor.model_path))
     with phase(engine_phase(plan.rollout.engine)):
-        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights))
+        rollout = LocalGroup(RolloutWorker(plan.rollout, actor.named_weights, reward=early_reward(plan)))
     return Roles(LocalGroup(actor), rollout, optional)
 
 

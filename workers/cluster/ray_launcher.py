@@ -18,7 +18,7 @@ from workers.cluster.ray_group import (
     running_ray,
 )
 from workers.cluster.ray_pool import RayPool, share_cores
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, early_reward, engine_phase
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -117,14 +117,23 @@ def _build_rollout(plan: LaunchPlan, pool: RayPool, stack: ExitStack) -> tuple[R
     """The engines, and a function that sends them the actor's weights at the end of a step."""
     if not pool.config.rollout_processes:
         shared = pool.build(
-            "rollout", lambda host: RolloutWorker(plan.rollout, host.roles["actor"].named_weights, host.ranks)
+            "rollout",
+            lambda host: RolloutWorker(
+                plan.rollout, host.roles["actor"].named_weights, host.ranks, reward=early_reward(plan)
+            ),
         )
         return shared, lambda: None  # these engines read the actor's weights before they next generate
     engines = RayPool(Layout(dp=pool.config.rollout_processes), pool.config, pool.blobs)
     stack.callback(engines.close)
     rollout = engines.build(
         "rollout",
-        lambda host: RolloutWorker(plan.rollout, lambda dtype: host.receive_weights(), host.ranks, shares_device=False),
+        lambda host: RolloutWorker(
+            plan.rollout,
+            lambda dtype: host.receive_weights(),
+            host.ranks,
+            shares_device=False,
+            reward=early_reward(plan),
+        ),
     )
     pool.open_channel(engines)
     dtype = rollout.weights_dtype()

@@ -14,7 +14,7 @@ from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.model_worker import PolicyConfig
-from workers.roles.reward import ModelReward, RewardFunction
+from workers.roles.reward import ModelReward, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutConfig
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -40,6 +40,19 @@ def engine_phase(engine: str) -> str:
     'starting the engine hf'
     """
     return f"starting the engine {engine}" + (" (weights, compilation, graphs)" if engine == "vllm" else "")
+
+
+def early_reward(plan: LaunchPlan) -> RewardWorker | None:
+    """What scores whole groups in the process of the engine, while others are decoded, if the plan says so.
+
+    Raises:
+        InvalidConfig: the plan has no reward function.
+    """
+    if not plan.rollout.early_rewards:
+        return None
+    if plan.reward is None or isinstance(plan.reward, ModelReward):
+        raise InvalidConfig("early_rewards needs a reward function: a model would take the engine's device")
+    return RewardWorker(plan.reward, plan.actor.model_path)
 
 
 @dataclass

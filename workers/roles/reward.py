@@ -17,6 +17,9 @@ from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.mesh import Ranks
 from workers.roles.critic import CriticConfig, FrozenCriticWorker
 
+EARLY_RESULTS = "_early_results"
+"""The column with what the reward function has returned for a row while others were decoded, or ``None``."""
+
 
 @dataclass(frozen=True)
 class RewardRow:
@@ -57,7 +60,7 @@ class RewardWorker:
         with self.ranks.fail_together():
             require(data, "responses", "response_mask")
             texts = self.decode(data)
-        results = list(self.results(data, texts))
+        results = self._all_results(data, texts)
         check_results(results, len(data))
         scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)
         names = sorted({name for result in results for name in result})
@@ -66,6 +69,19 @@ class RewardWorker:
             {"token_level_rewards": place_on_last_token(scores, data["response_mask"])},
             non_tensors=numbers | {"response_text": np.array(texts, dtype=object)},
         )
+
+    def _all_results(self, data: DataProto, texts: Sequence[str]) -> list[Any]:
+        """As `results`; those of the column `EARLY_RESULTS` are taken from there."""
+        if EARLY_RESULTS not in data:
+            return list(self.results(data, texts))
+        known = list(data[EARLY_RESULTS])
+        left = [row for row, result in enumerate(known) if result is None]
+        found = list(self.results(data[left], [texts[row] for row in left])) if left else []
+        if len(found) != len(left):
+            check_results(found, len(left))
+        for row, result in zip(left, found, strict=True):
+            known[row] = result
+        return known
 
     def results(self, data: DataProto, texts: Sequence[str]) -> Sequence[Mapping[str, float]]:
         """One ``{"score": float, ...}`` for each row."""

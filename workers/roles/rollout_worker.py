@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dataproto import DataProto
+from dataproto import DataProto, object_array
 from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
@@ -35,6 +35,8 @@ from workers.roles.carried_groups import (
     split_groups,
     with_begun,
 )
+from workers.roles.early_rewards import EarlyRewards
+from workers.roles.reward import EARLY_RESULTS, RewardWorker
 from workers.roles.sharding_manager import ShardingManager, engine_group, neighbours
 from workers.training.loading import checkpoint_family
 
@@ -55,6 +57,7 @@ class RolloutConfig:
     replay_routing: bool = (
         True  # the actor uses the experts that the engine chose, if the engine can tell (arXiv:2510.11370)
     )
+    early_rewards: bool = False  # `generate` scores whole groups while others are decoded, by the run's reward function
 
 
 def replays_routing(config: RolloutConfig, family: VLMFamily) -> bool:
@@ -81,16 +84,24 @@ class RolloutWorker:
         weights: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]],
         ranks: Ranks | None = None,
         shares_device: bool = True,
+        reward: RewardWorker | None = None,
     ) -> None:
         """``weights`` returns the actor's (name, tensor) pairs; it is called, with the engine's dtype, after each change of them.
 
         ``ranks`` is this process's place in the training layout, which splits and joins the rows; the engine's option
         ``tensor_parallel`` is independent of it. ``shares_device``: whether other roles need the engine's memory between
-        rollouts.
+        rollouts. ``reward`` scores whole groups of `generate` while others are decoded, for engines of one rank.
+
+        Raises:
+            InvalidConfig: the engine does not fit the layout, or it has several ranks and there is a ``reward``.
         """
         self.config = config
         self.ranks = ranks = ranks or Ranks()
         tensor_parallel = int(config.options.get("tensor_parallel", 1))
+        if reward is not None and tensor_parallel > 1:
+            raise InvalidConfig(
+                f"early_rewards with tensor_parallel={tensor_parallel}: each rank of an engine would score its rows; leave it out"
+            )
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.family = checkpoint_family(config.model_path)
         options = {"routed_experts": True} | config.options if replays_routing(config, self.family) else config.options
@@ -108,6 +119,7 @@ class RolloutWorker:
         self.pad_token_id = int(
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
+        self.early = None if reward is None else EarlyRewards(reward, self.family, self.pad_token_id)
 
     @dispatch(split=split_prompts, join=join_rows)
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
@@ -116,13 +128,21 @@ class RolloutWorker:
         A sample's random stream derives from ``sampling.seed``, the row's ``uid`` and the number among the samples of that uid:
         ``prompts.repeat(4)`` with ``n=1`` gives what ``prompts`` gives with ``n=4``, and the same prompts with the same seed
         give the same samples again. Rows without uids draw other streams in every call, counted from the worker's start.
+
+        With `RolloutConfig.early_rewards` also the column `EARLY_RESULTS`, which `RewardWorker.score` reads.
         """
         self._calls += 1
         with self.sharding as sharding:
             with self.ranks.fail_together():  # else other engines would wait for one that refuses a row
                 shared = sharding.preprocess_data(self._numbered(prompts))
-                completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
+                decode = partial(self.engine.generate, build_requests(shared, sampling, self._calls), sampling)
+                if self.early is None:
+                    completions, results = list(decode()), None
+                else:
+                    completions, results = self.early.decode(decode, shared, sampling)
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
+                if results is not None:
+                    rollouts[EARLY_RESULTS] = object_array(results)
                 self._check_experts(rollouts)
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts)

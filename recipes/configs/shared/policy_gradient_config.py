@@ -1,5 +1,6 @@
 """The options of policy-gradient training, for any algorithm, and the presets of a size of model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,7 +15,7 @@ from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.options import parse_recipe
 from recipes.synthetic.problems import LEVELS
-from rollout.engine import SamplingParams
+from rollout.engine import SamplingParams, slots_for
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.ranks.layout import Layout
@@ -68,6 +69,34 @@ class RolloutOptions(CarryingConfig):
 
     min_p: float = 0.0  # sample from tokens with at least this share of the likeliest token's probability; 0: from all
     stop: tuple[str, ...] = ()  # texts that end a response, in the evaluation too; the response keeps the text
+    # tokens drafted for a row at a time, from its own tokens and from the other samples of its prompt; responses stay the same
+    speculate: int = 0
+    # score whole groups while others are decoded, in the engine's process, where the reward function then runs too
+    early_rewards: bool = False
+    quantization: Literal["none", "fp8"] = "none"  # of vLLM's weights; needs --algorithm.correction
+
+    def engine_options(self) -> dict[str, Any]:
+        """What these options ask of the engine."""
+        quantized = {} if self.quantization == "none" else {"quantization": self.quantization}
+        return quantized | ({"speculate": self.speculate} if self.speculate else {})
+
+    def check_engine(self, engine: str, correction: str) -> None:
+        """Raises `InvalidConfig` for an engine, or an algorithm, that these options do not fit."""
+        if self.speculate < 0:
+            raise InvalidConfig(f"rollout.speculate={self.speculate}: must be 0 (no drafts) or more")
+        if self.early_rewards and not self.in_order:
+            raise InvalidConfig(
+                f"rollout.early_rewards is for steps that decode their own samples to the end: leave out rollout.{self._first}"
+            )
+        if self.quantization == "none":
+            return
+        if engine != "vllm":
+            raise InvalidConfig(f"rollout.quantization={self.quantization} is of another engine: add --engine vllm")
+        if correction == "none":
+            raise InvalidConfig(
+                f"rollout.quantization={self.quantization}: the engine then samples from another policy than the actor's, for "
+                "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
+            )
 
 
 @dataclass(frozen=True)
@@ -94,6 +123,7 @@ class PolicyGradientConfig:
     def __post_init__(self) -> None:
         check_placement(self)
         self.sampling()  # raises for invalid sampling options
+        self.rollout.check_engine(self.engine, self.algorithm.correction)
         if not self.rollout.in_order:
             needs = self._needs_own_prompts(), self._needs_whole_batches()
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
@@ -126,6 +156,15 @@ class PolicyGradientConfig:
                 "(--algorithm.minibatch None makes one)"
             )
         return reasons + algorithm.needs_whole_batches
+
+    def engine_slots(self) -> int:
+        """Samples that an engine of vLLM decodes at a time by default: all of its share of a step, with those that go on."""
+        parallel = int(self.engine_options.get("tensor_parallel", 1))
+        ranks = (
+            self.ray.rollout_processes if self.on == "ray" and self.ray.rollout_processes else self.layout.world_size
+        )
+        groups = math.ceil(self.data.batch_size * self.rollout.over_ask)
+        return slots_for(groups * self.algorithm.n, max(ranks // parallel, 1))
 
     @property
     def updates(self) -> dict[str, int]:
@@ -176,7 +215,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "3b": PUBLISHED_BATCH
     | {
         "model_path": "Qwen/Qwen2.5-VL-3B-Instruct",
-        "engine_options": {"max_num_seqs": 512, "memory_share": 0.3},
+        "engine_options": {"memory_share": 0.3},
         "compute": ModelConfig(token_budget=8192, activation_checkpointing="selective", compile=True),
     },
     "7b": PUBLISHED_BATCH

@@ -1,0 +1,89 @@
+"""Several tokens of a row in one forward pass: drafted tokens are kept as far as they are those that the row draws."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.drafts import Drafts
+from rollout.hf.batch import Batch
+from rollout.hf.open_requests import OpenRequest
+
+
+class Speculation:
+    """Drafts for the rows of an engine. Letters: W rows, K longest draft."""
+
+    def __init__(self, most: int, banned_ids: Sequence[int]) -> None:
+        """``most`` tokens are drafted for a row at a time."""
+        self.most = most
+        self._drafts = Drafts(banned_ids)
+
+    def open(self, row: OpenRequest) -> None:
+        """Adds a request. Those of one ``uid``, or without one those of one prompt, learn from each other."""
+        ids, row.drafts = row.request.input_ids, [0, 0]
+        self._drafts.open(row.number, row.request.uid or id(ids), ids)
+
+    def add(self, row: OpenRequest, token: int) -> None:
+        """Adds a token that a row has drawn."""
+        self._drafts.add(row.number, [token])
+
+    def close(self, number: int) -> None:
+        """Removes a request, if there is one of this number."""
+        self._drafts.close(number)
+
+    def drafts(self, batch: Batch) -> list[list[int]]:
+        """A draft for each row, perhaps empty, that does not go beyond its ``max_tokens``."""
+        found: list[list[int]] = [[] for _ in batch.rows]
+        for place in np.flatnonzero(batch.running):
+            row = batch.rows[place]
+            left = row.sampling.max_tokens - len(row.token_ids)
+            found[place] = self._drafts.next_tokens(row.number, min(self.most, left))
+            row.drafts[0] += len(found[place])
+        return found
+
+
+class DraftPlaces(NamedTuple):
+    """The places of all drafted tokens of a batch, row after row."""
+
+    rows: np.ndarray  # (N,) row of each drafted token
+    ahead: np.ndarray  # (N,) number of drafted tokens before it in its row
+    tokens: np.ndarray  # (N,) the drafted tokens
+
+    @classmethod
+    def of(cls, drafts: Sequence[Sequence[int]]) -> "DraftPlaces":
+        """
+        >>> DraftPlaces.of([[5, 6], [], [7]]).rows.tolist(), DraftPlaces.of([[5, 6], [], [7]]).ahead.tolist()
+        ([0, 0, 2], [0, 1, 0])
+        """
+        rows = [row for row, draft in enumerate(drafts) for _ in draft]
+        ahead = [place for draft in drafts for place in range(len(draft))]
+        tokens = [token for draft in drafts for token in draft]
+        return cls(*(np.array(each, dtype=np.int64) for each in (rows, ahead, tokens)))
+
+
+def padded_drafts(first: Tensor, drafts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids ``(W, 1 + K)``, of each row its ``first (W,)`` token and its draft, and a mask of those that are no padding.
+
+    >>> padded_drafts(torch.tensor([1, 2]), [[5, 6], []])[0].tolist()
+    [[1, 5, 6], [2, 0, 0]]
+    """
+    longest = max(map(len, drafts))
+    ids = torch.tensor([[*draft, *[0] * (longest - len(draft))] for draft in drafts], dtype=torch.int64)
+    lengths = torch.tensor([1 + len(draft) for draft in drafts])
+    filled = torch.arange(1 + longest) < lengths[:, None]
+    return torch.cat([first[:, None], ids.to(first.device)], dim=1), filled.to(first.device)
+
+
+def matching(places: DraftPlaces, drawn: np.ndarray, rows: int) -> np.ndarray:
+    """For each of the ``rows`` how many drafted tokens are equal to the ``drawn (N,)`` ones before the first that is not.
+
+    >>> matching(DraftPlaces.of([[5, 6, 7], [8], []]), np.array([5, 9, 7, 8]), 3).tolist()
+    [1, 1, 0]
+    """
+    counts = np.zeros(rows, dtype=np.int64)
+    for row, ahead, equal in zip(places.rows, places.ahead, places.tokens == drawn):
+        if equal and counts[row] == ahead:
+            counts[row] += 1
+    return counts

@@ -1,0 +1,194 @@
+"""Exact-match speculation in the Hugging Face engine: the tokens without it, in fewer forward passes."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataproto.errors import InvalidConfig
+from helpers.batches import prompt_batch
+from helpers.examples import at_most
+from helpers.tiny_models import MODEL_TYPES, tiny_model
+from helpers.turns import finish, next_turn
+from rollout.engine import SamplingParams
+from rollout.hf import HFEngine
+from rollout.responses import build_requests
+
+CPU = torch.device("cpu")
+SPECULATED = [each for each in MODEL_TYPES if each not in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")]
+
+
+def engines_of(model_type, path, **options):
+    """An engine, and one that drafts, whose model prefers few tokens, so that drafts are found and kept."""
+    model = tiny_model(model_type)
+    model.get_output_embeddings().weight.data *= 6
+    model.save_pretrained(path)
+    return [HFEngine(str(path), device=CPU, speculate=tokens, **options) for tokens in (0, 3)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[each if each == "qwen3_vl" else pytest.param(each, marks=pytest.mark.long) for each in SPECULATED],
+)
+def engines(request, tmp_path_factory):
+    return engines_of(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def one_family(tmp_path_factory):
+    return engines_of("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+def requests_of(engine, sampling):
+    prompts = prompt_batch(engine.model.config, [[(4, 6), (8, 4)], [(6, 6)], []], texts=[4, 7, 3])
+    return build_requests(prompts, sampling)
+
+
+def answers(engine, sampling, requests=None):
+    done = engine.generate(requests or requests_of(engine, sampling), sampling)
+    return sorted(done, key=lambda each: each.request)
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.finish_reason == theirs.finish_reason
+        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-4)
+
+
+@contextmanager
+def forward_passes(engine):
+    calls = []
+    language_model = engine.model.get_submodule(engine.family.language_model)
+    hook = language_model.register_forward_hook(lambda *_: calls.append(1))
+    yield calls
+    hook.remove()
+
+
+@settings(max_examples=at_most(6), deadline=None)
+@given(
+    temperature=st.sampled_from([0.2, 0.6, 1.0]),
+    top_k=st.sampled_from([0, 4]),
+    max_tokens=st.integers(1, 14),
+    seed=st.integers(0, 1000),
+    stop=st.sampled_from([(), tuple(range(0, 240, 9))]),
+)
+def test_tokens_are_those_without_drafts(engines, temperature, top_k, max_tokens, seed, stop):
+    plain, drafting = engines
+    sampling = SamplingParams(4, temperature, top_k=top_k, max_tokens=max_tokens, stop_token_ids=stop, seed=seed)
+    assert_same(answers(drafting, sampling), answers(plain, sampling))
+    assert not drafting._speculation._drafts._samples
+    assert not drafting._speculation._drafts._groups
+
+
+def test_samples_that_copy_their_siblings_take_fewer_forward_passes(one_family):
+    """One request runs at a time, so later samples copy earlier ones, also where these ended."""
+    plain, drafting = one_family
+    sampling, passes = SamplingParams(4, 0.15, max_tokens=24, seed=3, ignore_eos=True), []
+    found = []
+    for engine in (plain, drafting):
+        engine.max_num_seqs = 1
+        with forward_passes(engine) as calls:
+            found.append(answers(engine, sampling))
+        engine.max_num_seqs = 256
+        passes.append(len(calls))
+    assert_same(found[1], found[0])
+    assert passes[0] == 12 * 24  # none for the last token of a response, one for its prompt
+    accepted = sum(each.accepted_tokens for each in found[1])
+    assert accepted > 12 * 24 / 4
+    assert passes[1] < passes[0] * 4 / 5
+    assert passes[0] - accepted <= passes[1] <= passes[0] - accepted + 12
+    assert all(each.drafted_tokens >= each.accepted_tokens for each in found[1])
+
+
+def test_a_kept_response_that_ends_with_a_draft_is_continued(one_family):
+    found = []
+    for engine in one_family:
+        sampling = SamplingParams(temperature=0.15, max_tokens=9, seed=5, ignore_eos=True)
+        turns = []
+        for request in requests_of(engine, sampling):
+            for _ in range(2):  # the second one copies
+                number = engine.submit(request, sampling, keep=True)
+                (done,) = finish(engine, number)
+                later = next_turn(engine.model.config, request, done, [5, 6], (4, 4))
+                turns += [done, *finish(engine, engine.fork(number, later, sampling))]
+        assert all(each.cached_tokens > 0 for each in turns[1::2])
+        found.append(turns)
+    assert_same(found[1], found[0])
+    assert sum(each.accepted_tokens for each in found[1]) > 0
+
+
+def test_requests_join_leave_and_meet_new_weights(one_family):
+    plain, drafting = one_family
+    sampling = SamplingParams(3, 0.4, max_tokens=12, seed=8)
+    requests = requests_of(plain, sampling)
+    expected = answers(plain, sampling, requests)
+    numbers = [drafting.submit(request, sampling) for request in requests[:5]]
+    done = [each for _ in range(2) for each in drafting.poll()]
+    numbers += [drafting.submit(request, sampling) for request in requests[5:]]
+    done += drafting.poll()
+    drafting.load_weights(list(plain.model.named_parameters()))
+    while drafting.unfinished:
+        done += drafting.poll()
+    assert_same([{each.request: each for each in done}[number] for number in numbers], expected)
+    assert not drafting._speculation._drafts._samples
+
+
+def test_likeliest_tokens_come_with_accepted_ones(one_family):
+    plain, drafting = one_family
+    sampling = SamplingParams(2, 0.15, max_tokens=16, seed=2, top_log_probs=2, ignore_eos=True)
+    expected, found = answers(plain, sampling), answers(drafting, sampling)
+    assert sum(each.accepted_tokens for each in found)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [[token for token, _ in place] for place in ours.top_log_probs] == [
+            [token for token, _ in place] for place in theirs.top_log_probs
+        ]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe"])
+def test_experts_of_accepted_tokens_are_recorded(model_type, tmp_path):
+    plain, drafting = engines_of(model_type, tmp_path, routed_experts=True)
+    sampling = SamplingParams(2, 0.15, max_tokens=12, seed=2, ignore_eos=True)
+    expected, found = answers(plain, sampling), answers(drafting, sampling)
+    assert_same(found, expected)
+    assert sum(each.accepted_tokens for each in found)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.routed_experts, theirs.routed_experts)
+
+
+def test_drafts_are_refused_for_recurrent_layers(tmp_path):
+    tiny_model("qwen3_5").save_pretrained(tmp_path)
+    with pytest.raises(InvalidConfig, match="speculate=2: models of type qwen3_5 have recurrent layers"):
+        HFEngine(str(tmp_path), device=CPU, speculate=2)
+    with pytest.raises(InvalidConfig, match="speculate=-1"):
+        HFEngine(str(tmp_path), device=CPU, speculate=-1)
+
+
+def test_streams_continue_behind_drafts(one_family):
+    """A request that was aborted goes on with the number of its tokens as ``drawn``."""
+    plain, drafting = one_family
+    sampling = SamplingParams(temperature=0.3, max_tokens=10, seed=4, ignore_eos=True)
+    request = requests_of(plain, sampling)[2]
+    (expected,) = answers(plain, sampling, [request])
+    number = drafting.submit(request, sampling)
+    for _ in range(2):
+        drafting.poll()
+    begun = drafting.abort(number).token_ids
+    assert begun == expected.token_ids[: len(begun)]
+    ids = torch.cat([request.input_ids, torch.tensor(begun)])
+    attended = torch.ones(1, len(request.input_ids), dtype=torch.int64)
+    positions = drafting.family.extend_positions(request.position_ids[None], attended, len(begun))[0]
+    rest = replace(
+        request,
+        prompt_ids=(),
+        input_ids=ids,
+        token_types=torch.cat([request.token_types, request.token_types.new_zeros(len(begun))]),
+        position_ids=torch.cat([request.position_ids, positions], dim=-1),
+        drawn=len(begun),
+    )
+    (found,) = answers(drafting, replace(sampling, max_tokens=10 - len(begun)), [rest])
+    assert begun + found.token_ids == expected.token_ids
