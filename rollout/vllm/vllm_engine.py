@@ -31,7 +31,7 @@ from rollout.stop_texts import completes_stop_text
 from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer
-from rollout.vllm.startup import processor_options, start_llm
+from rollout.vllm.startup import inspect_ahead, processor_options, start_llm
 from rollout.vllm.versions import clear_kv_cache, error_line, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 
@@ -52,6 +52,7 @@ class VLLMEngine:
         kv_cache_bytes: int | None = None,
         sleep_level: int = 2,
         routed_experts: bool = False,
+        awaits_weights: bool = False,
         **options: Any,
     ) -> None:
         """Starts vLLM on the checkpoint at ``model_path``.
@@ -67,6 +68,7 @@ class VLLMEngine:
             kv_cache_bytes: size of the KV cache, instead of ``memory_share``; 1 GiB by default on a CPU.
             sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them, and they are streamed again.
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
+            awaits_weights: `load_weights` is called before the first request, so the checkpoint's weights are not read.
             options: any other option of ``vllm.LLM``.
         """
         if sleep_level not in (1, 2):
@@ -81,14 +83,28 @@ class VLLMEngine:
             "gpu_memory_utilization": memory_share,
             "kv_cache_memory_bytes": kv_cache_bytes,
         }
-        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts)
+        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts, awaits_weights)
+
+    @staticmethod
+    def prepare(model_path: str) -> None:
+        """Begins what a start needs and other work need not wait for; see `inspect_ahead`."""
+        inspect_ahead(model_path)
 
     def _start(
-        self, model_path: str, sleep_level: int, max_images: int | None, options: dict[str, Any], routed_experts: bool
+        self,
+        model_path: str,
+        sleep_level: int,
+        max_images: int | None,
+        options: dict[str, Any],
+        routed_experts: bool,
+        awaits_weights: bool,
     ) -> None:
         """Sets all attributes. ``options`` are those of ``vllm.LLM``."""
         self.device = cpu_or_cuda()
-        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts)
+        awaits_weights = awaits_weights and "load_format" not in options
+        self.llm, self.sampler, self.start_seconds = start_llm(
+            model_path, self.device, options, routed_experts, awaits_weights
+        )
         self.engine = self.llm.llm_engine
         config = self.llm.model_config
         self.dtype: torch.dtype = config.dtype
@@ -96,6 +112,8 @@ class VLLMEngine:
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
+        self.memory.has_weights = not awaits_weights
+        self._awaits_weights = awaits_weights
         causal = self.family.mutual_images(config.hf_config) is not None and self.device.type == "cpu"
         self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"], causal)
         self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
@@ -242,6 +260,8 @@ class VLLMEngine:
         """Gives requests to vLLM, all or none, or lets them wait. A ``run`` ends the one before, which the caller neither
         finished nor closed.
         """
+        if self._awaits_weights:
+            raise InvalidConfig("the engine was started without weights (awaits_weights): call load_weights first")
         if not all(map(self._can_score, rows)):
             if run is not None:
                 self._begin_run(run)
@@ -375,7 +395,7 @@ class VLLMEngine:
             self._reset_caches()
         if missing:
             raise InvalidConfig(f"vLLM's model has weights that were not given: {sorted(missing)[:10]}")
-        self.memory.has_weights = True
+        self.memory.has_weights, self._awaits_weights = True, False
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
