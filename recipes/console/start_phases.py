@@ -67,10 +67,10 @@ def start_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
     """The phases of a start as metrics.
 
     >>> start_metrics({"loading the actor": 24.0, "starting the engine (graphs)/KV cache": 1.5})
-    {'timing_s/start/loading_the_actor': 24.0, 'timing_s/start/starting_the_engine/KV_cache': 1.5}
+    {'perf/start_s/loading_the_actor': 24.0, 'perf/start_s/starting_the_engine/KV_cache': 1.5}
     """
     short = {re.sub(r" \(.*?\)", "", name).replace(" ", "_"): each for name, each in seconds.items()}
-    return {f"timing_s/start/{name}": each for name, each in short.items()}
+    return {f"perf/start_s/{name}": each for name, each in short.items()}
 
 
 def announce_start(seconds: Mapping[str, float], console: Console | None = None) -> None:
