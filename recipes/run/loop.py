@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,13 @@ import torch
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, WorkerFailed
-from dataproto.packing import MAX_TOKENS
 from recipes.configs.shared.run_config import RunConfig
 from recipes.console import LearningSignals, Progress, start_metrics, start_phase
 from recipes.loggers import LoggedRun, RunLoggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate
-from recipes.run.metrics import rollout_metrics, speed_metrics, timed
+from recipes.run.metrics import Measure, measure_rollouts, timed
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import (
@@ -37,9 +36,6 @@ from workers.training.checkpoint_files import missing_parts
 STATE_FILE = "trainer.pt"
 BEST_FILE = "best.json"
 
-Measure = Callable[[DataProto, Mapping[str, float], int], dict[str, float]]
-"""The rows that a step returned, its metrics, and the number of devices of the run -> further metrics."""
-
 
 class StepFunction(Protocol):
     """One step of an algorithm: returns its rows, scored if `measure_rollouts` is to measure them, and its metrics."""
@@ -47,12 +43,6 @@ class StepFunction(Protocol):
     def __call__(self, roles: Roles, prompts: DataProto, /, *, more: More) -> tuple[DataProto, dict[str, float]]:
         """``more(reason)`` returns further prompts, for steps that need them (dynamic sampling)."""
         ...
-
-
-def measure_rollouts(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
-    """Statistics of a scored rollout batch, and speed."""
-    longest = data.meta_info.get(MAX_TOKENS)
-    return rollout_metrics(data, max_response_length=longest) | speed_metrics(data, metrics, devices)
 
 
 class Stateful(Protocol):
