@@ -72,12 +72,16 @@ def with_graph_sizes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def inspect_ahead(model_path: str) -> "subprocess.Popen[bytes] | None":
-    """Has vLLM look at the class of a checkpoint's model in a process of its own, unless it has done so on this machine.
+    """Has vLLM look at the class of a checkpoint's model in a process of its own, unless it has done so on this machine; ``None``
+    then, and if there is no such checkpoint.
 
     A start needs the result, which vLLM keeps on disk. On a machine where vLLM never ran, that takes 20 s, while other
     models are loaded.
     """
-    model_class = architecture(model_path)
+    try:
+        model_class = architecture(model_path)
+    except (OSError, ValueError):
+        return None  # who loads it says what is wrong
     cache = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
     if any((cache.expanduser() / "modelinfos").glob(f"*-{model_class}.json")):
         return None

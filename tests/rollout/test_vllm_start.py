@@ -74,6 +74,7 @@ def test_a_class_that_vllm_knows_is_not_looked_at_ahead(tmp_path, monkeypatch):
     (tmp_path / "modelinfos").mkdir()
     (tmp_path / "modelinfos" / "vllm-models-qwen2_5_vl-Qwen2_5_VLForConditionalGeneration.json").write_text("{}")
     prepare_engine("vllm", checkpoint)
+    prepare_engine("vllm", str(tmp_path / "nothing"))
     assert len(started) == 1
 
 
