@@ -1,4 +1,4 @@
-"""Peak memory of each rank while an actor loads a checkpoint, updates and saves.
+"""Peak memory of each rank while an actor loads a checkpoint, updates and saves, and while one process exports a copy of it.
 
     python benchmarks/random_checkpoint.py 7b /tmp/7b
     torchrun --nproc-per-node 2 benchmarks/checkpoint_memory.py /tmp/7b --layout dp=2
@@ -36,6 +36,8 @@ from transformers import AutoConfig
 from benchmarks.workload import make_batch, shape_of
 from dataproto import DataProto
 from recipes.algorithms.losses import clipped_policy_loss
+from recipes.configs.export_config import ModelExportConfig
+from recipes.export import export_model
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import AXES, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -114,6 +116,11 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     with phases.phase("save"):
         worker.save(target, behind=a.behind)
         worker.finish_save()
+    with phases.phase("export"):
+        if ranks.is_first:
+            (target / "actor").mkdir()
+            (target / "huggingface").rename(target / "actor" / "huggingface")
+            export_model(ModelExportConfig(target, target / "exported", a.export_dtype))
     everybody = ranks.all_gather((parts, phases.found), *AXES)
     if ranks.is_first:
         shutil.rmtree(target)
@@ -132,6 +139,9 @@ def main() -> None:
     parser.add_argument("--size", default="7b", help="of the rows; tiny for a tenth")
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--behind", action="store_true", help="save in the background")
+    parser.add_argument(
+        "--export-dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of the exported copy"
+    )
     parser.add_argument("--output", help="directory for the checkpoint, which is deleted; default: a temporary one")
     found = measured(parser.parse_args())
     if int(os.environ.get("RANK", 0)) == 0:

@@ -31,6 +31,7 @@ from PIL import Image, ImageDraw  # noqa: E402
 from dataproto import DataProto, object_array  # noqa: E402
 from recipes.algorithms.penalties import KLController  # noqa: E402
 from recipes.configs.shared.carrying_config import CarryingConfig  # noqa: E402
+from recipes.console.start_phases import start_lines  # noqa: E402
 from recipes.grpo import GRPOConfig, grpo_step  # noqa: E402
 from recipes.rewards import load_reward  # noqa: E402
 from recipes.run.carried_rollouts import LookAhead, carry_samples  # noqa: E402
@@ -175,6 +176,7 @@ def main() -> None:
         layout=Layout(dp=arguments.gpus),
         timeout_s=500,
     ) as roles:
+        print("\n".join(start_lines(roles.start_seconds)), flush=True)
         print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)
         progression, loader = Progression(KLController(0.0)), LookAhead(Steps(prompts))
         carrying = CarryingConfig(over_ask=arguments.over_ask)

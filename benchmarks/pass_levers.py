@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 benchmarks/pass_levers.py --size 7b --compile --checkpointing full  # two
 
 Rows are those of a Geometry3K step: prompts of 361 tokens with one image of 225, five samples of 512 tokens each, in four
-mini-batches. Weights are random. ``--parts scoring,update`` chooses. MFU counts what a pass over the rows that it is given
-requires. A part that runs out of memory says so, and the others go on.
+mini-batches. Weights are random. ``--parts scoring,update`` chooses. ``--trace FOLDER`` also prints how much of one more call
+each device computes, communicates beside that or alone, and idles (`benchmarks/trace_summary.py`). MFU counts what a pass over
+the rows that it is given requires. A part that runs out of memory says so, and the others go on.
 """
 
 # ruff: noqa: E402
@@ -14,14 +15,12 @@ requires. A part that runs out of memory says so, and the others go on.
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]  # its dataproto.py is not the library
@@ -29,10 +28,9 @@ sys.path.insert(0, str(HERE.parent))
 
 import numpy as np
 import torch
-import transformers
 
-from benchmarks.train_step import Bench, policy_loss, table
-from benchmarks.workload import SIZES, Shape, make_batch
+from benchmarks.train_step import Bench, common_parser, policy_loss, table
+from benchmarks.workload import Shape, make_batch, random_weights
 from dataproto import DataProto
 from dataproto.planning import cut_minibatches
 from workers.model.model_config import ModelConfig
@@ -54,7 +52,7 @@ class Levers(Bench):
         return make_batch(self.config, shape, self.arguments.prompts * self.world, self.arguments.samples, seed=1)
 
     def reference(self) -> ReferenceWorker:
-        """A frozen model with random weights, loaded as `Bench.actor` loads the actor."""
+        """A frozen model with random weights."""
         a = self.arguments
         config = PolicyConfig(
             self.model_path,
@@ -63,14 +61,7 @@ class Levers(Bench):
             compile=a.compile,
             flash_attention=a.flash_attention,
         )
-
-        def random_model(*_: object, **__: object) -> Any:
-            with self.device:
-                return transformers.AutoModelForImageTextToText.from_config(
-                    self.config, attn_implementation="sdpa", dtype=torch.float32
-                )
-
-        with mock.patch.object(transformers.AutoModelForImageTextToText, "from_pretrained", random_model):
+        with random_weights():
             return ReferenceWorker(config, self.device, self.ranks)
 
     def line(self, name: str, worker: Any, rows: DataProto, forwards: int, call: Callable[[DataProto], Any]) -> None:
@@ -78,11 +69,7 @@ class Levers(Bench):
         with self.attempt(name):
             share, seconds = share_out(rows, self.ranks.size("dp"), self.minibatch)[self.ranks.rank("dp")], []
             for number in range(self.arguments.warmup + self.arguments.steps):
-                self.synchronize()
-                start = time.perf_counter()
-                call(share)
-                self.synchronize()
-                seconds.append(time.perf_counter() - start)
+                seconds.append(self.timed(lambda: call(share))[0])
                 self.say(f"{name} {number}: {seconds[-1]:.3f} s")
             work = whole_work(self.ranks.all_gather(required_work(worker.module, rows), "pp"))
             passes = 1 if worker.model._optimizer is None else 3  # of the work that it counts
@@ -91,6 +78,8 @@ class Levers(Bench):
                 work = replace(work, language=work.language / 2)  # it counts gradients that pass through
             taken = median(seconds[self.arguments.warmup :])
             self.record(name, [{"seconds": taken, "tokens": work.tokens, **self.mfu(work, taken)}])
+            if self.arguments.trace:
+                self.traced(name, lambda: call(share))
 
     def scoring(self, actor: ActorWorker, rows: DataProto) -> None:
         budget, later = self.arguments.token_budget, later_rows(rows, self.minibatch)
@@ -158,21 +147,15 @@ def waiting(worker: Any, waits: bool) -> Iterator[None]:
 
 
 def arguments_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = common_parser(__doc__, token_budget=16_384, prompts=64)
     parser.add_argument("--parts", default="scoring,update", help="comma-separated, see above")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts on each device (default: 64)")
     parser.add_argument("--samples", type=int, default=5, help="of each prompt (default: 5)")
     parser.add_argument("--steps", type=int, default=3, help="measured, of each line (default: 3)")
     parser.add_argument("--warmup", type=int, default=1, help="before them (default: 1)")
-    parser.add_argument("--token-budget", type=int, default=16_384, help="of a micro-batch, on each rank")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--checkpointing", default="full", choices=["none", "selective", "full"])
-    parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--layout", help="degrees, such as tp=2 (default: dp over all processes)")
-    fixed = {"optimizer": True, "freeze_vision": False, "unsharded": "nothing", "scoring_token_budget": None}
+    fixed = {"layers": None, "optimizer": True, "freeze_vision": False}
+    fixed |= {"unsharded": "nothing", "scoring_token_budget": None}
     parser.set_defaults(**fixed)
     return parser.parse_args()
 

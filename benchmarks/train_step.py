@@ -43,6 +43,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks.trace_summary import device_time, read_trace, time_table
 from benchmarks.workload import SIZES, make_batch, model_config, random_weights, shape_of
 from dataproto import DataProto
 from dataproto.vlm import family_of
@@ -73,6 +74,8 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
+        if arguments.trace and self.device.type != "cuda":
+            raise SystemExit("--trace: a trace of kernels needs a CUDA device")
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
@@ -120,15 +123,35 @@ class Bench:
         found = []
         for step, batch in enumerate(batches):
             share = self.share(batch)
-            self.synchronize()
-            start = time.perf_counter()
-            metrics = worker.update(share, policy_loss)
-            self.synchronize()
-            seconds = time.perf_counter() - start
+            seconds, metrics = self.timed(lambda share=share: worker.update(share, policy_loss))
             work = whole_work(self.ranks.all_gather(required_work(worker.module, batch), "pp"))
             self.say(f"{name} {step}: {seconds:.3f} s, {work.tokens} tokens, norm {metrics['actor/grad_norm']:.3g}")
             found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(work, seconds), "metrics": metrics})
         self.record(name, found[a.warmup :])
+        if a.trace:
+            share = self.share(batches[-1])
+            self.traced(name, lambda: worker.update(share, policy_loss))
+
+    def timed(self, step: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds of a step on all devices, and its result."""
+        self.synchronize()
+        start = time.perf_counter()
+        result = step()
+        self.synchronize()
+        return time.perf_counter() - start, result
+
+    def traced(self, name: str, step: Callable[[], Any]) -> None:
+        """Runs a step once more, writes each rank's trace to the folder ``--trace``, and prints what its device did."""
+        from torch.profiler import ProfilerActivity, profile
+
+        folder = Path(self.arguments.trace)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{''.join(each if each.isalnum() else '-' for each in name)}-rank{self.rank}.json.gz"
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            seconds, _ = self.timed(step)
+        recorded.export_chrome_trace(str(path))
+        rows = self.ranks.all_gather((path.name, device_time(read_trace(path), seconds)), *AXES)
+        self.say(time_table(rows))
 
     def share(self, batch: DataProto) -> DataProto:
         """This rank's rows, split as by a group."""
@@ -199,11 +222,7 @@ class Bench:
         """Times a step with constant work and discards its gradients."""
         found = []
         for number in range(self.arguments.steps + self.arguments.warmup):
-            self.synchronize()
-            start = time.perf_counter()
-            step()
-            self.synchronize()
-            seconds = time.perf_counter() - start
+            seconds, _ = self.timed(step)
             worker.model.optimizer.clear_gradients()
             self.say(f"{name} {number}: {seconds:.3f} s")
             done = replace(work, vision=work.vision + vision)
@@ -230,13 +249,8 @@ class Bench:
         found = []
         for step in range(a.padded_steps + 1):
             batch = make_batch(self.config, self.shape, a.prompts, 1, seed=1000 * step)
-            self.synchronize()
-            start = time.perf_counter()
-            for first in range(0, len(batch), a.padded_rows):
-                padded_loss(model, batch[first : first + a.padded_rows], self.device).backward()
-            model.zero_grad(set_to_none=True)
-            self.synchronize()
-            seconds = time.perf_counter() - start
+            parts = [batch[first : first + a.padded_rows] for first in range(0, len(batch), a.padded_rows)]
+            seconds, _ = self.timed(lambda parts=parts: padded_update(model, parts, self.device))
             self.say(f"padded {step}: {seconds:.3f} s")
             work = required_work(module, batch)
             found.append({"seconds": seconds, "tokens": work.tokens, **self.mfu(work, seconds)})
@@ -283,6 +297,12 @@ class Bench:
     def say(self, line: str) -> None:
         if self.rank == 0:
             print(line, flush=True)
+
+
+def padded_update(model: Any, parts: list[DataProto], device: torch.device) -> None:
+    for part in parts:
+        padded_loss(model, part, device).backward()
+    model.zero_grad(set_to_none=True)
 
 
 def padded_loss(model: Any, rows: DataProto, device: torch.device) -> Tensor:
@@ -335,26 +355,37 @@ def table(figures: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def arguments_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag = argparse.BooleanOptionalAction
+def common_parser(description: str | None, token_budget: int, prompts: int) -> argparse.ArgumentParser:
+    """The options of every benchmark that trains a model of random weights.
+
+    Args:
+        token_budget, prompts: defaults.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--layers", type=int, help="decoder layers (default: those of the size)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompts", type=int, default=prompts, help="on each device (default: %(default)s)")
+    parser.add_argument("--token-budget", type=int, default=token_budget, help="of a micro-batch, on each rank")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
+    parser.add_argument("--layout", help="degrees, such as tp=2,pp=2 (default: dp over all processes)")
+    parser.add_argument("--trace", help="folder for a trace of one more step of each part by each rank, with a table")
+    return parser
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = common_parser(__doc__, token_budget=8192, prompts=32)
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--layers", type=int, help="decoder layers (default: those of the size)")
     parser.add_argument("--parts", default="ours,shared,text,tower,padded", help="comma-separated, see above")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, on each device (default: 32)")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt in part `shared` (default: 8)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each part (default: 5)")
     parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default: 3)")
-    parser.add_argument("--token-budget", type=int, default=8192, help="of a micro-batch, on each rank (default: 8192)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])
-    parser.add_argument("--flash-attention", default="torch", choices=["torch", "fa4"])
     parser.add_argument("--compile", action=flag, default=None, help="default: on CUDA")
     parser.add_argument("--optimizer", action=flag, default=None, help="AdamW's step (default: where it fits)")
     parser.add_argument("--unsharded", default="nothing", choices=UNSHARDED, help="between micro-batches")
     parser.add_argument("--scoring-token-budget", type=int, help="default: twice --token-budget")
-    parser.add_argument("--layout", help="degrees, such as tp=2,pp=2 (default: dp over all processes)")
     parser.add_argument("--freeze-vision", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--load-in-4bit", action="store_true", help="the base under adapters")

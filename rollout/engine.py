@@ -254,13 +254,11 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
     Raises:
         InvalidConfig: there is no engine of this name.
     """
-    if name not in ENGINES and ":" not in name:
-        raise InvalidConfig(f"engine {name!r} is unknown: choose one of {sorted(ENGINES)}, or name a module:class")
+    made = _engine_class(name)
     if name in ENGINE_EXTRAS:
         extra, package = ENGINE_EXTRAS[name]
         require_extra(extra, f"engine {name!r}", package)
-    module, _, attribute = ENGINES.get(name, name).partition(":")
-    engine: RolloutEngine = getattr(importlib.import_module(module), attribute)(model_path, **options)
+    engine: RolloutEngine = made(model_path, **options)
     return engine
 
 
@@ -268,8 +266,7 @@ def check_engine_options(name: str, options: Mapping[str, Any]) -> None:
     """Raises `InvalidConfig` for an option that a known engine does not have; see `PASSES_OPTIONS_ON`."""
     if not options or name not in ENGINES or name in PASSES_OPTIONS_ON:
         return
-    module, _, attribute = ENGINES[name].partition(":")
-    parameters = inspect.signature(getattr(importlib.import_module(module), attribute)).parameters
+    parameters = inspect.signature(_engine_class(name)).parameters
     known = [each for each in parameters if each not in ("model_path", "device")]
     for option in options:
         if option not in known:
@@ -278,9 +275,48 @@ def check_engine_options(name: str, options: Mapping[str, Any]) -> None:
 
 def returns_experts(name: str) -> bool:
     """Whether the engine registered under ``name``, or named as ``module:class``, has the option ``routed_experts``."""
+    return has_option(_engine_class(name), "routed_experts")
+
+
+def awaits_weights(name: str) -> bool:
+    """Whether an engine has the option ``awaits_weights``: it starts without the weights of the checkpoint."""
+    return has_option(_engine_class(name), "awaits_weights")
+
+
+def prepare_engine(name: str, model_path: str) -> None:
+    """Begins, beside other work of the process, what an engine can do before it is created: its ``prepare``, if it has one."""
+    prepare = getattr(_engine_class(name), "prepare", None)
+    if prepare is not None:
+        prepare(model_path)
+
+
+def has_option(engine: Any, option: str) -> bool:
+    """Whether an engine has an option of this name, of its own or of the class to which it hands further options.
+
+    >>> class Engine:
+    ...     def __init__(self, path, dtype="auto"): ...
+    >>> class Own(Engine):
+    ...     def __init__(self, path, **options): ...
+    >>> has_option(Own, "dtype"), has_option(Own, "seed")
+    (True, False)
+    """
+    own = "__init__"
+    makers = [vars(each)[own] for each in engine.__mro__ if own in vars(each)] if inspect.isclass(engine) else [engine]
+    for make in makers:
+        parameters = inspect.signature(make).parameters
+        if option in parameters:
+            return True
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            return False
+    return False
+
+
+def _engine_class(name: str) -> Any:
+    """Raises `InvalidConfig` if there is no engine of this name."""
+    if name not in ENGINES and ":" not in name:
+        raise InvalidConfig(f"engine {name!r} is unknown: choose one of {sorted(ENGINES)}, or name a module:class")
     module, _, attribute = ENGINES.get(name, name).partition(":")
-    engine = getattr(importlib.import_module(module), attribute)
-    return "routed_experts" in inspect.signature(engine).parameters
+    return getattr(importlib.import_module(module), attribute)
 
 
 def expert_dtype(experts: int) -> torch.dtype:

@@ -18,6 +18,14 @@ def family_and_config(model_path: str) -> tuple[VLMFamily, Any]:
     return family_of(config), config
 
 
+def architecture(model_path: str) -> str:
+    """The name of the model's class, as a checkpoint's config has it; empty if it has none."""
+    from transformers import AutoConfig
+
+    names = AutoConfig.from_pretrained(model_path).architectures
+    return str(names[0]) if names else ""
+
+
 def generation_config(model_path: str, config: Any) -> Any:
     """The checkpoint's ``GenerationConfig``. If it has none, one is made from the model's ``config``, as in transformers.
 

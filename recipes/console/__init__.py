@@ -7,16 +7,18 @@ from dataproto.extras import lazy_names
 if TYPE_CHECKING:
     from recipes.console.learning_signals import LearningSignals, Thresholds, learning_problems
     from recipes.console.progress import Progress
-    from recipes.console.start_phases import start_phase
+    from recipes.console.start_phases import announce_start, start_metrics, start_phase
     from recipes.console.summary import run_summary, show_summary
 
 __all__ = [
     "LearningSignals",
     "Progress",
     "Thresholds",
+    "announce_start",
     "learning_problems",
     "run_summary",
     "show_summary",
+    "start_metrics",
     "start_phase",
 ]
 

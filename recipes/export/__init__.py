@@ -8,7 +8,6 @@ are served in, which `from_pretrained`, vLLM and ``--model-path`` take.
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -19,12 +18,15 @@ from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig
 from recipes.options import write_options
 from recipes.report.page import OPTIONS_FILE
+from workers.weights import copy_weights
 
 __all__ = ["ModelExportConfig", "export_model"]
 
 
 def export_model(config: ModelExportConfig) -> Path:
     """Writes model, tokenizer and image processor to ``config.output``, uploads them if asked to, and returns the directory.
+
+    The weights are copied file by file, of at most 2 GiB each, so the model need not fit into memory.
 
     ``config.yaml``, which names paths of this machine, is not uploaded.
 
@@ -42,12 +44,13 @@ def export_model(config: ModelExportConfig) -> Path:
         raise InvalidConfig(f"{config.output} exists already")
     if config.push_to_hub:
         create_on_hub(config.push_to_hub)  # before the work, so that a wrong name or a missing login costs none
-    family = family_of(AutoConfig.from_pretrained(source))
-    model: Any = family.model_class().from_pretrained(source, dtype=getattr(torch, config.dtype))
+    model_config, dtype = AutoConfig.from_pretrained(source), getattr(torch, config.dtype)
     draft = config.output.with_name(f".{config.output.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
-    model.save_pretrained(draft)
-    for file in source.iterdir():  # tokenizer, image processor and chat template
+    copy_weights(str(source), family_of(model_config), draft, dtype)
+    model_config.update({"dtype": dtype})
+    model_config.save_pretrained(draft)
+    for file in source.iterdir():  # generation settings, tokenizer, image processor and chat template
         if "safetensors" not in file.name and not (draft / file.name).exists():
             shutil.copy2(file, draft / file.name)
     write_options(draft, config)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from recipes.configs.shared.run_config import RunConfig
     from recipes.configs.shared.supervised_config import SupervisedConfig
     from recipes.run.evaluation import evaluate_answers, evaluate_samples, greedy_evaluation, held_out_evaluation
-    from recipes.run.loop import StepFunction, attempts, measure_rollouts, train
+    from recipes.run.loop import StepFunction, attempts, train
+    from recipes.run.metrics import measure_rollouts
     from recipes.run.phases import Progression
     from recipes.run.policy_gradient import run
     from recipes.run.run_directory import recorded_run

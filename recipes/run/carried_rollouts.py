@@ -21,7 +21,8 @@ from dataproto import DataProto, object_array
 from dataproto.packing import equally_wide
 from recipes.configs.shared.carrying_config import CarryingConfig
 from recipes.run.environment_roles import PlayingRollout
-from recipes.run.loop import Loader, Measure, measure_rollouts
+from recipes.run.loop import Loader
+from recipes.run.metrics import Measure, measure_rollouts
 from recipes.run.phases import Progression
 from rollout.carried_samples import BEGUN
 from rollout.engine import SamplingParams

@@ -2,8 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +14,13 @@ import torch
 from dataproto import DataProto
 from dataproto.columns import require
 from dataproto.errors import CheckpointError, WorkerFailed
-from dataproto.packing import MAX_TOKENS
 from recipes.configs.shared.run_config import RunConfig
-from recipes.console import LearningSignals, Progress, start_phase
+from recipes.console import LearningSignals, Progress, start_metrics, start_phase
 from recipes.loggers import LoggedRun, RunLoggers, open_loggers
 from recipes.report.kept_rollouts import KeptRollouts
 from recipes.run.dynamic_sampling import More
 from recipes.run.evaluation import BestStep, Evaluate
-from recipes.run.metrics import rollout_metrics, speed_metrics, timed
+from recipes.run.metrics import Measure, measure_rollouts, timed
 from rollout.prompts import PromptBuilder
 from workers import Roles
 from workers.training.checkpoint import (
@@ -37,9 +36,6 @@ from workers.training.checkpoint_files import missing_parts
 STATE_FILE = "trainer.pt"
 BEST_FILE = "best.json"
 
-Measure = Callable[[DataProto, Mapping[str, float], int], dict[str, float]]
-"""The rows that a step returned, its metrics, and the number of devices of the run -> further metrics."""
-
 
 class StepFunction(Protocol):
     """One step of an algorithm: returns its rows, scored if `measure_rollouts` is to measure them, and its metrics."""
@@ -47,12 +43,6 @@ class StepFunction(Protocol):
     def __call__(self, roles: Roles, prompts: DataProto, /, *, more: More) -> tuple[DataProto, dict[str, float]]:
         """``more(reason)`` returns further prompts, for steps that need them (dynamic sampling)."""
         ...
-
-
-def measure_rollouts(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
-    """Statistics of a scored rollout batch, and speed."""
-    longest = data.meta_info.get(MAX_TOKENS)
-    return rollout_metrics(data, max_response_length=longest) | speed_metrics(data, metrics, devices)
 
 
 class Stateful(Protocol):
@@ -103,28 +93,20 @@ def train(
 
     Args:
         step: called as ``step(roles, prompts, more=more)``.
-        evaluate: called as ``evaluate(roles, number)``, before the first step unless ``run.eval_first`` is off, every
-            ``run.eval_every`` steps and after the last.
+        evaluate: called as ``evaluate(roles, number)``; see `AroundSteps`.
         builder: its tokenizer and image processor are saved beside the exported weights, so that these are a whole model.
         progression: state that the algorithm carries from step to step; checkpoints hold it.
-        measure: statistics of the rows that a step returns.
-        kept: writes some of these rows for the viewer.
+        measure, kept: see `AroundSteps`.
 
     Raises:
         MissingColumn, CheckpointError: a batch has no ``uid``; a checkpoint is damaged or could not be written.
     """
-    progression = progression or Stateless()
-    best = BestStep(run.keep_best)
+    progression, best = progression or Stateless(), BestStep(run.keep_best)
     done = begin_or_restore(run, roles, loader, progression, best)
-    keep = done if done is not None or not run.resume else -1
-    if kept is not None and keep is not None:
-        kept.drop_after(keep)
-    with open_loggers(run.loggers, LoggedRun(run.output_dir, keep)) as loggers:
-        shown = StepReports(loggers, Progress(run.steps, done or 0))
-        if evaluate and done is None and run.eval_first:
-            with start_phase("evaluating before the first step"):
-                measured = evaluate(roles, 0)
-            shown.report(0, measured, evaluated=True)
+    with open_loggers(run.loggers, LoggedRun(run.output_dir, last_kept_row(run, done))) as loggers:
+        shown = StepReports(loggers, Progress(run.steps, done or 0), start_metrics(roles.start_seconds))
+        around = AroundSteps(run, roles, shown, best, evaluate, measure, kept)
+        around.begin(done)
         more = partial(further_batch, loader, shown.progress)
         with shown.progress, contextlib.closing(Checkpoints(run, roles, builder, best)) as checkpoints:
             for number in range((done or 0) + 1, run.steps + 1):
@@ -133,18 +115,7 @@ def train(
                     with timed(metrics, "data"):
                         prompts = next_batch(loader)
                     data, found = step(roles, prompts, more=more)
-                metrics |= found | {"data/skipped_rows": len(loader.skipped)}
-                metrics |= measure(data, metrics, roles.devices)
-                is_best, evaluated = False, evaluate is not None and is_due(number, run.eval_every, run.steps)
-                if evaluate and evaluated:
-                    held_out = evaluate(roles, number)
-                    metrics |= held_out
-                    is_best = best.improved(number, held_out)
-                if kept is not None:
-                    with timed(metrics, "keep_rollouts"):
-                        kept.keep(number, data)
-                shown.report(number, metrics, evaluated)
-                shown.note_signs(metrics)
+                is_best = around.after(number, data, metrics | found | {"data/skipped_rows": len(loader.skipped)})
                 if is_best or is_due(number, run.save_every, run.steps):
                     checkpoints.save(number, loader, progression)
 
@@ -157,16 +128,27 @@ def begin_or_restore(run: RunConfig, roles: Roles, loader: Loader, progression: 
         return restore(run, roles, loader, progression, best)
 
 
+def last_kept_row(run: RunConfig, done: int | None) -> int | None:
+    """The step of the last row of an earlier attempt that stays, -1 for none of them; ``None``: there was no attempt.
+
+    ``done``: the step of the checkpoint that was restored.
+    """
+    return done if done is not None or not run.resume else -1
+
+
 class StepReports:
     """Where the metrics of each step go: the loggers and the display, with notes on what they are a sign of."""
 
-    def __init__(self, loggers: RunLoggers, progress: Progress) -> None:
+    def __init__(self, loggers: RunLoggers, progress: Progress, start: Mapping[str, float] | None = None) -> None:
+        """``start``: metrics of the start of the roles, which the first report gets too."""
         self.loggers, self.progress = loggers, progress
         self.signals = LearningSignals()
+        self._start = dict(start or {})
 
     def report(self, number: int, metrics: Mapping[str, float], evaluated: bool) -> None:
         """Gives a step's metrics to loggers and display; after an evaluation, its saved rollouts to the loggers too."""
-        self.loggers.log(number, metrics)
+        start, self._start = self._start, {}
+        self.loggers.log(number, {**metrics, **start})
         if evaluated:
             self.loggers.log_saved_rollouts(number)
         self.progress.update(number, metrics)
@@ -175,6 +157,47 @@ class StepReports:
         """Shows problems that appear with the metrics of a step."""
         for problem in self.signals.new_problems(metrics):
             self.progress.note(f"warning: {problem}")
+
+
+@dataclass(frozen=True)
+class AroundSteps:
+    """What a run does before its first step and after each one: it measures, evaluates, keeps rollouts and reports.
+
+    It evaluates before the first step unless ``run.eval_first`` is off, every ``run.eval_every`` steps and after the last one.
+    """
+
+    run: RunConfig
+    roles: Roles
+    shown: StepReports
+    best: BestStep
+    evaluate: Evaluate | None
+    measure: Measure  # statistics of the rows that a step returns
+    kept: KeptRollouts | None  # writes some of these rows for the viewer
+
+    def begin(self, done: int | None) -> None:
+        """``done``: the step of the checkpoint that was restored."""
+        last = last_kept_row(self.run, done)
+        if self.kept is not None and last is not None:
+            self.kept.drop_after(last)
+        if self.evaluate is not None and done is None and self.run.eval_first:
+            with start_phase("evaluating before the first step"):
+                measured = self.evaluate(self.roles, 0)
+            self.shown.report(0, measured, evaluated=True)
+
+    def after(self, number: int, data: DataProto, metrics: dict[str, float]) -> bool:
+        """Completes and reports the metrics of step ``number``; whether an evaluation found it the best so far."""
+        metrics |= self.measure(data, metrics, self.roles.devices)
+        evaluated, is_best = is_due(number, self.run.eval_every, self.run.steps), False
+        if self.evaluate is not None and evaluated:
+            held_out = self.evaluate(self.roles, number)
+            metrics |= held_out
+            is_best = self.best.improved(number, held_out)
+        if self.kept is not None:
+            with timed(metrics, "keep_rollouts"):
+                self.kept.keep(number, data)
+        self.shown.report(number, metrics, evaluated and self.evaluate is not None)
+        self.shown.note_signs(metrics)
+        return is_best
 
 
 def next_batch(loader: Loader) -> DataProto:

@@ -6,7 +6,7 @@ Dimension letters: B rows, P prompt tokens, R response tokens.
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from dataproto.packing import MAX_TOKENS
 from recipes.algorithms.advantages import informative_rows
 
 CORE_METRICS = ("acc", "reward")
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "reward", "adv", "update_critic", "update_actor")
+
+Measure = Callable[[DataProto, Mapping[str, float], int], dict[str, float]]
+"""The rows that a step returned, its metrics, and the number of devices of the run -> further metrics."""
 
 
 @contextmanager
@@ -114,6 +118,12 @@ def rollout_metrics(
         reasons = Counter(ends["end_reason"].tolist())
         metrics |= {f"episode/ended/{reason}": count / len(ends) for reason, count in sorted(reasons.items())}
     return metrics | {"response/aborted_ratio": _mean(~answered)}
+
+
+def measure_rollouts(data: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
+    """`rollout_metrics` of a scored batch, and `speed_metrics`."""
+    longest = data.meta_info.get(MAX_TOKENS)
+    return rollout_metrics(data, max_response_length=longest) | speed_metrics(data, metrics, devices)
 
 
 def speed_metrics(data: DataProto, timings: Mapping[str, float], devices: int) -> dict[str, float]:

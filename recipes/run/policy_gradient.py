@@ -19,7 +19,7 @@ from dataproto.vlm import VLMFamily
 from recipes.algorithms.options import spelled_out
 from recipes.configs.shared.policy_gradient_config import Config, DataConfig, PolicyGradientConfig
 from recipes.configs.shared.run_config import announce_small_model
-from recipes.console import start_phase
+from recipes.console import announce_start, start_phase
 from recipes.data.drawn_rows import ProblemRows
 from recipes.data.loader import EvaluationLoader, PromptLoader, drop_overlong
 from recipes.data.problem_rows import load_rows
@@ -212,7 +212,7 @@ def launch_roles(
         early_rewards=config.rollout.early_rewards,
     )
     announce_replay(rollout, builder.family)
-    return launch(
+    roles = launch(
         actor=actor,
         reference=config.reference(actor),
         reward=reward,
@@ -223,6 +223,8 @@ def launch_roles(
         phase=start_phase,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
+    announce_start(roles.start_seconds)
+    return roles
 
 
 def prompt_builder(

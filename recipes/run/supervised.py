@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
 from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.console import start_phase
+from recipes.console import announce_start, start_phase
 from recipes.data.loader import PromptLoader
 from recipes.forecast import Setting, measure_conversations, supervised_setting, this_device
 from recipes.report.kept_rollouts import KeptRollouts
@@ -120,7 +120,7 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
         **vars(config.compute),
     )
     engine_options = dict(limits or {"sleep_level": 1}) if config.engine == "vllm" else {}
-    return launch(
+    roles = launch(
         actor=actor,
         reward=exact_match,
         rollout=RolloutConfig(
@@ -131,6 +131,8 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
         phase=start_phase,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
+    announce_start(roles.start_seconds)
+    return roles
 
 
 def sft_step(roles: Roles, rows: DataProto, more: More | None = None) -> tuple[DataProto, dict[str, float]]:

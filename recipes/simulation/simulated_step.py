@@ -32,7 +32,7 @@ from recipes.simulation.measured_paces import (
 )
 from recipes.simulation.step_traffic import HALF, WHOLE, LayoutTraffic
 from recipes.simulation.workload import Choice, Workload
-from workers.parallel.pipeline_stages import stage_layers
+from workers.parallel.pipeline_stages import StageCosts, stage_layers
 from workers.ranks.layout import Layout
 
 
@@ -198,7 +198,8 @@ class _Step:
         text = self.workload.config.get_text_config()
         head = (seconds - tower) * self.workload.head_share
         layer = (seconds - tower - head) / int(text.num_hidden_layers)
-        stages = [len(each) * layer for each in stage_layers(int(text.num_hidden_layers), layout.pp)]
+        costs = StageCosts([layer] * int(text.num_hidden_layers), tower, head)
+        stages = [len(each) * layer for each in stage_layers(costs, layout.pp)]
         stages[0], stages[-1] = stages[0] + tower, stages[-1] + head
         return layout.pp * max(stages) * (micro_batches + layout.pp - 1) / micro_batches
 

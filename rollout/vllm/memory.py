@@ -33,7 +33,7 @@ class EngineMemory:
             self.llm.collective_rpc("sleep", kwargs={"level": self.sleep_level})
             self._freed_bytes = torch.cuda.mem_get_info()[0] - before
             self._awake, self._has_kv_cache = False, False
-            self.has_weights = self.sleep_level == 1
+            self.has_weights = self.has_weights and self.sleep_level == 1
 
     def wake(self) -> None:
         """Allocates the weights."""

@@ -1,21 +1,31 @@
 """Starting vLLM in this process, with the policy as its sampler."""
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dataproto.errors import InvalidConfig
-from rollout.pretrained import check_in_vllm, check_speculation, family_and_config
+from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
 from rollout.vllm.versions import (
+    AWAITING,
     error_line,
     executor,
+    import_vllm,
     normalized_pixels,
     prefixes_within_blocks,
     process_settings_kept,
     recording_options,
+    register_awaiting_loader,
     set_environment,
     speculative_options,
+    timed_start,
 )
 from rollout.vllm.whole_images import READ_WHOLE
 
@@ -25,24 +35,98 @@ GRAPH_ROWS, GRAPH_STRIDE = 512, 16
 UNPROFILED = ("smolvlm", "idefics3")
 """Families whose placeholder image vLLM 0.24 processes to nothing, so that it cannot measure the memory of their tower."""
 
+DENSE_SIZES = 8
+"""Batch sizes up to this one are recorded in powers of two."""
+STEPS_BETWEEN_POWERS = 4
+"""Recorded batch sizes between one power of two and the next, above `DENSE_SIZES`."""
+
+LOOK_TIMEOUT_S = 120.0
+"""For `inspect_ahead`, after which a start looks for itself."""
+_LOOKING: list["subprocess.Popen[bytes]"] = []
+"""Processes of `inspect_ahead` that no start has waited for."""
+
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Settings of vLLM's image processor: the PIL backend, as everywhere in this project, and the builder's options."""
     return {"use_fast": False} | dict(image_options or {})
 
 
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes for which vLLM records CUDA graphs of a decoding step: a batch runs as the next larger one.
+
+    None exceeds ``max_num_seqs``, and above 8 a batch grows by less than a quarter, which costs little in a step that waits for
+    the weights. vLLM's own list has 51 sizes for 256 sequences, up to batches of twice as many.
+
+    >>> graph_sizes(40), len(graph_sizes(256))
+    ([1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40], 24)
+    """
+    sizes = [size for size in (1, 2, 4, DENSE_SIZES) if size < max_num_seqs]
+    size = DENSE_SIZES
+    while size < max_num_seqs:
+        size += (1 << (size.bit_length() - 1)) // STEPS_BETWEEN_POWERS
+        sizes.append(min(size, max_num_seqs))
+    return sizes if sizes[-1:] == [max_num_seqs] else [*sizes, max_num_seqs]
+
+
+def with_graph_sizes(options: dict[str, Any], speculate: int = 0) -> dict[str, Any]:
+    """Options of ``vllm.LLM`` with `graph_sizes`, unless they name sizes or record no graphs; drafts are in a step too."""
+    chosen = options.get("compilation_config") or {}
+    if options.get("enforce_eager") or not isinstance(chosen, Mapping):
+        return options
+    if {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & chosen.keys():
+        return options
+    sizes = {"cudagraph_capture_sizes": graph_sizes(options["max_num_seqs"] * (1 + speculate))}
+    return options | {"compilation_config": sizes | dict(chosen)}
+
+
+def inspect_ahead(model_path: str) -> "subprocess.Popen[bytes] | None":
+    """Has vLLM look at the class of a checkpoint's model in a process of its own, unless it has done so on this machine; ``None``
+    then, and if there is no such checkpoint.
+
+    A start needs the result, which vLLM keeps on disk. On a machine where vLLM never ran, that takes 20 s, while other
+    models are loaded.
+    """
+    try:
+        model_class = architecture(model_path)
+    except (OSError, ValueError):
+        return None  # who loads it says what is wrong
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm")
+    if any((cache.expanduser() / "modelinfos").glob(f"*-{model_class}.json")):
+        return None
+    code = "import sys; from vllm import ModelRegistry; ModelRegistry.models[sys.argv[1]].inspect_model_cls()"
+    nothing = subprocess.DEVNULL
+    command = [sys.executable, "-c", code, model_class]
+    looking = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+    _LOOKING.append(looking)
+    return looking
+
+
 def start_llm(
-    model_path: str, device: torch.device, options: dict[str, Any], routed_experts: bool = False, speculate: int = 0
-) -> tuple[Any, Any]:
-    """A running ``vllm.LLM``, and the policy's sampler in it, which with ``routed_experts`` records experts, and for which
-    ``speculate`` tokens of a row are drafted.
+    model_path: str,
+    device: torch.device,
+    options: dict[str, Any],
+    routed_experts: bool = False,
+    awaits_weights: bool = False,
+    speculate: int = 0,
+) -> tuple[Any, Any, dict[str, float]]:
+    """A running ``vllm.LLM``, the policy's sampler in it, and the seconds of the phases of the start.
+
+    Args:
+        routed_experts: the sampler records experts.
+        awaits_weights: the checkpoint's weights are not read.
+        speculate: tokens of a row that are drafted at a time.
 
     Raises:
         InvalidConfig: the options are not supported, or vLLM does not start.
     """
     check_in_vllm(model_path)
     set_environment()
-    from vllm import LLM
+    start, seconds = time.perf_counter(), {}
+    llm_class = import_vllm().LLM
+    while _LOOKING:  # at the class of the model
+        with suppress(subprocess.TimeoutExpired):
+            _LOOKING.pop().wait(LOOK_TIMEOUT_S)
+    seconds["importing vLLM"] = time.perf_counter() - start
 
     from rollout.vllm.prepared_media import use_training_positions
     from rollout.vllm.sampler import install
@@ -59,12 +143,9 @@ def start_llm(
         "enable_sleep_mode": on_cuda,
         "generation_config": "vllm",
     }
-    if (
-        on_cuda
-        and options["max_num_seqs"] > GRAPH_ROWS
-        and not options.keys() & {"enforce_eager", "compilation_config"}
-    ):
-        defaults["max_cudagraph_capture_size"] = -(-options["max_num_seqs"] // GRAPH_STRIDE) * GRAPH_STRIDE
+    if awaits_weights:
+        register_awaiting_loader()
+        defaults["load_format"] = AWAITING
     if not on_cuda:
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
     try:
@@ -77,10 +158,10 @@ def start_llm(
         defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
         if routed_experts:
             defaults |= recording_options()
-        with process_settings_kept():
-            llm = LLM(model_path, **defaults | options)
+        with process_settings_kept(), timed_start(seconds):
+            llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
     llm.collective_rpc(use_training_positions)
     (sampler,) = llm.collective_rpc(install)
-    return llm, sampler
+    return llm, sampler, seconds

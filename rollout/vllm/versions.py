@@ -2,7 +2,8 @@
 
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +49,19 @@ QUANTIZATIONS = {"fp8": "fp8_per_channel"}
 PREFIX_MATCH_UNIT = 16
 """Tokens; vLLM's block sizes are multiples of it."""
 
+AWAITING = "awaiting"
+"""vLLM's name for the loader of models whose weights are handed over; see `register_awaiting_loader`."""
+
+CHANGED_VARIABLES = ("LD_PRELOAD", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR")
+"""What an engine sets for itself: other models of the process are compiled by as many threads, into folders of their own."""
+
+WORKER_CALLS = {
+    "determine_available_memory": "compilation and memory profile",
+    "initialize_from_config": "KV cache",
+    "compile_or_warm_up_model": "CUDA graphs and warm-up",
+}
+"""Methods of vLLM's worker that a start calls after the model is loaded, and names for them."""
+
 
 def set_environment() -> None:
     """Sets the variables that vLLM reads when it is imported and when an engine starts."""
@@ -62,6 +76,7 @@ def allow_adapted_heads() -> None:
     vLLM computes them for every model, but refuses their files unless the class of the model names the projection, which only
     some classes do.
     """
+    import_vllm()
     from vllm.model_executor.models.interfaces import SupportsLoRA
 
     SupportsLoRA.embedding_modules = {"lm_head": "output_embeddings"} | SupportsLoRA.embedding_modules
@@ -70,14 +85,13 @@ def allow_adapted_heads() -> None:
 @contextmanager
 def process_settings_kept() -> Iterator[None]:
     """Restores what the start of an engine changes in the process: random states, default dtype, number of threads, and
-    ``LD_PRELOAD`` for child processes.
+    environment variables (`CHANGED_VARIABLES`).
     """
     threads, set_threads, dtype = torch.get_num_threads(), torch.set_num_threads, torch.get_default_dtype()
-    preload = os.environ.get("LD_PRELOAD")
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     on_cuda = list(range(torch.cuda.device_count()))
     try:
-        with torch.random.fork_rng(devices=on_cuda):
+        with variables_kept(), torch.random.fork_rng(devices=on_cuda):
             yield
     finally:
         random.setstate(states[0])
@@ -85,10 +99,80 @@ def process_settings_kept() -> Iterator[None]:
         torch.set_num_threads = set_threads  # its CPU worker replaces this function
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
-        if preload is None:
-            os.environ.pop("LD_PRELOAD", None)
-        else:
-            os.environ["LD_PRELOAD"] = preload
+
+
+def import_vllm() -> Any:
+    """The package, imported.
+
+    It sets `TORCHINDUCTOR_COMPILE_THREADS` to 1, because Inductor once forked its processes. They are started afresh since torch
+    2.6, so Inductor reads the variable before: all of the cores build kernels, for the actor's layers too.
+    """
+    import torch._inductor.config  # noqa: F401
+
+    with variables_kept():
+        import vllm
+    return vllm
+
+
+@contextmanager
+def variables_kept() -> Iterator[None]:
+    """Restores `CHANGED_VARIABLES` after the block."""
+    before = {name: os.environ.get(name) for name in CHANGED_VARIABLES}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def register_awaiting_loader() -> None:
+    """Tells vLLM of the loader `AWAITING`, which reads no checkpoint: parameters get small numbers, with which memory can be
+    profiled, and buffers keep what the model's class computes, as they do beside a checkpoint that lacks them.
+    """
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class AwaitingLoader(DummyModelLoader):
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            copies = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
+            super().load_weights(model, model_config)
+            for buffer, copy in copies:
+                buffer.copy_(copy)
+
+    register_model_loader(AWAITING)(AwaitingLoader)
+
+
+@contextmanager
+def timed_start(seconds: dict[str, float], clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+    """Adds to ``seconds`` those of the phases of the engine's start in the block: `WORKER_CALLS`, ``model``, and the rest as
+    ``configuration``.
+    """
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    def timed(call: Callable[..., Any], phase: Callable[..., str | None]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            name, start = phase(*args, **kwargs), clock()
+            result = call(*args, **kwargs)
+            if name is not None:
+                found[name] = found.get(name, 0.0) + clock() - start
+            return result
+
+        return run
+
+    own: Any = UniProcExecutor
+    load, call_worker = own._init_executor, own.collective_rpc
+    found: dict[str, float] = {}
+    start = clock()
+    try:
+        own._init_executor = timed(load, lambda executor: "model")
+        own.collective_rpc = timed(call_worker, lambda executor, method, *_, **__: WORKER_CALLS.get(method))
+        yield
+    finally:
+        own._init_executor, own.collective_rpc = load, call_worker
+    seconds |= {"configuration": clock() - start - sum(found.values())} | found
 
 
 def normalized_pixels() -> dict[str, bool]:

@@ -31,7 +31,7 @@ from rollout.stop_texts import completes_stop_text
 from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
 from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer, RenderedAhead, for_each_prompt
-from rollout.vllm.startup import processor_options, start_llm
+from rollout.vllm.startup import inspect_ahead, processor_options, start_llm
 from rollout.vllm.versions import clear_kv_cache, error_line, quantization_options, state_of
 from rollout.vllm.weight_loading import differing_parameters, load_parameters
 from rollout.vllm.whole_images import limit_of_images
@@ -62,6 +62,7 @@ class VLLMEngine:
         kv_cache_bytes: int | None = None,
         sleep_level: int = 2,
         routed_experts: bool = False,
+        awaits_weights: bool = False,
         speculate: int = 0,
         quantization: str | None = None,
         **options: Any,
@@ -79,6 +80,7 @@ class VLLMEngine:
             kv_cache_bytes: size of the KV cache, instead of ``memory_share``; 1 GiB by default on a CPU.
             sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them, and they are streamed again.
             routed_experts: completions name the experts that tokens were sent to; for models with experts.
+            awaits_weights: `load_weights` is called before the first request, so the checkpoint's weights are not read.
             speculate: tokens that are drafted for a row at a time and read in one pass; see `rollout.drafts`.
             quantization: "fp8": weights of linear layers in 8 bits. The engine then samples from another policy than the actor's.
             options: any other option of ``vllm.LLM``.
@@ -96,7 +98,12 @@ class VLLMEngine:
             "kv_cache_memory_bytes": kv_cache_bytes,
             **quantization_options(quantization),
         }
-        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts, speculate)
+        self._start(model_path, sleep_level, max_images, chosen | options, routed_experts, awaits_weights, speculate)
+
+    @staticmethod
+    def prepare(model_path: str) -> None:
+        """Begins what a start needs and other work need not wait for; see `inspect_ahead`."""
+        inspect_ahead(model_path)
 
     def _start(
         self,
@@ -105,11 +112,15 @@ class VLLMEngine:
         max_images: int | None,
         options: dict[str, Any],
         routed_experts: bool,
+        awaits_weights: bool,
         speculate: int,
     ) -> None:
         """Sets all attributes. ``options`` are those of ``vllm.LLM``."""
         self.device = cpu_or_cuda()
-        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts, speculate)
+        awaits_weights = awaits_weights and "load_format" not in options
+        self.llm, self.sampler, self.start_seconds = start_llm(
+            model_path, self.device, options, routed_experts, awaits_weights, speculate
+        )
         self.engine = self.llm.llm_engine
         slots = self.sampler.expert_slots
         self.no_experts = None if slots is None else slots.step[:0].cpu()
@@ -119,6 +130,8 @@ class VLLMEngine:
         self.banned_ids = tuple(self.family.banned_ids(config.hf_config))
         self.end_ids = end_ids(generation_config(model_path, config.hf_config))
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
+        self.memory.has_weights = not awaits_weights
+        self._awaits_weights = awaits_weights
         longest = limit_of_images(self.llm, self.family, self.device)
         self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"], longest)
         self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
@@ -303,6 +316,8 @@ class VLLMEngine:
 
     def _add(self, rows: Sequence[EngineRequest], sampling: SamplingParams) -> None:
         """Gives requests to vLLM, all or none, or lets them wait."""
+        if self._awaits_weights:
+            raise InvalidConfig("the engine was started without weights (awaits_weights): call load_weights first")
         self._add_coming()
         if not all(map(self._can_score, rows)):
             self._waiting |= {row.number: row for row in rows}
@@ -437,7 +452,7 @@ class VLLMEngine:
             self._reset_caches()
         if missing:
             raise InvalidConfig(f"vLLM's model has weights that were not given: {sorted(missing)[:10]}")
-        self.memory.has_weights = True
+        self.memory.has_weights, self._awaits_weights = True, False
 
     def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""

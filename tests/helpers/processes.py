@@ -4,19 +4,44 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 PRELOADED = ("workers.roles.actor",)
 """Imported once, by the process from which the ranks are forked."""
+
+
+FOLDER = "TEST_RANKS_FOLDER"
+"""The environment variable, which ranks inherit, with the folder of what a test has made for them."""
+
+
+def shared_folder() -> Path:
+    """On a rank: the folder of `sharing`."""
+    return Path(os.environ[FOLDER])
+
+
+@contextmanager
+def sharing(folder: Path) -> Iterator[Path]:
+    """Ranks that are started within the block find ``folder`` by `shared_folder`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(FOLDER, str(folder))
+        yield folder
+
+
+def check_all_passed(outcomes: Sequence[Any]) -> None:
+    """Fails with the first outcome of a scenario that is not ``None``: the traceback of a rank."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is None, f"rank {rank}: {outcome}"
 
 
 def run_ranks(

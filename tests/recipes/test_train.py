@@ -70,7 +70,9 @@ def rows(data, metrics, devices):
 
 
 def start():
-    return Roles(Actor(), Rollout(), {}, devices=3)
+    return Roles(
+        Actor(), Rollout(), {}, devices=3, start_seconds={"loading the actor": 2.0, "starting (all)/model": 0.5}
+    )
 
 
 def rows_of(directory):
@@ -78,7 +80,7 @@ def rows_of(directory):
 
 
 def without_times(row):
-    return {name: value for name, value in row.items() if not name.startswith("timing_s/")}
+    return {name: value for name, value in row.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
 def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
@@ -90,6 +92,9 @@ def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
     assert without_times(written[1]) == {"step": 1, "first": 0, "data/skipped_rows": 0, "rows": 6}
     assert [row.get("evaluated") for row in written] == [0, None, 2, 3]
     assert {"timing_s/step", "timing_s/data"} <= written[1].keys()
+    assert written[0]["perf/start_s/loading_the_actor"] == 2.0
+    assert written[0]["perf/start_s/starting/model"] == 0.5
+    assert not any(name.startswith("perf/start_s") for row in written[1:] for name in row)
     assert checkpoint_steps(tmp_path) == [2, 3]
     assert (tmp_path / "report.html").is_file()
     assert json.loads((tmp_path / "config.json").read_text())["run"]["steps"] == 3

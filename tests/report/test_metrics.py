@@ -11,10 +11,10 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import FileFormatError, InvalidConfig
 from recipes.report.metrics_file import MetricsLog, read_metrics, truncate_after
-from recipes.run.loop import measure_rollouts
 from recipes.run.metrics import (
     best_at_k,
     majority_value,
+    measure_rollouts,
     pass_at_k,
     rollout_metrics,
     speed_metrics,

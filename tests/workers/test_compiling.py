@@ -1,10 +1,12 @@
 """Compiled layers give the same numbers, and are compiled once for all lengths."""
 
 import copy
+import os
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
@@ -86,3 +88,29 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setattr(compiling, "which", lambda name: None)
     with pytest.raises(InvalidConfig, match=r"C\+\+ compiler"):
         compiling.CompiledLayers(Ranks(), ModelConfig(compile=True)).apply(module)
+
+
+NAME = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def test_compiled_code_is_kept_in_the_users_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(NAME, default_cache_dir())  # as torch sets it
+    compiling.keep_compiled_code()
+    assert os.environ[NAME] == str(tmp_path / "dataproto" / "inductor")
+    monkeypatch.setenv(NAME, "/elsewhere")
+    compiling.keep_compiled_code()
+    assert os.environ[NAME] == "/elsewhere"
+
+
+@pytest.mark.long
+def test_a_later_start_reads_what_was_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(NAME, default_cache_dir())
+    compiling.keep_compiled_code()
+    for _ in range(2):  # of the second start everything is on disk
+        torch._dynamo.reset()
+        counters.clear()
+        compiling.Compiled(lambda x: x.sin() * 2)(torch.randn(5, 8))
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert any((tmp_path / "dataproto" / "inductor").rglob("*.so"))

@@ -6,17 +6,21 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from dataproto.errors import InvalidConfig
 from dataproto.packing import fill_up
 from dataproto.vlm import MediaSpans, family_of
 from helpers.batches import padded_log_probs
+from helpers.examples import at_most
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined, mixed_rows, text_rows, turn_rows
 from helpers.processes import run_ranks
 from helpers.routes import with_routes
@@ -27,7 +31,7 @@ from workers.model.named_weights import full_tensor
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.parallel.fsdp import sharded_parts
-from workers.parallel.pipeline import stage_layers
+from workers.parallel.pipeline_stages import StageCosts, stage_costs, stage_layers
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -442,10 +446,51 @@ def test_what_cannot_be_staged_is_named(outcomes):
         assert "freeze_language=True trains the first stage alone" in said[3]
 
 
-def test_layers_are_dealt_out_evenly():
-    assert [len(layers) for layers in stage_layers(36, 4)] == [9, 9, 9, 9]
-    assert [len(layers) for layers in stage_layers(28, 8)] == [3, 4, 4, 4, 4, 3, 3, 3]
-    assert stage_layers(5, 5)[4] == range(4, 5)
+@pytest.mark.parametrize(
+    ("costs", "stages", "counts"),
+    [
+        (StageCosts([1] * 36), 4, [9, 9, 9, 9]),
+        (StageCosts([1] * 28), 8, [3, 3, 3, 3, 4, 4, 4, 4]),
+        (StageCosts([1] * 5), 5, [1, 1, 1, 1, 1]),
+        (StageCosts([1] * 8, tower=2), 2, [3, 5]),
+        (StageCosts([1] * 8, head=2), 2, [5, 3]),
+        (StageCosts([1] * 8, tower=20, head=1), 4, [1, 2, 3, 2]),  # one layer at least; the last has the head
+        (StageCosts([5, 1, 1, 1, 1, 1]), 2, [1, 5]),
+    ],
+)
+def test_stages_are_split_by_cost(costs, stages, counts):
+    assert [len(layers) for layers in stage_layers(costs, stages)] == counts
+
+
+@settings(max_examples=at_most(50))
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=8), st.integers(0, 30), st.integers(0, 30), st.integers(1, 3))
+def test_no_split_has_a_cheaper_costliest_stage(layers, tower, head, stages):
+    def totals(ends):
+        sums = [sum(layers[begin:end]) for begin, end in zip((0, *ends), ends)]
+        sums[0], sums[-1] = sums[0] + tower, sums[-1] + head
+        return max(sums), sum(each**2 for each in sums)
+
+    found = stage_layers(StageCosts(layers, tower, head), stages)
+    every = [(*inner, len(layers)) for inner in combinations(range(1, len(layers)), stages - 1)]
+    assert totals([each.stop for each in found]) == min(map(totals, every))
+
+
+def test_costs_of_stages_are_the_operations_of_a_typical_row():
+    """Of 1,024 tokens, 512 of them a response, with an image of 32 x 32 patches."""
+    config = config_with_layers("qwen2_5_vl")
+    module = PackedVLM(tiny_model("qwen2_5_vl", config=config), family_of(config), 1.0)
+    forward = module.family.flops(config, [1024], torch.tensor([[1, 32, 32]]), logit_tokens=512)
+    trained = stage_costs(module, ModelConfig())
+    assert sum(trained.layers) == 3 * (forward.language - forward.lm_head)
+    assert (trained.tower, trained.head) == (3 * forward.vision, 4 * forward.lm_head)
+    again = stage_costs(module, ModelConfig(activation_checkpointing="full", freeze_vision=True))
+    assert (sum(again.layers), again.tower) == (4 * (forward.language - forward.lm_head), forward.vision)
+    frozen = stage_costs(PackedVLM(module.model.requires_grad_(False), module.family, 1.0), ModelConfig())
+    assert (sum(frozen.layers), frozen.tower, frozen.head) == (
+        forward.language - forward.lm_head,
+        forward.vision,
+        forward.lm_head,
+    )
 
 
 def test_a_tail_changes_nothing(checkpoints):

@@ -71,6 +71,7 @@ def test_ranks_of_a_scattered_placement_group_are_consecutive_on_their_nodes(mon
     try:
         ray.init(cluster.address, log_to_driver=False)
         pool = RayPool(Layout(dp=2, tp=2), RayConfig(), new_step_blobs())
+        pool.connect()
         bundles = ray.util.placement_group_table(pool.placement_group)["bundles_to_node_id"]
         first, second, third, fourth = (bundles[number] for number in range(4))
         assert len({first, second}) == len({third, fourth}) == 2  # scattered: each tp group would be on both nodes

@@ -139,7 +139,9 @@ def _ray() -> Iterator[None]:
 
 
 def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: float) -> RayGroup:
-    return RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs()).build("worker", kind)
+    pool = RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs())
+    pool.connect()
+    return pool.build("worker", kind)
 
 
 BUNDLES: list[Placement] = []  # of the processes of `group`, in the order of Ray's bundles

@@ -68,4 +68,6 @@ def test_a_frozen_reference_has_no_gradients(checkpoint):
     actor = ActorConfig(checkpoint, temperature=0.7)
     assert actor.frozen() == PolicyConfig(checkpoint, temperature=0.7)
     with launch(actor=actor, reference=actor.frozen()) as roles:
+        assert list(roles.start_seconds) == ["loading the actor", "loading the reference", "starting the engine hf"]
+        assert min(roles.start_seconds.values()) > 0
         assert not any(p.requires_grad for p in roles.reference.worker.module.parameters())

@@ -1,9 +1,7 @@
 """Checkpoints that two roles write behind training on two processes, one of which has a slow or a full disk."""
 
-import os
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from dataproto.errors import CheckpointError
-from helpers.processes import run_ranks
+from helpers.processes import run_ranks, shared_folder, sharing
 from helpers.tiny_models import tiny_model
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
@@ -22,11 +20,6 @@ from workers.training.optimizer import OptimizerConfig
 
 CPU = torch.device("cpu")
 write_data = FileSystemWriter.write_data
-
-
-def folder() -> Path:
-    """Where the test has put the model, in an environment variable that the ranks inherit."""
-    return Path(os.environ["TEST_SAVING_BEHIND_FOLDER"])
 
 
 def slow(writer: FileSystemWriter, *args: Any) -> Any:
@@ -44,7 +37,7 @@ def full(writer: FileSystemWriter, *args: Any) -> Any:
 
 def two_roles_save(name: str, disk: Any) -> dict[str, str | None]:
     """What actor and critic raise when they have saved, behind, on ranks of which the last one has such a disk."""
-    ranks, path = init_ranks(Layout(dp=2), CPU), str(folder() / "model")
+    ranks, path = init_ranks(Layout(dp=2), CPU), str(shared_folder() / "model")
     make = {
         "actor": lambda: ActorWorker(ActorConfig(path, optimizer=OptimizerConfig()), CPU, ranks),
         "critic": lambda: CriticWorker(CriticConfig(path), CPU, ranks),
@@ -57,7 +50,7 @@ def two_roles_save(name: str, disk: Any) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     with patch.object(FileSystemWriter, "write_data", disk if ranks.rank("dp") == 1 else write_data):
         for role, worker in roles.items():
-            worker.save(folder() / name / role, behind=True)
+            worker.save(shared_folder() / name / role, behind=True)
         for role, worker in roles.items():
             try:
                 found[role] = worker.finish_save()
@@ -66,7 +59,7 @@ def two_roles_save(name: str, disk: Any) -> dict[str, str | None]:
     for role, worker in roles.items():
         if found[role] is None:
             other = make[role]()
-            other.load(folder() / name / role)
+            other.load(shared_folder() / name / role)
             pairs = zip(worker.module.parameters(), other.module.parameters(), strict=True)
             assert all(torch.equal(one.to_local(), two.to_local()) for one, two in pairs)
     return found
@@ -77,8 +70,7 @@ def outcomes(tmp_path_factory):
     root = tmp_path_factory.mktemp("behind")
     tiny_model("qwen2_5_vl").save_pretrained(root / "model")
     scenarios = {disk.__name__: partial(two_roles_save, disk.__name__, disk) for disk in (slow, full)}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TEST_SAVING_BEHIND_FOLDER", str(root))
+    with sharing(root):
         return run_ranks(2, scenarios, root, timeout=90)
 
 

@@ -1,7 +1,6 @@
 """Exports that ranks write together: read by ``from_pretrained`` alone, complete or absent, and no rank keeps the whole model."""
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 
 from dataproto.errors import CheckpointError
 from helpers.layouts import config_with_heads
-from helpers.processes import run_ranks
+from helpers.processes import run_ranks, shared_folder, sharing
 from helpers.tiny_models import CLASSES, MODEL_TYPES, tiny_config, tiny_model
 from workers.model.named_weights import all_named_weights, named_buffers
 from workers.ranks.layout import Layout
@@ -25,11 +24,6 @@ from workers.weights.sharded_export import ShardedExport, StageWeights, plan_exp
 CPU = torch.device("cpu")
 SMALL = 40_000  # bytes of a file
 WITH_BUFFERS = (*MODEL_TYPES, "glm4v_moe")
-
-
-def folder() -> Path:
-    """Where the test has put checkpoints, in an environment variable that the ranks inherit."""
-    return Path(os.environ["TEST_EXPORT_FOLDER"])
 
 
 def test_a_plan_cuts_between_layers_and_writes_a_tied_weight_once():
@@ -67,11 +61,11 @@ def loaded(model_type: str, path: Path) -> Any:
 def an_export_loads(name: str, layout: Layout, behind: bool = False, **options: Any) -> dict[str, Any]:
     """The weights of a changed model come back; each rank has kept and written its files alone."""
     ranks, kept = init_ranks(layout, CPU), []
-    worker = ActorWorker(ActorConfig(str(folder() / name), **options), CPU, ranks)
+    worker = ActorWorker(ActorConfig(str(shared_folder() / name), **options), CPU, ranks)
     with torch.no_grad():
         for number, parameter in enumerate(worker.module.parameters()):
             parameter.add_(0.1 + 0.01 * (number % 5))
-    target = folder() / f"{name} {layout} {behind} {sorted(options)}"
+    target = shared_folder() / f"{name} {layout} {behind} {sorted(options)}"
     expected = {each: weight.clone() for each, weight in all_named_weights(worker.module.model, ranks)}
     write = ShardedExport._write
 
@@ -101,7 +95,10 @@ def an_export_loads(name: str, layout: Layout, behind: bool = False, **options: 
 def a_full_disk_is_told_on_all(layout: Layout, behind: bool) -> str:
     """One rank cannot write; the index, which makes an export complete, is absent."""
     ranks = init_ranks(layout, CPU)
-    worker, target = ActorWorker(ActorConfig(str(folder() / "qwen3")), CPU, ranks), folder() / f"full {behind}"
+    worker, target = (
+        ActorWorker(ActorConfig(str(shared_folder() / "qwen3")), CPU, ranks),
+        shared_folder() / f"full {behind}",
+    )
     save = sharded_export.save_file
 
     def full(*args: Any) -> None:
@@ -122,21 +119,21 @@ def a_full_disk_is_told_on_all(layout: Layout, behind: bool) -> str:
 def ranks_that_see_other_files_have_one_plan(layout: Layout) -> list[str]:
     """The last rank finds weights in the checkpoint that the model does not use, the first one does not."""
     ranks = init_ranks(layout, CPU)
-    worker, stage = ActorWorker(ActorConfig(str(folder() / "qwen3")), CPU, ranks), ShardedExport._stage
+    worker, stage = ActorWorker(ActorConfig(str(shared_folder() / "qwen3")), CPU, ranks), ShardedExport._stage
 
     def differing(export: ShardedExport) -> StageWeights:
         found = stage(export)
         return StageWeights(found.sizes | ({"mtp.weight": 10**9} if export.rank else {}), found.ranks)
 
     with mock.patch.object(ShardedExport, "_stage", differing):
-        export = ShardedExport(folder() / "plan", worker.module.model, worker.module.family, ranks, None)
+        export = ShardedExport(shared_folder() / "plan", worker.module.model, worker.module.family, ranks, None)
     return [file.file for file in export.mine]
 
 
 def an_export_replaces_one_of_more_files(layout: Layout) -> None:
     """Files of the export before are gone."""
     ranks = init_ranks(layout, CPU)
-    worker, target = ActorWorker(ActorConfig(str(folder() / "qwen3")), CPU, ranks), folder() / "again"
+    worker, target = ActorWorker(ActorConfig(str(shared_folder() / "qwen3")), CPU, ranks), shared_folder() / "again"
     with mock.patch.object(sharded_export, "FILE_BYTES", SMALL):
         worker.save(target)
     before = {file.name for file in (target / "huggingface").glob("*.safetensors")}
@@ -179,8 +176,7 @@ def checkpoints(tmp_path_factory):
     tied = tiny_config("qwen2_5_vl")
     tied.tie_word_embeddings = tied.text_config.tie_word_embeddings = True
     tiny_model("qwen2_5_vl", config=tied).save_pretrained(root / "qwen2_5_vl-tied")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TEST_EXPORT_FOLDER", str(root))
+    with sharing(root):
         yield root
 
 

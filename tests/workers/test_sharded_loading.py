@@ -1,10 +1,8 @@
 """Checkpoints read by several ranks, each its own parts: the weights of ``from_pretrained``, and no larger tensor than a part."""
 
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +12,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers.processes import run_ranks
+from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
 from helpers.tiny_models import CLASSES, MODEL_TYPES, MOE_TYPES, tiny_config, tiny_model
 from workers.model.lora import add_adapters
 from workers.model.named_weights import full_tensor, named_buffers
@@ -28,11 +26,6 @@ from workers.weights.stored_tensors import CheckpointFiles
 CPU = torch.device("cpu")
 EMBEDDING = 512 * 64  # elements of the largest weight
 LORA = {"lora_rank": 2, "lora_vision": True}
-
-
-def folder() -> Path:
-    """Where the test has put checkpoints, in an environment variable that the ranks inherit."""
-    return Path(os.environ["TEST_LOADING_FOLDER"])
 
 
 def config_of(model_type: str, tied: bool = False) -> Any:
@@ -93,7 +86,7 @@ def watched() -> Any:
 
 def each_rank_reads_its_parts(name: str, layout: Layout, **options: Any) -> None:
     """Weights, adapters and buffers are those of the whole model, and each rank has read its own elements, each once."""
-    ranks, path = init_ranks(layout, CPU), folder() / name
+    ranks, path = init_ranks(layout, CPU), shared_folder() / name
     with watched() as seen:
         worker = ActorWorker(ActorConfig(str(path), **options), CPU, ranks)
     whole = getattr(transformers, CLASSES[name.removesuffix("-tied")][1]).from_pretrained(path, dtype=torch.float32)
@@ -123,7 +116,7 @@ def each_rank_reads_its_parts(name: str, layout: Layout, **options: Any) -> None
 def a_critic_starts_at_zero_on_all_ranks(layout: Layout) -> None:
     """The head that no checkpoint has is on the last stage, and zero."""
     ranks = init_ranks(layout, CPU)
-    worker = CriticWorker(CriticConfig(str(folder() / "qwen2_5_vl")), CPU, ranks)
+    worker = CriticWorker(CriticConfig(str(shared_folder() / "qwen2_5_vl")), CPU, ranks)
     heads = [full_tensor(value) for name, value in worker.module.named_parameters() if "value_head" in name]
     assert len(heads) == (ranks.rank("pp") == ranks.size("pp") - 1)
     assert not any(head.any() for head in heads)
@@ -133,7 +126,7 @@ def weights_that_are_absent_are_equal(layout: Layout) -> None:
     """Ranks whose generators are in other states initialise a weight that the checkpoint lacks alike."""
     torch.manual_seed(torch.distributed.get_rank())
     ranks = init_ranks(layout, CPU)
-    worker = ActorWorker(ActorConfig(str(folder() / "headless")), CPU, ranks)
+    worker = ActorWorker(ActorConfig(str(shared_folder() / "headless")), CPU, ranks)
     head = dict(worker.named_weights())["lm_head.weight"]
     assert 0.01 < head.std() < 0.03
     heads = ranks.all_gather(head)
@@ -151,7 +144,7 @@ def a_rank_that_cannot_read_stops_all(layout: Layout) -> str:
 
     with mock.patch.object(CheckpointFiles, "read", refused):
         try:
-            ActorWorker(ActorConfig(str(folder() / "qwen3")), CPU, ranks)
+            ActorWorker(ActorConfig(str(shared_folder() / "qwen3")), CPU, ranks)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "loaded"
@@ -206,14 +199,8 @@ def checkpoints(tmp_path_factory):
     model = tiny_model("qwen3", config=config_of("qwen3"))
     state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     model.save_pretrained(root / "headless", state_dict=state)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TEST_LOADING_FOLDER", str(root))
+    with sharing(root):
         yield root
-
-
-def check(outcomes: list[Any]) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome is None, f"rank {rank}: {outcome}"
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +212,12 @@ def outcomes(checkpoints, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_ranks(outcomes, name):
-    check(outcomes[name])
+    check_all_passed(outcomes[name])
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_read_is_named_on_all(outcomes):
-    message = f"CheckpointError: the weights of {os.environ['TEST_LOADING_FOLDER']}/qwen3 cannot be read: stale handle"
+def test_a_rank_that_cannot_read_is_named_on_all(outcomes, checkpoints):
+    message = f"CheckpointError: the weights of {checkpoints}/qwen3 cannot be read: stale handle"
     assert outcomes["stops"] == [f"RankFailure: rank 1: {message}", message]
 
 
@@ -242,7 +229,7 @@ def more_outcomes(checkpoints, tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("name", MORE)
 def test_two_ranks_with_more_models(more_outcomes, name):
-    check(more_outcomes[name])
+    check_all_passed(more_outcomes[name])
 
 
 @pytest.fixture(scope="module")
@@ -253,4 +240,4 @@ def outcomes_on_four(checkpoints, tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks(outcomes_on_four, name):
-    check(outcomes_on_four[name])
+    check_all_passed(outcomes_on_four[name])

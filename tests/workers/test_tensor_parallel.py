@@ -61,7 +61,7 @@ def equals_one_process(model_type, rows, heads=2, key_value_heads=1, tied=False,
     return differences(found, run_pass(config, data)) if distributed.get_rank() == 0 else []
 
 
-def log_probs_of_a_split_vocabulary(banned, temperature, chunk):
+def log_probs_of_a_split_vocabulary(banned, temperature, chunk, compiled=False, cap=None):
     """24 words, 12 a rank; ``banned`` may be all of one rank's."""
     ranks = joined(TWO)
     generator = torch.Generator().manual_seed(0)
@@ -76,11 +76,12 @@ def log_probs_of_a_split_vocabulary(banned, temperature, chunk):
         (token_log_probs, weight.clone().requires_grad_()),
     ):
         states = hidden.clone().requires_grad_()
-        log_probs, entropies = score(states, head, targets, temperature, banned, True, chunk_elements=chunk)
+        more = {"chunk_elements": chunk, "cap": cap, "compiled": compiled and head is split}
+        log_probs, entropies = score(states, head, targets, temperature, banned, True, **more)
         (log_probs * torch.arange(9) + entropies * torch.arange(9).flip(0)).sum().backward()
         whole = head.grad.full_tensor() if isinstance(head.grad, DTensor) else head.grad
         results.append((log_probs.detach(), entropies.detach(), states.grad, whole))
-        alone, nothing = score(states, head, targets, temperature, banned, False)
+        alone, nothing = score(states, head, targets, temperature, banned, False, cap=cap)
         assert nothing is None
         torch.testing.assert_close(alone, log_probs)
     for ours, theirs in zip(*results, strict=True):
@@ -277,6 +278,17 @@ def test_split_layers_can_be_compiled(tmp_path):
     cases = {f"{kind}, {mode}": partial(compiled_layers_give_the_same, kind, mode) for kind, mode in modes.items()}
     for case, outcome in run_ranks(2, cases, tmp_path, timeout=600).items():
         assert outcome == [([], {})] * 2, case
+
+
+@pytest.mark.long
+def test_a_split_head_can_be_compiled(tmp_path):
+    """Chunks of 1, 4 and all of the 9 tokens, half of the vocabulary banned or a few words, a capped head."""
+    settings = [((), 1.0, 48, None), ((0, 11, 12), 0.7, 12, None), ((), 0.7, None, 3.0), ((3, 20), 1.3, None, 3.0)]
+    cases = {
+        str(each): partial(log_probs_of_a_split_vocabulary, *each[:3], compiled=True, cap=each[3]) for each in settings
+    }
+    for case, outcome in run_ranks(2, cases, tmp_path, timeout=600).items():
+        assert outcome == [None] * 2, case
 
 
 def test_what_cannot_be_split_is_named(outcomes):

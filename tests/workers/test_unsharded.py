@@ -2,11 +2,9 @@
 norm, and the collectives of a call, counted.
 """
 
-import os
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 from dataproto import DataProto
 from helpers.batches import prompt_batch, with_responses
-from helpers.processes import run_ranks
+from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
 from helpers.tiny_models import tiny_config, tiny_model
 from workers.model.model_config import UNSHARDED
 from workers.model.named_weights import full_tensor
@@ -35,9 +33,7 @@ DP = Layout(dp=2)
 
 
 def worker(layout: Layout = DP, **options) -> ActorWorker:
-    config = ActorConfig(
-        str(Path(os.environ["TEST_UNSHARDED_FOLDER"]) / MODEL), token_budget=25, scoring_token_budget=25, **options
-    )
+    config = ActorConfig(str(shared_folder() / MODEL), token_budget=25, scoring_token_budget=25, **options)
     return ActorWorker(config, CPU, init_ranks(layout, CPU))
 
 
@@ -235,12 +231,10 @@ SCENARIOS = {
 def outcomes(tmp_path_factory):
     root = tmp_path_factory.mktemp("unsharded")
     tiny_model(MODEL).save_pretrained(root / MODEL)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TEST_UNSHARDED_FOLDER", str(root))
+    with sharing(root):
         yield run_ranks(2, SCENARIOS, root)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_ranks(outcomes, name):
-    for rank, outcome in enumerate(outcomes[name]):
-        assert outcome is None, f"rank {rank}: {outcome}"
+    check_all_passed(outcomes[name])

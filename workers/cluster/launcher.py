@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
-from workers.cluster.role_groups import LaunchPlan, Phase, Roles
+from workers.cluster.role_groups import LaunchPlan, Phase, Roles, engine_phase, timed_phase
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
@@ -43,6 +44,9 @@ def launch(
 ) -> Roles:
     """Starts the roles of a recipe.
 
+    ``start_seconds`` of the result has the seconds of each phase by name; those in which the engine starts, if it tells, have
+    the name of the engine's phase before their own and ``/``.
+
     Args:
         reward: a function of rows, or a model.
         rollout: the name of an engine, or a `RolloutConfig` with options for it.
@@ -59,8 +63,11 @@ def launch(
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
     plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic)
-    roles: Roles = _function(BACKENDS, on)(plan, phase, **options)
-    return roles
+    seconds: dict[str, float] = {}
+    roles: Roles = _function(BACKENDS, on)(plan, timed_phase(phase, seconds), **options)
+    engine = engine_phase(rollout.engine)
+    parts = {f"{engine}/{name}": found for name, found in roles.rollout.start_seconds().items()}
+    return replace(roles, start_seconds=seconds | parts)
 
 
 def launch_worker(

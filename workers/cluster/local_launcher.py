@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dataproto.errors import InvalidConfig
+from rollout.engine import prepare_engine
 from workers.cluster.local_group import LocalGroup
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, early_reward, engine_phase
 from workers.roles.actor import ActorWorker
@@ -25,6 +26,7 @@ def launch_local(plan: LaunchPlan, phase: Phase = nullcontext) -> Roles:
     if plan.layout.world_size > 1:
         raise InvalidConfig(f"{plan.layout} needs {plan.layout.world_size} processes: use on='ray'")
     optional: dict[str, LocalGroup | None] = {"reference": None, "critic": None, "reward": None}
+    prepare_engine(plan.rollout.engine, plan.rollout.model_path)
     with phase("loading the actor"):
         actor = ActorWorker(plan.actor)
     if plan.reference:

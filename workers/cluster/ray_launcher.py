@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any
 
 import torch
 
 from dataproto.errors import InvalidConfig
+from rollout.engine import prepare_engine
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayGroup,
@@ -23,14 +24,15 @@ from workers.ranks.layout import Layout
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import reference_worker
-from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
+from workers.roles.reward import ModelReward, ModelRewardWorker, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
 
 def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> Roles:
     """Starts one process for each rank of the layout, which holds that rank of actor, reference, critic and rollout.
 
-    Engines get separate processes if ``rollout_processes`` is set. A reward function gets processes without a device.
+    Engines get separate processes if ``rollout_processes`` is set, and start while the actor is loaded. A reward function gets
+    processes without a device.
 
     Raises:
         InvalidConfig: an option is unknown, or the cluster is too small.
@@ -41,21 +43,27 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
     with ExitStack() as stack:
         with phase("starting Ray"):
             stack.enter_context(running_ray(config, model_processes + config.reward_processes))
-            pool = RayPool(plan.layout, config, new_step_blobs())
-            stack.callback(pool.close)
+            pools = _start_pools(plan, config, stack)
+            pool = pools.models
+            _prepare_engines(plan, pools.engines or pool)
+            reward, rollout = _begin_reward(plan, pools), _begin_rollout(plan, pools)
         with phase("loading the actor"):
             actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
-        optional = _build_optional(plan, pool, stack, phase)
+        optional = _build_optional(plan, pool, phase)
+        if reward is not None:
+            with phase("starting the reward"):
+                optional["reward"] = reward()
         with phase(engine_phase(plan.rollout.engine)):
-            rollout, transfer_weights = _build_rollout(plan, pool, stack)
-        share_cores([group for group in (actor, rollout, optional["reward"]) if group is not None])
+            engines = rollout()
+            transfer_weights = _weight_transfer(pools, engines)
+        share_cores([group for group in (actor, engines, optional["reward"]) if group is not None])
 
         def after_sync() -> None:
             pool.blobs.renew()
             transfer_weights()
 
         devices = _num_devices(model_processes, gpus_per_process(config))
-        return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, rollout.release, devices)
+        return Roles(actor, engines, optional, stack.pop_all().close, after_sync, engines.release, devices)
 
 
 def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
@@ -65,6 +73,7 @@ def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **o
     stack.enter_context(running_ray(config, 1))
     pool = RayPool(Layout(), config, new_step_blobs())
     stack.callback(pool.close)
+    pool.connect()
     return pool.build("worker", lambda host: make(host.device))
 
 
@@ -85,7 +94,45 @@ def _num_devices(processes: int, gpus: float) -> int:
     return ceil(processes * gpus) if 0 < gpus < 1 else processes
 
 
-def _build_optional(plan: LaunchPlan, pool: RayPool, stack: ExitStack, phase: Phase) -> dict[str, RayGroup | None]:
+@dataclass(frozen=True)
+class Pools:
+    """The processes of a run."""
+
+    models: RayPool
+    engines: RayPool | None  # None: engines share the processes of the models
+    scorers: RayPool | None  # of a reward function
+
+
+def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools:
+    """Starts all processes at once, and waits for them."""
+    blobs = new_step_blobs()
+
+    def start(layout: Layout, config: RayConfig) -> RayPool:
+        pool = RayPool(layout, config, blobs)
+        stack.callback(pool.close)
+        return pool
+
+    models, engines, scorers = start(plan.layout, config), None, None
+    if config.rollout_processes:
+        engines = start(Layout(dp=config.rollout_processes), config)
+    if plan.reward is not None and not isinstance(plan.reward, ModelReward):
+        without_device = replace(config, gpus=0.0, timeout_s=config.reward_timeout_s)
+        scorers = start(Layout(dp=config.reward_processes), without_device)
+    for pool in (models, engines, scorers):
+        if pool is not None:
+            pool.connect()
+    return Pools(models, engines, scorers)
+
+
+def _prepare_engines(plan: LaunchPlan, pool: RayPool) -> None:
+    """Lets each node begin what its engines need, while the actor is loaded."""
+    engine, model_path = plan.rollout.engine, plan.rollout.model_path
+    pool.wait(
+        [host.prepare.remote(lambda: prepare_engine(engine, model_path)) for host in pool.first_of_each_node()], "start"
+    )
+
+
+def _build_optional(plan: LaunchPlan, pool: RayPool, phase: Phase) -> dict[str, RayGroup | None]:
     optional: dict[str, RayGroup | None] = {"reference": None, "critic": None, "reward": None}
     if plan.reference is not None:
         reference = plan.reference
@@ -97,35 +144,31 @@ def _build_optional(plan: LaunchPlan, pool: RayPool, stack: ExitStack, phase: Ph
         critic = plan.critic
         with phase("loading the critic"):
             optional["critic"] = pool.build("critic", lambda host: CriticWorker(critic, host.device, host.ranks))
-    if plan.reward is not None:
-        with phase("starting the reward"):
-            optional["reward"] = _build_reward(plan.reward, plan.actor.model_path, pool, stack)
     return optional
 
 
-def _build_reward(reward: RewardFunction | ModelReward, model_path: str, pool: RayPool, stack: ExitStack) -> RayGroup:
-    """A reward model shares the actor's processes. A function gets separate ones, so that scoring overlaps with the models."""
+def _begin_reward(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup] | None:
+    """A reward model shares the actor's processes. A function has separate ones, so that scoring overlaps with the models."""
+    reward, model_path = plan.reward, plan.actor.model_path
     if isinstance(reward, ModelReward):
-        return pool.build("reward", lambda host: ModelRewardWorker(reward, model_path, host.device, host.ranks))
-    config = replace(pool.config, gpus=0.0, timeout_s=pool.config.reward_timeout_s)
-    scorers = RayPool(Layout(dp=pool.config.reward_processes), config, pool.blobs)
-    stack.callback(scorers.close)
-    return scorers.build("reward", lambda host: RewardWorker(reward, model_path))
+        return lambda: pools.models.build(
+            "reward", lambda host: ModelRewardWorker(reward, model_path, host.device, host.ranks)
+        )
+    if reward is None or pools.scorers is None:
+        return None
+    return pools.scorers.begin_build("reward", lambda host: RewardWorker(reward, model_path))
 
 
-def _build_rollout(plan: LaunchPlan, pool: RayPool, stack: ExitStack) -> tuple[RayGroup, Callable[[], None]]:
-    """The engines, and a function that sends them the actor's weights at the end of a step."""
-    if not pool.config.rollout_processes:
-        shared = pool.build(
+def _begin_rollout(plan: LaunchPlan, pools: Pools) -> Callable[[], RayGroup]:
+    """Engines with devices of their own start now, others when the result is called: their devices are shared."""
+    if pools.engines is None:
+        return lambda: pools.models.build(
             "rollout",
             lambda host: RolloutWorker(
                 plan.rollout, host.roles["actor"].named_weights, host.ranks, reward=early_reward(plan)
             ),
         )
-        return shared, lambda: None  # these engines read the actor's weights before they next generate
-    engines = RayPool(Layout(dp=pool.config.rollout_processes), pool.config, pool.blobs)
-    stack.callback(engines.close)
-    rollout = engines.build(
+    return pools.engines.begin_build(
         "rollout",
         lambda host: RolloutWorker(
             plan.rollout,
@@ -135,11 +178,17 @@ def _build_rollout(plan: LaunchPlan, pool: RayPool, stack: ExitStack) -> tuple[R
             reward=early_reward(plan),
         ),
     )
-    pool.open_channel(engines)
+
+
+def _weight_transfer(pools: Pools, rollout: RayGroup) -> Callable[[], None]:
+    """A function that sends separate engines the actor's weights at the end of a step; they get them now for the first time."""
+    if pools.engines is None:
+        return lambda: None  # these engines read the actor's weights before they next generate
+    pools.models.open_channel(pools.engines)
     dtype = rollout.weights_dtype()
 
     def transfer_weights() -> None:
-        pool.transfer_weights("actor", rollout, dtype)
+        pools.models.transfer_weights("actor", rollout, dtype)
 
     transfer_weights()
-    return rollout, transfer_weights
+    return transfer_weights

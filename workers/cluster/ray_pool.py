@@ -35,16 +35,19 @@ class RayPool:
     """The processes of one layout. The roles built on it share them and their devices."""
 
     def __init__(self, layout: Layout, config: RayConfig, blobs: StepBlobs) -> None:
-        """Starts the processes and connects them.
+        """Starts the processes; `connect` waits for them.
 
         Raises:
             InvalidConfig: the cluster has too few CPUs or GPUs.
         """
-        started = time.perf_counter()
         self.layout, self.config, self.blobs = layout, config, blobs
         self.closed_reason: str | None = None  # why no more calls are possible
         self.hosts, self.monitor, self.placement_group = start_hosts(layout.world_size, config)
         self.placements = [Placement("", "", (), 1)] * layout.world_size
+
+    def connect(self) -> None:
+        """Connects the processes to each other."""
+        layout, config, started = self.layout, self.config, time.perf_counter()
         placements = self.wait([host.placement.remote() for host in self.hosts], "start")
         order = rank_order(placements)
         self.hosts, self.placements = [self.hosts[each] for each in order], [placements[each] for each in order]
@@ -57,10 +60,23 @@ class RayPool:
 
     def build(self, role: str, make: Callable[[Host], Any]) -> RayGroup:
         """Builds a role's worker in every process by ``make(host)``."""
+        return self.begin_build(role, make)()
+
+    def begin_build(self, role: str, make: Callable[[Host], Any]) -> Callable[[], RayGroup]:
+        """As `build`, but returns at once; the result waits for the workers and returns their group."""
         started = time.perf_counter()
-        classes = self.wait([host.build.remote(role, make) for host in self.hosts], f"build {role}")
-        log.info("built %s in %d processes in %.1f s", role, len(self.hosts), time.perf_counter() - started)
-        return RayGroup(self, role, classes[0])
+        refs = [host.build.remote(role, make) for host in self.hosts]
+
+        def finish() -> RayGroup:
+            classes = self.wait(refs, f"build {role}")
+            log.info("built %s in %d processes in %.1f s", role, len(self.hosts), time.perf_counter() - started)
+            return RayGroup(self, role, classes[0])
+
+        return finish
+
+    def first_of_each_node(self) -> list[Any]:
+        """One process of each node."""
+        return list({place.node: host for place, host in zip(self.placements, self.hosts, strict=True)}.values())
 
     def open_channel(self, receivers: "RayPool") -> None:
         """Opens a weight channel from the first process of this pool to all processes of another."""

@@ -1,8 +1,9 @@
 """The roles of one run: what to launch (`LaunchPlan`), and the launched groups (`Roles`)."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,19 @@ class LaunchPlan:
     rollout: RolloutConfig
     layout: Layout
     critic: CriticConfig | None = None
+
+
+def timed_phase(phase: Phase, seconds: dict[str, float]) -> Phase:
+    """A phase that also stores its seconds in ``seconds``, under its name."""
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with phase(name):
+            yield
+        seconds[name] = time.perf_counter() - start
+
+    return timed
 
 
 def engine_phase(engine: str) -> str:
@@ -71,6 +85,7 @@ class Roles:
     after_sync: Callable[[], None] = lambda: None  # called at the end of `sync_weights`
     release: Callable[[], Any] = lambda: None  # closes the environments that the processes of `close` hold
     devices: int = 1  # GPUs (processes where there are none) that hold models, those of separate engines included
+    start_seconds: dict[str, float] = field(default_factory=dict)  # of the phases of the start; see `launch`
 
     @property
     def reference(self) -> Any:

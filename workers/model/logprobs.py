@@ -78,7 +78,7 @@ class _TokenLogProbs(torch.autograd.Function):
         compiled: bool,
         cap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        chunk_log_probs = _compiled(_chunk_log_probs) if compiled else _chunk_log_probs
+        chunk_log_probs = compiled_once(_chunk_log_probs) if compiled else _chunk_log_probs
         keep = len(targets) <= size and hidden.device.type == "cpu"
         w, parts, kept = weight.to(hidden.dtype), [], None
         for states, chosen in zip(hidden.split(size), targets.split(size), strict=True):
@@ -94,7 +94,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, banned, log_sums, entropies, kept = ctx.saved_tensors
         temperature, entropy, size, compiled, cap = ctx.settings
-        gradient = _compiled(_logit_gradient) if compiled else _logit_gradient
+        gradient = compiled_once(_logit_gradient) if compiled else _logit_gradient
         w = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None
@@ -211,5 +211,6 @@ def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @cache
-def _compiled(function: Any) -> Any:
+def compiled_once(function: Any) -> Any:
+    """A function of tensors, compiled for any number of tokens; the same for each call with it."""
     return torch.compile(function, dynamic=True)

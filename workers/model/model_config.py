@@ -60,7 +60,7 @@ class ModelConfig:
         "1f1b"  # order of forward and backward passes, with layout.pp > 1
     )
     pipeline_chunks: int = 2  # stages on each rank, with "interleaved"
-    pipeline_layers: tuple[int, ...] | None = None  # decoder layers of each stage, in order; None: split evenly
+    pipeline_layers: tuple[int, ...] | None = None  # decoder layers of each stage, in order; None: split by cost
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "scoring_token_budget"):

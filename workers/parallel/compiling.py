@@ -4,8 +4,10 @@ Layers are compiled one by one; all layers of a kind share the compiled code. Si
 segments, keys) are dynamic from the start, so a new length compiles nothing. Code around the layers stays eager.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -42,6 +44,7 @@ class CompiledLayers(Transform):
             InvalidConfig: the model is on a CPU and there is no C++ compiler.
         """
         check_compiler(next(module.parameters()).device)
+        keep_compiled_code()
         for layer in repeated_layers(module):
             replace_forward(layer, Compiled(layer.forward))
         for experts in split_experts(module):  # which run outside of their layer's code
@@ -69,6 +72,19 @@ def mark_sizes(tensor: Tensor) -> None:
     """Marks the sizes that change: all but the size of features, the last dimension of floating-point tensors."""
     last = tensor.ndim - tensor.is_floating_point()
     torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim in range(last) if tensor.shape[dim] > 1])
+
+
+def keep_compiled_code() -> None:
+    """Stores compiled code in ``dataproto/inductor`` of the user's cache folder, where the next run finds it.
+
+    Torch's own folder is a temporary one. ``TORCHINDUCTOR_CACHE_DIR`` names another, and ``XDG_CACHE_HOME`` another cache folder.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(name, default_cache_dir()) == default_cache_dir():  # torch sets it to its own when it first asks
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        os.environ[name] = str(cache / "dataproto" / "inductor")
 
 
 def check_compiler(device: torch.device) -> None:

@@ -18,7 +18,15 @@ from torch.distributed import ProcessGroup
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import remove_submodule, replace_forward, replace_submodule
-from workers.parallel.pipeline_stages import Feed, PassOptions, StagedForward, StageLayers, run_stages, stage_layers
+from workers.parallel.pipeline_stages import (
+    Feed,
+    PassOptions,
+    StagedForward,
+    StageLayers,
+    run_stages,
+    stage_costs,
+    stage_layers,
+)
 from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
 
@@ -47,7 +55,7 @@ class PipelineParallel(Transform):
         family.check_stages(model.config)
         chunks = options.pipeline_chunks if options.pipeline_schedule == "interleaved" else 1
         whole = model.get_submodule(family.decoder_layers)
-        bounds = stage_layers(len(list(whole.children())), size * chunks, options.pipeline_layers)
+        bounds = stage_layers(stage_costs(module, options), size * chunks, options.pipeline_layers)
         numbers = range(ranks.rank("pp"), len(bounds), size)
         kept = [layer for number in numbers for layer in bounds[number]]
         layers = StageLayers(whole, kept, family.numbered_layers)

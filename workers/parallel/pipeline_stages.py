@@ -5,8 +5,10 @@ micro-batches; a stage looks up the inputs of a number in a `Feed`: packed rows 
 micro-batches are filled up to one length, since the library fixes the shapes that stages send to each other.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,28 +18,101 @@ from torch.distributed import ProcessGroup
 from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
 from dataproto.vlm import MediaSpans
+from dataproto.vlm.costs import logit_flops
 from dataproto.vlm.media import dense_levels
+from workers.model.model_config import ModelConfig
 from workers.model.packed_model import MediaPart, PackedVLM
 
+TYPICAL_TOKENS, TYPICAL_LOGITS = 1024, 512
+"""Of a row, for the split into stages: all tokens, and those of its response."""
+TYPICAL_IMAGE = (1, 32, 32)
+"""Patches of its image; 256 tokens in most families."""
 
-def stage_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> list[range]:
-    """The decoder layers of each stage: ``given`` numbers of them, or about equal numbers, fewer on the stage of the tower.
 
-    >>> stage_layers(7, 3), stage_layers(4, 2, given=[1, 3])
-    ([range(0, 2), range(2, 5), range(5, 7)], [range(0, 1), range(1, 4)])
+@dataclass(frozen=True)
+class StageCosts:
+    """What a pass over a typical row costs, by part, e.g. in floating-point operations."""
+
+    layers: Sequence[float]  # of the decoder, each
+    tower: float = 0  # on the first stage
+    head: float = 0  # on the last stage
+
+
+def stage_costs(module: PackedVLM, options: ModelConfig) -> StageCosts:
+    """The costs of a model's parts: forward passes alone if nothing in it is trained, else with their backward passes.
+
+    A backward pass costs two forward ones. It computes the logits again, and the layers too with full activation checkpointing.
     """
+    family, config = module.family, module.model.config
+    text, tokens = config.get_text_config(), torch.tensor([TYPICAL_TOKENS])
+    trains = any(weight.requires_grad for weight in module.parameters())
+    passes = 1 if not trains else 4 if options.activation_checkpointing == "full" else 3
+    mixing = int(family.mixing_flops(text, tokens).sum()) // int(text.num_hidden_layers)
+    weights = [family.layer_weights(text, layer) for layer in range(int(text.num_hidden_layers))]
+    tower = 0
+    if family.vision_tower is not None:
+        tower = int(family.vision_flops(config, torch.tensor([TYPICAL_IMAGE])).sum())
+    return StageCosts(
+        [passes * (2 * each * TYPICAL_TOKENS + mixing) for each in weights],
+        tower * (1 if options.freeze_vision else passes),
+        TYPICAL_LOGITS * logit_flops(text) * (4 if trains else 1) * module.makes_logits,
+    )
+
+
+def stage_layers(costs: StageCosts, stages: int, given: Sequence[int] | None = None) -> list[range]:
+    """The decoder layers of each stage: ``given`` numbers of them, or so that the stage that costs most costs least.
+
+    Of several such splits it is the one whose stages differ least. Ranks wait for the stage that costs most.
+
+    >>> even, towered = StageCosts([10] * 6), StageCosts([10] * 6, tower=25, head=4)
+    >>> stage_layers(even, 3), stage_layers(towered, 3)
+    ([range(0, 2), range(2, 4), range(4, 6)], [range(0, 1), range(1, 4), range(4, 6)])
+    >>> stage_layers(even, 2, given=[1, 5])
+    [range(0, 1), range(1, 6)]
+    """
+    layers = len(costs.layers)
     if stages > layers:
         raise InvalidConfig(
             f"layout.pp makes {stages} stages, but the model has {layers} decoder layers: use fewer stages"
         )
-    least, more = divmod(layers, stages)
-    counts = [least + (0 < stage <= more) for stage in range(stages)] if given is None else list(given)
-    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
-        raise InvalidConfig(
-            f"pipeline_layers={tuple(counts)}: must name at least one layer for each of {stages} stages, {layers} in all"
-        )
-    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
-    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    if given is not None:
+        if len(given) != stages or sum(given) != layers or min(given) < 1:
+            raise InvalidConfig(
+                f"pipeline_layers={tuple(given)}: must name at least one layer for each of {stages} stages, {layers} in all"
+            )
+        return _ranges(list(accumulate(given)))
+    _, ends = _best_split(costs, stages, max)
+    most = max(_costs_of(costs, _ranges(ends)))
+    _, ends = _best_split(costs, stages, lambda total, cost: total + cost**2 if cost <= most else math.inf)
+    return _ranges(ends)
+
+
+def _best_split(costs: StageCosts, stages: int, join: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
+    """The least cost of all splits, joined stage by stage, and the bounds at which its stages end."""
+    totals, layers = [0.0, *accumulate(costs.layers)], len(costs.layers)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # of the stages so far, by their last bound
+    for stage in range(stages):
+        outer = costs.tower * (stage == 0) + costs.head * (stage == stages - 1)
+        best = {
+            end: min(
+                (join(before, totals[end] - totals[begin] + outer), (*ends, end))
+                for begin, (before, ends) in best.items()
+                if begin < end
+            )
+            for end in range(stage + 1, layers - (stages - stage - 1) + 1)
+        }
+    return best[layers]
+
+
+def _ranges(ends: Sequence[int]) -> list[range]:
+    return [range(begin, end) for begin, end in zip((0, *ends), ends)]
+
+
+def _costs_of(costs: StageCosts, stages: Sequence[range]) -> list[float]:
+    sums = [sum((costs.layers[layer] for layer in stage), 0.0) for stage in stages]
+    sums[0] += costs.tower
+    sums[-1] += costs.head
+    return sums
 
 
 class StageLayers(nn.ModuleList):

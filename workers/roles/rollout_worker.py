@@ -15,7 +15,7 @@ from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
-from rollout.engine import SamplingParams, create_engine, returns_experts
+from rollout.engine import SamplingParams, awaits_weights, create_engine, returns_experts
 from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -104,7 +104,10 @@ class RolloutWorker:
             )
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.family = checkpoint_family(config.model_path)
-        options = {"routed_experts": True} | config.options if replays_routing(config, self.family) else config.options
+        options: dict[str, Any] = {"awaits_weights": True} if awaits_weights(config.engine) else {}  # the actor's
+        if replays_routing(config, self.family):
+            options["routed_experts"] = True
+        options |= config.options
         self.replays = bool(options.get("routed_experts"))
         self.engine = create_engine(config.engine, config.model_path, **options)
         if self.replays and getattr(self.engine, "no_experts", None) is None:
@@ -301,6 +304,11 @@ class RolloutWorker:
             return prompts
         everybody = self.ranks.all_gather(prompt_names(prompts), "dp")
         return number_occurrences(prompts, [name for names in everybody[: self.ranks.rank("dp")] for name in names])
+
+    @dispatch("rank_zero")
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds of the phases in which the engine has started, if it tells."""
+        return dict(getattr(self.engine, "start_seconds", {}))
 
     @dispatch("rank_zero")
     def weights_dtype(self) -> torch.dtype:

@@ -50,8 +50,7 @@ def hollow_model(model_path: str, family: VLMFamily) -> tuple[PreTrainedModel, C
         model.generation_config = generation_config(model_path, config)
     sources = WeightSources.of(model, family, files)
     _untie_different(model, files, sources)
-    absent = [name for name in sources.absent if name not in _tied_to_stored(model, sources)]
-    if absent:
+    if absent := absent_weights(model, sources):
         log.warning("%s lacks weights, which are initialised: %s", model_path, ", ".join(absent))
     if sources.unexpected:
         log.warning("%s has weights that are not used: %s", model_path, ", ".join(sources.unexpected))
@@ -78,6 +77,12 @@ def _equal(one: StoredTensor, other: StoredTensor, files: CheckpointFiles) -> bo
             if not torch.equal(one.read(part), other.read(part)):
                 return False
     return True
+
+
+def absent_weights(model: PreTrainedModel, sources: WeightSources) -> list[str]:
+    """Names of weights that the checkpoint lacks, without those that are the same as one that it holds."""
+    tied = _tied_to_stored(model, sources)
+    return [name for name in sources.absent if name not in tied]
 
 
 def _tied_to_stored(model: PreTrainedModel, sources: WeightSources) -> set[str]:

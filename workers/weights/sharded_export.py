@@ -6,7 +6,7 @@ first, so that an export that `from_pretrained` finds is complete.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -101,6 +101,22 @@ def _groups(sizes: dict[str, int], layers: Sequence[str]) -> Iterator[Group]:
         found.setdefault(".".join(name.split(".")[:count]), []).append(name)
     for names in found.values():
         yield tuple(names), sum(sizes[name] for name in names)
+
+
+def write_index(directory: Path, places: Mapping[str, tuple[str, int]], parameters: int) -> None:
+    """Writes the index of an export of several files, whole or not at all.
+
+    Args:
+        places: the file of each tensor, and its size in bytes.
+        parameters: their number in the model.
+    """
+    index = {
+        "metadata": {"total_parameters": parameters, "total_size": sum(size for _, size in places.values())},
+        "weight_map": {name: file for name, (file, _) in sorted(places.items())},
+    }
+    draft = directory / f".{SAFE_WEIGHTS_INDEX_NAME}.partial"
+    draft.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    draft.replace(directory / SAFE_WEIGHTS_INDEX_NAME)
 
 
 class ShardedExport:
@@ -226,16 +242,7 @@ class ShardedExport:
                 old.unlink()
         if files == {SAFE_WEIGHTS_NAME}:
             return
-        index = {
-            "metadata": {
-                "total_parameters": sum(weight.numel() for weight in self.shell.parameters()),
-                "total_size": sum(size for _, size in places.values()),
-            },
-            "weight_map": {name: file for name, (file, _) in sorted(places.items())},
-        }
-        draft = self.directory / f".{SAFE_WEIGHTS_INDEX_NAME}.partial"
-        draft.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        draft.replace(self.directory / SAFE_WEIGHTS_INDEX_NAME)
+        write_index(self.directory, places, sum(weight.numel() for weight in self.shell.parameters()))
 
 
 class UnusedWeights:

@@ -36,6 +36,11 @@ class StoredTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the checkpoint's tensors that it is made of."""
+        ...
+
     def read(self, part: Range) -> Tensor:
         """A part that is not empty. It may be a view of a mapped file, and must not be written to."""
         ...
@@ -154,6 +159,10 @@ class FileTensor:
     name: str
     shape: tuple[int, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
     def read(self, part: Range) -> Tensor:
         return self.files.read(self.name, part)
 
@@ -164,6 +173,10 @@ class Stacked:
 
     tensors: tuple[StoredTensor, ...]
     dim: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for each in self.tensors for name in each.names)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -181,6 +194,10 @@ class Joined:
 
     tensors: tuple[StoredTensor, ...]
     dim: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for each in self.tensors for name in each.names)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -206,6 +223,10 @@ class Swapped:
     dims: tuple[int, int]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return self.tensor.names
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self._swap(self.tensor.shape))
 
@@ -226,6 +247,10 @@ class Chunk:
     dim: int
     number: int
     count: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.tensor.names
 
     @property
     def shape(self) -> tuple[int, ...]:

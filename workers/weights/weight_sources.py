@@ -208,6 +208,10 @@ class ConvertedWeight:
     name: str
     shape: tuple[int, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for each in self.conversion.collected.values() for tensor in each for name in tensor.names)
+
     def read(self, part: Range) -> Tensor:
         return self.conversion.convert()[self.name][part]
 

@@ -1,0 +1,139 @@
+"""How the vLLM engine starts: without the checkpoint's weights, with few recorded batch sizes; the seconds of its phases."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.engines import GREEDY, ROWS, SAMPLED, generate, start
+from rollout.engine import awaits_weights, has_option, prepare_engine
+from rollout.prompts import PromptBuilder
+from rollout.responses import build_requests
+from rollout.vllm import VLLMEngine
+from rollout.vllm.model_state import model_state
+from rollout.vllm.startup import graph_sizes, inspect_ahead, with_graph_sizes
+from workers import ActorConfig, launch
+from workers.cluster.role_groups import engine_phase
+from workers.roles.rollout_worker import RolloutConfig
+
+PHASES = {"importing vLLM", "configuration", "model", "compilation and memory profile", "KV cache"}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 512, 1000])
+def test_every_batch_has_a_recorded_size_that_is_little_larger(most):
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for batch in range(1, most + 1):
+        runs_as = next(size for size in sizes if size >= batch)
+        assert runs_as < 2 * batch if batch <= 8 else runs_as < 1.25 * batch
+
+
+def test_sizes_that_the_user_names_and_engines_without_graphs_are_left_alone():
+    options = {"max_num_seqs": 4}
+    assert with_graph_sizes(options)["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4]}
+    merged = with_graph_sizes(options | {"compilation_config": {"mode": 0}})
+    assert merged["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4], "mode": 0}
+    for chosen in (
+        {"enforce_eager": True},
+        {"compilation_config": 1},
+        {"compilation_config": {"cudagraph_capture_sizes": [8]}},
+        {"compilation_config": {"max_cudagraph_capture_size": 8}},
+    ):
+        assert with_graph_sizes(options | chosen) == options | chosen
+
+
+class PassingOn(VLLMEngine):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+
+
+def test_an_option_is_found_in_the_class_that_takes_the_others():
+    assert awaits_weights("vllm")
+    assert has_option(PassingOn, "awaits_weights")
+    assert not awaits_weights("hf")
+    with pytest.raises(InvalidConfig, match="unknown"):
+        awaits_weights("no engine")
+
+
+def test_a_class_that_vllm_knows_is_not_looked_at_ahead(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    started = []
+    monkeypatch.setattr("rollout.vllm.startup.subprocess.Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr("rollout.vllm.startup._LOOKING", [])
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    prepare_engine("hf", checkpoint)
+    assert not started
+    prepare_engine("vllm", checkpoint)
+    assert [(command[0], command[-1]) for command in started] == [
+        (sys.executable, "Qwen2_5_VLForConditionalGeneration")
+    ]
+    (tmp_path / "modelinfos").mkdir()
+    (tmp_path / "modelinfos" / "vllm-models-qwen2_5_vl-Qwen2_5_VLForConditionalGeneration.json").write_text("{}")
+    prepare_engine("vllm", checkpoint)
+    prepare_engine("vllm", str(tmp_path / "nothing"))
+    assert len(started) == 1
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_looking_ahead_leaves_what_a_start_reads(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    looking = inspect_ahead(checkpoint)
+    assert looking is not None
+    assert looking.wait(timeout=300) == 0
+    assert inspect_ahead(checkpoint) is None
+
+
+def loaded_state(worker):
+    return {name: tensor.clone() for name, tensor in model_state(worker).items()}
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "internvl", "gemma4"])
+def test_an_engine_that_awaits_weights_is_as_one_that_read_them(tmp_path, model_type):
+    states, samples = [], []
+    for options in ({}, {"awaits_weights": True}):
+        folder = tmp_path / str(len(states))
+        variables = dict(os.environ)
+        setup = start(model_type, folder, **options)
+        assert setup.vllm.start_seconds.keys() >= PHASES
+        changed = {name for name in variables.keys() | os.environ.keys() if variables.get(name) != os.environ.get(name)}
+        assert not {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR"} & changed
+        assert setup.vllm.differing_weights(setup.actor.named_weights()) == []
+        (state,) = setup.vllm.llm.collective_rpc(loaded_state)
+        states.append(state)
+        images = model_type != "gemma4"  # which vLLM computes on CUDA alone
+        samples.append(generate(setup, setup.vllm, SAMPLED, None if images else setup.prompts[1:2]))
+        setup.vllm.llm.llm_engine.engine_core.shutdown()
+    assert states[0].keys() == states[1].keys()
+    for name, state in states[0].items():
+        assert torch.equal(state.nan_to_num(), states[1][name].nan_to_num()), name
+    assert torch.equal(samples[0]["responses"], samples[1]["responses"])
+    assert torch.equal(samples[0]["rollout_log_probs"], samples[1]["rollout_log_probs"])
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_a_launched_engine_reads_no_weights_and_gets_the_actors_before_it_samples(tmp_path):
+    checkpoint = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    options = {"max_num_seqs": 4, "max_model_len": 400, "kv_cache_bytes": 1 << 26}
+    with launch(actor=ActorConfig(checkpoint), rollout=RolloutConfig(checkpoint, "vllm", options)) as roles:
+        engine = roles.rollout.worker.engine
+        phase = engine_phase("vllm")
+        assert {"loading the actor", phase} | {f"{phase}/{name}" for name in PHASES} <= roles.start_seconds.keys()
+        parts = sum(value for name, value in roles.start_seconds.items() if name.startswith(f"{phase}/"))
+        assert 0 < parts <= roles.start_seconds[phase]
+        assert engine.llm.llm_engine.vllm_config.load_config.load_format == "awaiting"
+        prompts = PromptBuilder.from_pretrained(checkpoint, max_prompt_length=300)(ROWS)
+        with pytest.raises(InvalidConfig, match="load_weights first"):
+            next(iter(engine.generate(build_requests(prompts, GREEDY), GREEDY)))
+        data = roles.rollout.generate(prompts, GREEDY)
+        assert roles.rollout.differing_weights() == []
+        data |= roles.actor.log_probs(data)
+        torch.testing.assert_close(data["rollout_log_probs"], data["old_log_probs"], atol=1e-4, rtol=0)
