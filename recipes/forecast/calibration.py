@@ -50,7 +50,8 @@ def calibrate_cpu(batch: BatchSizes, clock: Clock = time.perf_counter, tokens: i
     and of the libraries that a run uses, of what the allocator keeps, and of results that exist for a moment.
     """
     begin_peak()
-    device = timed_cpu(batch, clock, tokens)
+    with torch.random.fork_rng(devices=[]):  # a run that is to begin has its own random numbers
+        device = timed_cpu(batch, clock, tokens)
     config, compute = _shortened(batch.config), ModelConfig()
     rows, place = timed_rows(replace(batch, config=config), tokens), (compute, Layout(), device)
     size = model_size(config, compute)

@@ -12,6 +12,7 @@ from helpers.episodes import RandomEngine, picture, renderer_of
 from helpers.geo3k_runs import rows_of
 from helpers.tiny_prompts import TEMPLATE, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.configs.environments.zoom_config import TINY, parse
+from recipes.data.loader import PromptLoader
 from recipes.forecast import BatchSizes, episode_batch, measure_episode, model_size
 from recipes.forecast.step_time import update_flops
 from recipes.synthetic.digit_zoom import (
@@ -159,7 +160,9 @@ def test_the_forecast_counts_the_pictures_of_later_turns_as_they_are_played():
     engine = RandomEngine(renderer, answers=["southwest"])
     episodes = play_episodes(engine, renderer, starts, Pages, SamplingParams(max_tokens=20), limits)
     played = episode_columns(prompts, episodes, renderer, 40)
-    sizes = measure_episode(prompts, builder, Pages, limits, ("southwest", "southwest"))
+    loader = PromptLoader(ZoomRows(rows=4), builder, 4, shuffle=False)
+    sizes = measure_episode(loader, Pages, limits, ("southwest", "southwest"))
+    assert loader.state_dict()["drawn"] == 0
     batch = BatchSizes(builder.config, sizes.prompts.repeated(4), (sizes.sampled,) * 4, 1, sizes.shown.repeated(4))
     assert batch.lengths.tolist() == played["attention_mask"].sum(1).tolist()
     assert [sizes.sampled] * 4 == played["response_mask"].sum(1).tolist()
@@ -176,8 +179,7 @@ def test_the_forecast_counts_the_pictures_of_later_turns_as_they_are_played():
 
 def test_without_known_actions_each_turn_counts_as_the_first():
     renderer, drawn = renderer_of("qwen2_5_vl"), environment_of(TINY)
-    prompts = renderer.builder(ZoomRows(rows=1)[:1])
-    sizes = measure_episode(prompts, renderer.builder, drawn.make, EpisodeLimits(4))
+    sizes = measure_episode(PromptLoader(ZoomRows(rows=1), renderer.builder, 1), drawn.make, EpisodeLimits(4))
     assert sizes.sampled is None
     assert sizes.shown.grids[0] == 3 * sizes.prompts.grids[0]
     config = parse(["--turns", "4", "--max-response-length", "10", "--batch-size", "3", "--algorithm.n", "2"])
