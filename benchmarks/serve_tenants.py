@@ -161,13 +161,15 @@ class Tenant:
 
 
 def datum(prompt: Any, sequence: Any, number: int) -> Any:
+    import numpy as np
     import tinker
 
     answer, before = list(sequence.tokens), prompt.length - 1
+    advantages = np.full(len(answer), 1.0 if number % 2 else -1.0, np.float32)
     inputs = {
-        "target_tokens": [0] * before + answer,
-        "logprobs": [0.0] * before + list(sequence.logprobs),
-        "advantages": [0.0] * before + [1.0 if number % 2 else -1.0] * len(answer),
+        "target_tokens": np.pad(np.array(answer, np.int64), (before, 0)),
+        "logprobs": np.pad(np.array(sequence.logprobs, np.float32), (before, 0)),
+        "advantages": np.pad(advantages, (before, 0)),
     }
     whole = prompt.append(tinker.EncodedTextChunk(tokens=answer[:-1])) if len(answer) > 1 else prompt
     return tinker.Datum(model_input=whole, loss_fn_inputs=inputs)
