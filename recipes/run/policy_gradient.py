@@ -111,7 +111,11 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
-            with attempt, launch_roles(config, task.model_path, builder, task.reward, task.played is None) as launched:
+            whole = task.played is None
+            with (
+                attempt,
+                launch_roles(config, task.model_path, builder, task.reward, whole, attempt.restarted) as launched,
+            ):
                 corrected, steps = config.algorithm.compares_engine, attempt.run.steps
                 batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
                 roles = task.roles(launched)
@@ -174,10 +178,13 @@ def launch_roles(
     builder: PromptBuilder,
     reward: RewardFunction | None = None,
     responses: bool = True,
+    restarted: bool = False,
 ) -> Roles:
     """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them.
 
-    ``responses``: whether the engine answers prompts by `RolloutWorker.generate`, and does not play episodes.
+    Args:
+        responses: whether the engine answers prompts by `RolloutWorker.generate`, and does not play episodes.
+        restarted: take fewer dp positions if nodes are missing.
     """
     actor = ActorConfig(
         model_path,
@@ -209,6 +216,7 @@ def launch_roles(
         layout=config.layout,
         critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,
         phase=start_phase,
+        may_shrink=restarted,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
 

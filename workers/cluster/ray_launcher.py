@@ -1,9 +1,10 @@
 """Launches the roles of a run in Ray processes."""
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
-from math import ceil
+from math import ceil, gcd, lcm
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayGroup,
     gpus_per_process,
+    has_room,
     new_step_blobs,
     pickle_unimportable_modules_by_value,
+    room_for,
     running_ray,
 )
 from workers.cluster.ray_pool import RayPool, share_cores
@@ -26,22 +29,29 @@ from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardFunction, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
+log = logging.getLogger(__name__)
+
 
 def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> Roles:
     """Starts one process for each rank of the layout, which holds that rank of actor, reference, critic and rollout.
 
     Engines get separate processes if ``rollout_processes`` is set. A reward function gets processes without a device.
 
+    The layout may have fewer dp positions than was asked for if the plan says so and nodes are missing.
+
     Raises:
         InvalidConfig: an option is unknown, or the cluster is too small.
     """
     config = _config(options)
-    model_processes = plan.layout.world_size + config.rollout_processes
+    processes = plan.layout.world_size + config.rollout_processes + config.reward_processes
     pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
         with phase("starting Ray"):
-            stack.enter_context(running_ray(config, model_processes + config.reward_processes))
-            pool = RayPool(plan.layout, config, new_step_blobs())
+            stack.enter_context(running_ray(config, processes))
+            if plan.may_shrink:
+                plan = replace(plan, layout=layout_with_room(plan.layout, config, engine_ranks(plan)))
+            model_processes = plan.layout.world_size + config.rollout_processes
+            pool = RayPool(plan.layout, config, new_step_blobs(), engine_ranks(plan))
             stack.callback(pool.close)
         with phase("loading the actor"):
             actor = pool.build("actor", lambda host: ActorWorker(plan.actor, host.device, host.ranks))
@@ -56,6 +66,32 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
 
         devices = _num_devices(model_processes, gpus_per_process(config))
         return Roles(actor, rollout, optional, stack.pop_all().close, after_sync, rollout.release, devices)
+
+
+def engine_ranks(plan: LaunchPlan) -> int:
+    """The number of consecutive ranks that run an engine together."""
+    return int(plan.rollout.options.get("tensor_parallel", 1))
+
+
+def layout_with_room(layout: Layout, config: RayConfig, together: int) -> Layout:
+    """The layout, or if the nodes that are left have no room for it, one with fewer dp positions and without replicas.
+
+    Raises:
+        InvalidConfig: there is no room for one dp position either.
+    """
+    unit, stride = lcm(layout.tp, together), layout.world_size // layout.dp
+    if has_room(layout.world_size, config, unit):
+        return layout
+    others = config.rollout_processes + (0 if gpus_per_process(config) else config.reward_processes)
+    left = room_for(config, unit) * unit - others
+    for dp in range(min(left // stride, layout.dp - 1), 0, -1):
+        if dp * stride % unit == 0:
+            smaller = replace(layout, dp=dp, replicas=1, ep=gcd(layout.ep, dp * layout.sp))
+            log.warning("the nodes that are left have room for %d processes: %s instead of %s", left, smaller, layout)
+            return smaller
+    raise InvalidConfig(
+        f"the nodes that are left have room for {max(left, 0)} processes; {layout} needs at least {stride}"
+    )
 
 
 def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
@@ -120,7 +156,7 @@ def _build_rollout(plan: LaunchPlan, pool: RayPool, stack: ExitStack) -> tuple[R
             "rollout", lambda host: RolloutWorker(plan.rollout, host.roles["actor"].named_weights, host.ranks)
         )
         return shared, lambda: None  # these engines read the actor's weights before they next generate
-    engines = RayPool(Layout(dp=pool.config.rollout_processes), pool.config, pool.blobs)
+    engines = RayPool(Layout(dp=pool.config.rollout_processes), pool.config, pool.blobs, engine_ranks(plan))
     stack.callback(engines.close)
     rollout = engines.build(
         "rollout",

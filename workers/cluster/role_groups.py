@@ -31,6 +31,7 @@ class LaunchPlan:
     rollout: RolloutConfig
     layout: Layout
     critic: CriticConfig | None = None
+    may_shrink: bool = False  # take fewer dp positions if nodes are missing
 
 
 def engine_phase(engine: str) -> str:
