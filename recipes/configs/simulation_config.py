@@ -33,7 +33,7 @@ class SimulationConfig:
     mean_response: int = 400  # expected tokens of a response
     max_response_length: int = 2048  # tokens
     token_budget: int = 16_384  # tokens of a micro-batch on each rank
-    activation_checkpointing: Literal["none", "selective", "full"] = "full"
+    activation_checkpointing: Literal["none", "selective", "full"] = "full"  # activations that are computed again
 
     def __post_init__(self) -> None:
         for name in (

@@ -114,7 +114,10 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         for attempt in attempts(config.run, ahead, config.max_restarts):
             progression = Progression(config.algorithm.kl_controller())
             bound = partial(step, config=config.algorithm, sampling=config.sampling(), progression=progression)
-            with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched:
+            with (
+                attempt,
+                launch_roles(config, task.model_path, builder, task.reward, attempt.restarted) as launched,
+            ):
                 corrected, steps = config.algorithm.compares_engine, attempt.run.steps
                 batches, measure = carry_samples(launched, ahead, config.rollout, progression, steps, corrected)
                 roles = task.roles(launched)
@@ -188,8 +191,12 @@ def launch_roles(
     model_path: str,
     builder: PromptBuilder,
     reward: RewardFunction | None = None,
+    restarted: bool = False,
 ) -> Roles:
-    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them."""
+    """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them.
+
+    ``restarted``: take fewer dp positions if nodes are missing.
+    """
     actor = ActorConfig(
         model_path,
         temperature=config.algorithm.temperature,
@@ -221,6 +228,7 @@ def launch_roles(
         layout=config.layout,
         critic=CriticConfig(model_path, optimizer=config.critic, **vars(config.compute)) if config.critic else None,
         phase=start_phase,
+        may_shrink=restarted,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
     announce_start(roles.start_seconds)

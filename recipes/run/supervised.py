@@ -78,7 +78,7 @@ def run_supervised(config: SupervisedConfig, make_task: Callable[[str], Supervis
         expected.begin()
         config = replace(config, compute=expected.resolved(config.compute, config.layout))
         for attempt in attempts(config.run, loader, config.max_restarts):
-            with attempt, launch_supervised(config, model_path, limits) as roles:
+            with attempt, launch_supervised(config, model_path, limits, attempt.restarted) as roles:
                 train(
                     attempt.run,
                     roles,
@@ -107,12 +107,15 @@ def tiny_model(directory: Path, seed: int) -> Path:
     return path
 
 
-def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None) -> Roles:
+def launch_supervised(
+    config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None, restarted: bool = False
+) -> Roles:
     """Launches the actor, an engine that answers held-out questions, and the reward `exact_match`.
 
     Args:
         limits: options of vLLM, which processes images itself. Without them, for a program that trains step by step, vLLM keeps
             its weights while the actor works.
+        restarted: take fewer dp positions if nodes are missing.
     """
     actor = ActorConfig(
         model_path=model_path,
@@ -129,6 +132,7 @@ def launch_supervised(config: SupervisedConfig, model_path: str, limits: Mapping
         on=config.on,
         layout=config.layout,
         phase=start_phase,
+        may_shrink=restarted,
         **(vars(config.ray) if config.on == "ray" else {}),
     )
     announce_start(roles.start_seconds)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dataproto import DataProto
 from dataproto.errors import WorkerFailed
 from helpers.batches import prompt_batch, with_responses
 from helpers.checkpoints import write_checkpoint
+from helpers.ray_nodes import add_nodes, ray_cluster
 from helpers.tiny_prompts import tiny_prompt_config
 from rollout.sampling import SamplingParams
 from workers import Roles, launch
@@ -28,30 +28,20 @@ from workers.roles.rollout_worker import RolloutConfig
 from workers.training.optimizer import OptimizerConfig
 
 TIMEOUT_S = 3000.0  # of a call, many times that of a test: one that waited for it would fail
-PATIENCE = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 6}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head without processes of ours; nodes come with each test."""
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
-    path = os.pathsep.join(sys.path)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", path)  # of the nodes' processes
-        patched.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-        options = {"num_cpus": 0, "include_dashboard": False, "_system_config": PATIENCE}
-        made = Cluster(initialize_head=True, head_node_args=options)
+    with ray_cluster(__name__, cpus=0) as made:
         ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
         yield made
-        ray.shutdown()
-        made.shutdown()
 
 
 @pytest.fixture
 def nodes(cluster: Cluster) -> Iterator[list[Any]]:
     """Two nodes with room for one process each, and one without."""
-    added = [cluster.add_node(num_cpus=cpus) for cpus in (1, 1, 0)]
-    cluster.wait_for_nodes()
+    added = add_nodes(cluster, 1, 1, 0)
     yield added
     for node in added:
         cluster.remove_node(node, allow_graceful=False)

@@ -70,11 +70,11 @@ def test_ranks_of_a_scattered_placement_group_are_consecutive_on_their_nodes(mon
         cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=100 * 2**20)
     try:
         ray.init(cluster.address, log_to_driver=False)
-        pool = RayPool(Layout(dp=2, tp=2), RayConfig(), new_step_blobs())
+        pool = RayPool(Layout(dp=4), RayConfig(), new_step_blobs())
         pool.connect()
         bundles = ray.util.placement_group_table(pool.placement_group)["bundles_to_node_id"]
         first, second, third, fourth = (bundles[number] for number in range(4))
-        assert len({first, second}) == len({third, fourth}) == 2  # scattered: each tp group would be on both nodes
+        assert len({first, second}) == len({third, fourth}) == 2  # scattered: neighbours would be on both nodes
         found = [(each.node, each.gpus) for each in pool.placements]
         assert found == sorted(found)
         assert found[0][0] == found[1][0] != found[2][0] == found[3][0]

@@ -40,6 +40,7 @@ def launch(
     layout: Layout | None = None,
     critic: CriticConfig | None = None,
     phase: Phase = nullcontext,
+    may_shrink: bool = False,
     **options: Any,
 ) -> Roles:
     """Starts the roles of a recipe.
@@ -54,6 +55,7 @@ def launch(
             which holds all roles.
         layout: the degrees of parallelism of actor, reference and critic.
         phase: is called with the name of each phase of the start, and gives a context manager for the time of the phase.
+        may_shrink: if the nodes of a cluster have no room for ``layout``, take as many dp positions as they have room for.
         options: of the backend; for Ray the fields of `RayConfig`.
 
     Raises:
@@ -62,7 +64,7 @@ def launch(
     """
     if isinstance(rollout, str):
         rollout = RolloutConfig(actor.model_path, engine=rollout)
-    plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic)
+    plan = LaunchPlan(actor, reference, reward, rollout, layout or Layout(), critic, may_shrink)
     seconds: dict[str, float] = {}
     roles: Roles = _function(BACKENDS, on)(plan, timed_phase(phase, seconds), **options)
     engine = engine_phase(rollout.engine)

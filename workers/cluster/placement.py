@@ -20,8 +20,8 @@ class Placement:
 def rank_order(placements: Sequence[Placement]) -> list[int]:
     """The index of the process that becomes each rank: processes of one node get consecutive ranks, in the order of their GPUs.
 
-    The ranks of a tp group are consecutive, so they share a node wherever one node can hold the group. Nodes are ordered by
-    address, since Ray assigns the bundles of a placement group to nodes in any order.
+    The ranks of a tp group are consecutive, and each node has whole groups (`workers.cluster.ray_group.reserve`), so they share a
+    node. Nodes are ordered by address, since Ray assigns the bundles of a placement group to nodes in any order.
 
     >>> a, b = (Placement(ip, ip, (), 8) for ip in ("10.0.0.9", "10.0.0.10"))
     >>> rank_order([b, a, b, a])

@@ -1,6 +1,7 @@
 """Options of `launch(..., on="ray")`. This module does not import Ray."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from dataproto.errors import InvalidConfig
 
@@ -17,6 +18,20 @@ class RayConfig:
     reward_timeout_s: float = 600.0  # for scoring a batch
     timeout_s: float = 1800.0  # for one call; a rank that takes longer counts as hanging
     object_store_gib: float | None = None  # of a cluster started here; Ray's default: 30 % of the memory
+    env_vars: dict[str, str] = field(default_factory=dict)  # of all processes: NAME VALUE ...
+    pip: tuple[str, ...] = ()  # packages that Ray installs for the processes
+    working_dir: str | None = None  # that Ray copies to all nodes, where processes begin in it and find its modules
+    show_logs: bool = False  # print here what the processes print
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """Ray's runtime environment of the processes.
+
+        >>> RayConfig(env_vars={"NCCL_DEBUG": "WARN"}).runtime_env
+        {'env_vars': {'NCCL_DEBUG': 'WARN'}}
+        """
+        parts = {"env_vars": dict(self.env_vars), "pip": list(self.pip), "working_dir": self.working_dir}
+        return {name: value for name, value in parts.items() if value}
 
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.reward_timeout_s) <= 0 or self.cpus < 0:

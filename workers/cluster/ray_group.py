@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": config.show_logs}
+    environment = config.runtime_env
     if config.address is None:
         _bind_to_localhost()
         options |= {
@@ -67,7 +69,9 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         if config.object_store_gib is not None:
             options["object_store_memory"] = int(config.object_store_gib * 2**30)
     if shadows := shadowing_folders():
-        options["runtime_env"] = {"worker_process_setup_hook": import_ours(shadows)}
+        environment["worker_process_setup_hook"] = import_ours(shadows)
+    if environment:
+        options["runtime_env"] = environment
     ray.init(address=config.address or "local", **options)
     try:
         yield
@@ -127,22 +131,54 @@ def gpus_per_process(config: RayConfig) -> float:
     return float(ray.cluster_resources().get("GPU", 0) > 0) if config.gpus is None else config.gpus
 
 
-def _reserve(processes: int, config: RayConfig) -> PlacementGroup:
-    """A placement group with a bundle for each process.
+def _bundle(config: RayConfig, processes: int = 1) -> dict[str, float]:
+    """What so many processes on one node need."""
+    gpus = processes * gpus_per_process(config)
+    return {"CPU": processes * config.cpus} | ({"GPU": ceil(gpus) if gpus > 1 else gpus} if gpus else {})
+
+
+def reserve(processes: int, config: RayConfig, together: int = 1) -> PlacementGroup:
+    """A placement group with a bundle, which is on one node, for each ``together`` processes.
 
     Raises:
         InvalidConfig: the cluster has too few CPUs or GPUs.
     """
-    bundle = {"CPU": config.cpus} | ({"GPU": gpus} if (gpus := gpus_per_process(config)) else {})
-    reserved = placement_group([bundle] * processes, strategy="PACK")
+    bundle = _bundle(config, together)
+    reserved = placement_group([bundle] * (processes // together), strategy="PACK")
     if not reserved.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(reserved)
         total = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
         free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+        each = "each" if together == 1 else f"for every {together}, which share a node,"
         raise InvalidConfig(
-            f"{processes} processes with {bundle} each do not fit the cluster: it has {total}, of which {free} are free"
+            f"{processes} processes with {bundle} {each} do not fit the cluster: it has {total}, of which {free} are free"
         )
     return reserved
+
+
+def has_room(processes: int, config: RayConfig, together: int) -> bool:
+    """Whether the cluster can reserve places for ``processes`` of the models, ``together`` on a node, for engines and rewards.
+
+    Ray learns within a minute that a node is lost, and looks for other places then.
+    """
+    bundles = [_bundle(config, together)] * (processes // together)
+    bundles += [_bundle(config)] * config.rollout_processes + [{"CPU": config.cpus}] * config.reward_processes
+    tried = placement_group(bundles, strategy="PACK")
+    found = bool(tried.wait(PLACEMENT_TIMEOUT_S))
+    remove_placement_group(tried)
+    return found
+
+
+def room_for(config: RayConfig, together: int) -> int:
+    """How many groups of ``together`` processes the nodes that live have room for, beside what else runs there."""
+    free = ray._private.state.available_resources_per_node()
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    needs = {name: amount for name, amount in _bundle(config, together).items() if amount}
+    return sum(
+        min((int(here.get(name, 0) / amount) for name, amount in needs.items()), default=0)
+        for node, here in free.items()
+        if node in alive
+    )
 
 
 # The object store
@@ -215,23 +251,26 @@ class RayHost(Host):
             return ray.put(result)
 
 
-def start_hosts(processes: int, config: RayConfig) -> tuple[list[Any], Any, PlacementGroup]:
+def start_hosts(processes: int, config: RayConfig, together: int = 1) -> tuple[list[Any], Any, PlacementGroup]:
     """Starts a `RayHost` for each process, a `PhaseMonitor` that they report to, and the placement group that holds them.
+
+    Args:
+        together: so many processes share a node, again and again.
 
     Raises:
         InvalidConfig: the cluster has too few CPUs or GPUs.
     """
-    reserved = _reserve(processes, config)
+    reserved = reserve(processes, config, together)
     monitor: Any = ray.remote(num_cpus=0)(PhaseMonitor).remote()
     hosts: list[Any] = [
         ray.remote(RayHost)
         .options(
             num_cpus=config.cpus,
             num_gpus=gpus_per_process(config),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, process // together),
         )
         .remote(monitor)
-        for bundle in range(processes)
+        for process in range(processes)
     ]
     return hosts, monitor, reserved
 

@@ -1,9 +1,10 @@
 """Launches the roles of a run in Ray processes."""
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
-from math import ceil
+from math import ceil, gcd, lcm
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayGroup,
     gpus_per_process,
+    has_room,
     new_step_blobs,
     pickle_unimportable_modules_by_value,
+    room_for,
     running_ray,
 )
 from workers.cluster.ray_pool import RayPool, share_cores
@@ -27,6 +30,8 @@ from workers.roles.reference import reference_worker
 from workers.roles.reward import ModelReward, ModelRewardWorker, RewardWorker
 from workers.roles.rollout_worker import RolloutWorker
 
+log = logging.getLogger(__name__)
+
 
 def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> Roles:
     """Starts one process for each rank of the layout, which holds that rank of actor, reference, critic and rollout.
@@ -34,15 +39,20 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
     Engines get separate processes if ``rollout_processes`` is set, and start while the actor is loaded. A reward function gets
     processes without a device.
 
+    The layout may have fewer dp positions than was asked for if the plan says so and nodes are missing.
+
     Raises:
         InvalidConfig: an option is unknown, or the cluster is too small.
     """
     config = _config(options)
-    model_processes = plan.layout.world_size + config.rollout_processes
+    processes = plan.layout.world_size + config.rollout_processes + config.reward_processes
     pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
         with phase("starting Ray"):
-            stack.enter_context(running_ray(config, model_processes + config.reward_processes))
+            stack.enter_context(running_ray(config, processes))
+            if plan.may_shrink:
+                plan = replace(plan, layout=layout_with_room(plan.layout, config, engine_ranks(plan)))
+            model_processes = plan.layout.world_size + config.rollout_processes
             pools = _start_pools(plan, config, stack)
             pool = pools.models
             _prepare_engines(plan, pools.engines or pool)
@@ -64,6 +74,32 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
 
         devices = _num_devices(model_processes, gpus_per_process(config))
         return Roles(actor, engines, optional, stack.pop_all().close, after_sync, engines.release, devices)
+
+
+def engine_ranks(plan: LaunchPlan) -> int:
+    """The number of consecutive ranks that run an engine together."""
+    return int(plan.rollout.options.get("tensor_parallel", 1))
+
+
+def layout_with_room(layout: Layout, config: RayConfig, together: int) -> Layout:
+    """The layout, or if the nodes that are left have no room for it, one with fewer dp positions and without replicas.
+
+    Raises:
+        InvalidConfig: there is no room for one dp position either.
+    """
+    unit, stride = lcm(layout.tp, together), layout.world_size // layout.dp
+    if has_room(layout.world_size, config, unit):
+        return layout
+    others = config.rollout_processes + (0 if gpus_per_process(config) else config.reward_processes)
+    left = room_for(config, unit) * unit - others
+    for dp in range(min(left // stride, layout.dp - 1), 0, -1):
+        if dp * stride % unit == 0:
+            smaller = replace(layout, dp=dp, replicas=1, ep=gcd(layout.ep, dp * layout.sp))
+            log.warning("the nodes that are left have room for %d processes: %s instead of %s", left, smaller, layout)
+            return smaller
+    raise InvalidConfig(
+        f"the nodes that are left have room for {max(left, 0)} processes; {layout} needs at least {stride}"
+    )
 
 
 def ray_worker(make: Callable[[torch.device | None], Any], stack: ExitStack, **options: Any) -> RayGroup:
@@ -107,14 +143,14 @@ def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools
     """Starts all processes at once, and waits for them."""
     blobs = new_step_blobs()
 
-    def start(layout: Layout, config: RayConfig) -> RayPool:
-        pool = RayPool(layout, config, blobs)
+    def start(layout: Layout, config: RayConfig, together: int = 1) -> RayPool:
+        pool = RayPool(layout, config, blobs, together)
         stack.callback(pool.close)
         return pool
 
-    models, engines, scorers = start(plan.layout, config), None, None
+    models, engines, scorers = start(plan.layout, config, engine_ranks(plan)), None, None
     if config.rollout_processes:
-        engines = start(Layout(dp=config.rollout_processes), config)
+        engines = start(Layout(dp=config.rollout_processes), config, engine_ranks(plan))
     if plan.reward is not None and not isinstance(plan.reward, ModelReward):
         without_device = replace(config, gpus=0.0, timeout_s=config.reward_timeout_s)
         scorers = start(Layout(dp=config.reward_processes), without_device)

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -34,15 +35,20 @@ log = logging.getLogger(__name__)
 class RayPool:
     """The processes of one layout. The roles built on it share them and their devices."""
 
-    def __init__(self, layout: Layout, config: RayConfig, blobs: StepBlobs) -> None:
+    def __init__(self, layout: Layout, config: RayConfig, blobs: StepBlobs, together: int = 1) -> None:
         """Starts the processes; `connect` waits for them.
+
+        Args:
+            together: so many consecutive ranks share a node; those of a tp group always do.
 
         Raises:
             InvalidConfig: the cluster has too few CPUs or GPUs.
         """
         self.layout, self.config, self.blobs = layout, config, blobs
         self.closed_reason: str | None = None  # why no more calls are possible
-        self.hosts, self.monitor, self.placement_group = start_hosts(layout.world_size, config)
+        self.hosts, self.monitor, self.placement_group = start_hosts(
+            layout.world_size, config, lcm(layout.tp, together)
+        )
         self.placements = [Placement("", "", (), 1)] * layout.world_size
 
     def connect(self) -> None:
@@ -148,13 +154,16 @@ class RayPool:
     ) -> None:
         """Ends all processes, since those that wait for others would wait for ever, and raises `WorkerFailed`."""
         phases, causes = last_phases(self.monitor), root_causes(failures)
+        lost = lost_nodes({self.placements[rank].node for rank in (*failures, *pending)})
+        gone = [rank for rank in pending if self.placements[rank].node in lost]  # Ray does not know yet that they died
+        if gone:
+            causes = [rank for rank in causes if not is_secondary(failures[rank].error)]
         lines = [
             describe_failure(self.rank_name(rank, rows), call, phases.get(rank), failures[rank]) for rank in causes
         ]
-        lines += [
-            f"{self.rank_name(rank, rows)} did not finish {describe_call(call, phases.get(rank))}" for rank in pending
-        ]
-        lost = lost_nodes({self.placements[rank].node for rank in (*failures, *pending)})
+        for rank in sorted(pending, key=lambda rank: rank not in gone):
+            how = "died in" if rank in gone else "did not finish"
+            lines.append(f"{self.rank_name(rank, rows)} {how} {describe_call(call, phases.get(rank))}")
         lines += [f"{self.node_name(node)} is lost" for node in lost]
         limit = "" if failures else f" within {self.config.timeout_s:g} s"
         self.close(f"{call} failed{limit}: " + "; ".join(lines))

@@ -32,6 +32,7 @@ class LaunchPlan:
     rollout: RolloutConfig
     layout: Layout
     critic: CriticConfig | None = None
+    may_shrink: bool = False  # take fewer dp positions if nodes are missing
 
 
 def timed_phase(phase: Phase, seconds: dict[str, float]) -> Phase:

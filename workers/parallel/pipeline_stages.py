@@ -87,7 +87,7 @@ def stage_layers(costs: StageCosts, stages: int, given: Sequence[int] | None = N
     return _ranges(ends)
 
 
-def _best_split(costs: StageCosts, stages: int, join: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
+def _best_split(costs: StageCosts, stages: int, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
     """The least cost of all splits, joined stage by stage, and the bounds at which its stages end."""
     totals, layers = [0.0, *accumulate(costs.layers)], len(costs.layers)
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # of the stages so far, by their last bound

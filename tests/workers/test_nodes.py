@@ -1,0 +1,130 @@
+"""Clusters of several nodes on this machine: tp groups within a node, the environment and the prints of processes, and a run that
+goes on with the nodes that are left.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from dataproto.errors import InvalidConfig
+from helpers.checkpoints import write_checkpoint
+from helpers.geo3k_files import geometry3k, write_geometry3k
+from helpers.geo3k_runs import REWARD, arguments, assert_same_run
+from helpers.ray_nodes import add_nodes, ray_cluster
+from recipes.geo3k_grpo import main
+from workers.cluster.host import Host
+from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import new_step_blobs, running_ray
+from workers.cluster.ray_launcher import layout_with_room
+from workers.cluster.ray_pool import RayPool
+from workers.ranks.dispatch_modes import dispatch
+from workers.ranks.layout import Layout
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head with one CPU, which holds the reward."""
+    with ray_cluster(__name__, cpus=1) as made:
+        yield made
+
+
+def test_a_tensor_parallel_group_has_one_node(cluster, monkeypatch):
+    """Nodes with three places each, which processes one by one would fill with three and one of four."""
+    add_nodes(cluster, 3, 3)
+    config = RayConfig(address=cluster.address)
+    with running_ray(config, 4):
+        pool = RayPool(Layout(dp=2, tp=2), config, new_step_blobs())
+        nodes = [place.node for place in pool.placements]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        pool.close()
+        assert layout_with_room(Layout(dp=2, tp=2), config, together=1) == Layout(dp=2, tp=2)
+        monkeypatch.setattr("workers.cluster.ray_group.PLACEMENT_TIMEOUT_S", 3)
+        assert layout_with_room(Layout(dp=8, tp=2, replicas=2), config, together=1) == Layout(dp=1, tp=2)
+        with pytest.raises(
+            InvalidConfig, match=r"processes with \{'CPU': 4.0\} for every 4, which share a node, do not fit"
+        ):
+            RayPool(Layout(tp=4), config, new_step_blobs())
+        with pytest.raises(InvalidConfig, match=r"have room for 0 processes; Layout\(.*tp=4.* needs at least 4"):
+            layout_with_room(Layout(tp=4), config, together=1)
+
+
+class Speaking:
+    """Prints, and tells of its environment."""
+
+    def __init__(self, host: Host) -> None:
+        self.rank = host.rank
+
+    @dispatch("all")
+    def speak(self) -> list[str]:
+        print(f"rank {self.rank} speaks of {os.environ['OF_THE_RUN']}", flush=True)
+        return [os.environ["OF_THE_RUN"]]
+
+    @dispatch("rank_zero")
+    def neighbours(self) -> list[str]:
+        return sorted(path.name for path in Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_processes_have_the_environment_of_the_options_and_print_here_if_asked(cluster, tmp_path, capfd, shown):
+    (tmp_path / "notes.txt").write_text("mine")
+    add_nodes(cluster, 2)
+    environment = {"OF_THE_RUN": "geometry"}
+    config = RayConfig(address=cluster.address, env_vars=environment, working_dir=str(tmp_path), show_logs=shown)
+    with running_ray(config, 2):
+        pool = RayPool(Layout(dp=2), config, new_step_blobs())
+        group = pool.build("speaking", Speaking)
+        assert group.speak() == ["geometry"]
+        assert group.neighbours() == ["notes.txt"]
+        told, deadline = "", time.monotonic() + 60
+        while shown and told.count("speaks of geometry") < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            told += "".join(capfd.readouterr())
+        pool.close()
+    told += "".join(capfd.readouterr())
+    assert ("rank 0 speaks of geometry" in told) == ("rank 1 speaks of geometry" in told) == shown
+
+
+def lose_after(directory: Path, step: int, cluster: Cluster, node: Any) -> threading.Thread:
+    """Ends a node once the run has written the checkpoint of a step."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 900
+        while time.monotonic() < deadline and not (directory / f"global_step_{step}").exists():
+            time.sleep(0.02)
+        cluster.remove_node(node, allow_graceful=False)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(cluster, tmp_path, monkeypatch, capfd, caplog):
+    """Two nodes of one process each; after the second step the run has one, and makes the metrics of one process."""
+    for split, count in (("train", 12), ("test", 5)):
+        write_geometry3k(tmp_path / "data" / f"{split}-00000-of-00001.parquet", geometry3k(count))
+    (tmp_path / "mine.py").write_text(REWARD)
+    files = write_checkpoint("qwen2_5_vl", tmp_path / "model"), str(tmp_path / "data"), f"{tmp_path / 'mine.py'}:score"
+    settings = ("--steps", "4", "--save-every", "1", "--keep-checkpoints", "9")
+    assert main(arguments(*files, tmp_path / "one", *settings)) == 0
+
+    _, second = add_nodes(cluster, 1, 1)
+    monkeypatch.setattr("workers.cluster.ray_group.PLACEMENT_TIMEOUT_S", 20)
+    directory = tmp_path / "two"
+    lost = lose_after(directory, 2, cluster, second)
+    on_ray = ("--on", "ray", "--ray.address", cluster.address, "--layout.dp", "2", "--max-restarts", "1")
+    assert main(arguments(*files, directory, *settings, *on_ray)) == 0
+    lost.join()
+    told = capfd.readouterr().err
+    assert "is lost" in told
+    assert "starting again from the last checkpoint" in told
+    assert "the nodes that are left have room for 1 processes: Layout(dp=1" in caplog.text
+    assert_same_run(directory, tmp_path / "one")
