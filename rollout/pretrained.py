@@ -108,6 +108,21 @@ def load_prompt_parts(path: str | os.PathLike[str]) -> tuple[Any, Any, Any]:
         raise InvalidConfig(f"{path} lacks a part of a checkpoint: {str(error).splitlines()[0]}") from error
 
 
+def _own_processor(path: str | os.PathLike[str]) -> Any:
+    """This project's image processor by PIL for a checkpoint of a type for which transformers has one for torchvision alone;
+    ``None`` if there is none.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    from rollout.kimi_images import KimiImageProcessor
+
+    own = {"Kimi_K25ImageProcessor": KimiImageProcessor}
+    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(AutoConfig.from_pretrained(path).model_type, {})
+    found = own.get(names.get("torchvision") or "")
+    return None if found is None else found.from_pretrained(path)
+
+
 def load_image_processor(path: str | os.PathLike[str]) -> Any:
     """The checkpoint's image processor with the backend `IMAGE_BACKEND`, whatever else is installed. Raises `InvalidConfig`."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # older top levels need torchvision
@@ -116,6 +131,8 @@ def load_image_processor(path: str | os.PathLike[str]) -> Any:
         processor = AutoImageProcessor.from_pretrained(path, backend=IMAGE_BACKEND)
     except ValueError as error:
         if "Could not load any image processor class" in str(error):
+            if (own := _own_processor(path)) is not None:
+                return own
             raise InvalidConfig(
                 f"{path}: transformers has its image processor for torchvision alone; prompts are made with the "
                 f"{IMAGE_BACKEND} backend, on every machine the same"

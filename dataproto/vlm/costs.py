@@ -47,8 +47,12 @@ class Flops:
 
 
 def head_dim(text: Any) -> int:
-    """Size of one attention head of the decoder; the widest where layers differ."""
-    return int(of_layers(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+    """Size of the queries of one attention head of the decoder; the widest where layers differ."""
+    return int(
+        getattr(text, "qk_head_dim", None)
+        or of_layers(text, "head_dim")
+        or text.hidden_size // text.num_attention_heads
+    )
 
 
 def of_layers(text: Any, name: str) -> Any:

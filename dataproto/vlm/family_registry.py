@@ -30,6 +30,7 @@ _SHIPPED = {
     "idefics3": "dataproto.vlm.families.idefics3:Idefics3",
     "gemma3": "dataproto.vlm.families.gemma3:Gemma3",
     "gemma4": "dataproto.vlm.families.gemma4:Gemma4",
+    "kimi_k25": "dataproto.vlm.families.kimi_k25:KimiK25",
     "llama": "dataproto.vlm.families.text_only:Llama",
     "mistral": "dataproto.vlm.families.text_only:Mistral",
     "qwen2": "dataproto.vlm.families.text_only:Qwen2",
@@ -44,7 +45,6 @@ _REFUSED = {
         "the attention of gpt-oss has a learned sink in every head and a sliding window in every other layer, which packed "
         "attention does not compute"
     ),
-    "kimi_k25": "its attention compresses keys and values, and a head's values are of another size than its keys",
 }
 """Types that transformers builds and no family fits, with the reason."""
 

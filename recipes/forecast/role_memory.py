@@ -355,4 +355,6 @@ def kv_bytes(text: Any, number: int) -> int:
     >>> kv_bytes(SimpleNamespace(num_hidden_layers=28, num_key_value_heads=4, head_dim=128), number=2)
     57344
     """
+    if latent := getattr(text, "kv_lora_rank", None):  # what keys and values are expanded from
+        return int(text.num_hidden_layers) * int(latent + text.qk_rope_head_dim) * number
     return 2 * int(text.num_hidden_layers) * int(of_layers(text, "num_key_value_heads")) * head_dim(text) * number

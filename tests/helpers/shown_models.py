@@ -41,7 +41,7 @@ NOT_SUPPORTED = "no"
 FIELD = (
     ("Qwen3.5, Qwen3.6, Qwen3.8", "51 %", ("qwen3_5", "qwen3_5_moe")),
     ("Gemma 3, Gemma 4", "17 %", ("gemma3", "gemma4")),
-    ("Kimi K2.5 and later", "7 %", ()),
+    ("Kimi K2.5 and later", "7 %", ("kimi_k25",)),
     ("Qwen3-VL", "6 %", ("qwen3_vl", "qwen3_vl_moe")),
     ("Qwen2-VL, Qwen2.5-VL", EARLIER := "about 10 % with Qwen3-VL", ("qwen2_vl", "qwen2_5_vl")),
     ("InternVL", EARLIER, ("internvl", "internvl+qwen3_moe")),

@@ -16,13 +16,13 @@ from dataproto.vlm import family_of
 
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
 GLM_TYPES = ("glm4v", "glm4v_moe", "glm46v", "glm46v+glm4v_moe_text")
-MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe")
+MOE_TYPES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "kimi_k25")
 MROPE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 WINDOWED_TYPES = ("gemma3", "gemma4")
 VLM_TYPES = (*MROPE_TYPES, "internvl", "glm4v", "smolvlm", *WINDOWED_TYPES)
 TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MODEL_TYPES = (*VLM_TYPES, "qwen3")  # one model without a vision tower for all
-FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6")
+FURTHER_TYPES = ("glm4v_moe", "glm46v", "glm46v+glm4v_moe_text", "internvl+qwen3_moe", "minicpmv4_6", "kimi_k25")
 """Families close to others, whose costly checks are left to the long tests."""
 WITH_FURTHER_TYPES = (*MODEL_TYPES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER_TYPES))
 TILED = ("internvl", "internvl+qwen3_moe", "smolvlm", "idefics3")
@@ -45,6 +45,7 @@ CLASSES = {
     "glm46v+glm4v_moe_text": ("Glm46VConfig", "Glm46VForConditionalGeneration"),
     "internvl+qwen3_moe": ("InternVLConfig", "InternVLForConditionalGeneration"),
     "minicpmv4_6": ("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
+    "kimi_k25": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
@@ -141,6 +142,8 @@ def tiny_config(model_type: str) -> Any:
         return _tiny_idefics3(model_type)
     if model_type == "minicpmv4_6":
         return _tiny_minicpm()
+    if model_type == "kimi_k25":
+        return _tiny_kimi()
     vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     text = _BASE_TEXT | {"rope_parameters": _ROPE}
     return getattr(transformers, CLASSES[model_type][0])(
@@ -278,6 +281,46 @@ def _tiny_minicpm() -> Any:
     )
 
 
+def _tiny_kimi() -> Any:
+    """A dense layer and a sparse one; heads have queries and keys of 16 + 16, and values of 24."""
+    latent = {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "num_nextn_predict_layers": 0,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 8,
+        "pos_emb_width": 8,
+    }
+    return transformers.Kimi_K25Config(
+        text_config=_BASE_TEXT | latent,
+        vision_config=vision,
+        projection_hidden_size=32,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+
+
 def _tiny_idefics3(model_type: str) -> Any:
     vision = {
         "hidden_size": 32,
@@ -333,6 +376,9 @@ def image_inputs(config: Any, *grids: tuple[int, int], seed: int = 0, kind: str 
         return {"pixel_values": pixels.unsqueeze(1), "image_tiles": cut}
     if config.model_type == "minicpmv4_6":
         return _sliced(vision, grids, generator)
+    if config.model_type == "kimi_k25":
+        pixels = torch.randn(int(grid_thw.prod(-1).sum()), 3, vision.patch_size, vision.patch_size, generator=generator)
+        return {"pixel_values": pixels, "image_grid_thw": grid_thw} if grids else {}
     dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(int(grid_thw.prod(-1).sum()), dim, generator=generator)
     suffix = "" if kind == "image" else "_videos"

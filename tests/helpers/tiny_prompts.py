@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from helpers.tiny_models import GLM_TYPES, TEXT_TYPES, TILE, TILED, tiny_config
+from rollout.kimi_images import KimiImageProcessor
 from rollout.prompts import PromptBuilder
 
 SPECIAL = (
@@ -186,6 +187,8 @@ def tiny_image_processor(model_type: str = "qwen2_5_vl") -> Any:
         return processor(size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE})
     if model_type == "minicpmv4_6":
         return MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=TILE, max_slice_nums=4)
+    if model_type == "kimi_k25":
+        return KimiImageProcessor(patch_size=4, merge_size=2, max_patches=256)
     if model_type in GLM_TYPES:
         limits = {"shortest_edge": 64, "longest_edge": 4096}
         return Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)

@@ -23,13 +23,14 @@ def by_segment(q, k, v, bounds, causal):
     return torch.cat(outs, dim=2).transpose(1, 2)
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.integers(0, 10))
-def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed):
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.integers(0, 10), st.sampled_from([8, 5]))
+def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed, width):
+    """Values may be narrower than keys."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     q = torch.randn(1, 4, total, 8, generator=generator, requires_grad=True)
-    k, v = (torch.randn(1, 2, total, 8, generator=generator, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(1, 2, total, size, generator=generator, requires_grad=True) for size in (8, width))
     module = nn.Module()
     module.is_causal = causal
     out, _ = packed_attention(module, q, k, v, None, cu_seq_lens_q=torch.tensor(bounds))
@@ -43,17 +44,21 @@ def test_equals_one_call_for_each_segment_with_gradients(lengths, causal, seed):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5), st.booleans())
-def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(lengths, causal):
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5),
+    st.booleans(),
+    st.sampled_from([8, 5]),
+)
+def test_the_operator_of_compiled_layers_has_the_same_values_and_gradients(lengths, causal, width):
     queries, keys = torch.tensor([(q, q + more) for q, more in lengths]).T
     cu_q, cu_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (queries, keys))
     q = torch.randn(int(cu_q[-1]), 4, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(int(cu_k[-1]), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    k, v = (torch.randn(int(cu_k[-1]), 2, size, dtype=torch.float64, requires_grad=True) for size in (8, width))
     ours = segment_attention(q, k, v, cu_q, cu_k, 0.3, causal)
     plain = segment_sdpa(q, k, v, cu_q, cu_k, 0.3, causal)
     torch.testing.assert_close(ours, plain)
     if len(q):
-        weights = torch.randn_like(q)
+        weights = torch.randn_like(plain)
         grads = [torch.autograd.grad((out * weights).sum(), (q, k, v), allow_unused=True) for out in (ours, plain)]
         torch.testing.assert_close(*grads, atol=1e-6, rtol=1e-6)
 

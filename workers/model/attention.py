@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from dataproto.errors import UnsupportedAttention
@@ -54,8 +55,9 @@ def packed_attention(
     """Attention within the segments of one packed sequence.
 
     Args:
-        query: ``(1, H, T, D)``; key and value ``(1, H_kv, T, D)``, H a multiple of H_kv. Attention that is not causal also takes
-            several rows (a tower that processes images as a batch): each row is a segment, or boundaries count through all rows.
+        query: ``(1, H, T, D)``; key ``(1, H_kv, T, D)``, H a multiple of H_kv; value ``(1, H_kv, T, E)``, E at most D. Attention
+            that is not causal also takes several rows (a tower that processes images as a batch): each row is a segment, or
+            boundaries count through all rows.
         cu_seq_lens_q: ``(S + 1,)`` boundaries of the S segments among queries; cu_seq_lens_k among keys.
         key_index: ``(K,)`` indices into the T keys, one segment after the other; by default each segment has its own keys. The
             last key of a causal segment belongs to its last query.
@@ -65,7 +67,7 @@ def packed_attention(
         flash: the kernel on CUDA in half precision; by default torch's.
 
     Returns:
-        ``(1, T, H, D)``, with the rows of the query if it has several, and ``None``.
+        ``(1, T, H, E)``, with the rows of the query if it has several, and ``None``.
 
     Raises:
         UnsupportedAttention: a mask or dropout is requested, or a window or blocks without causal segments, or the boundaries
@@ -117,20 +119,30 @@ def _check_supported(query: Tensor, cu_seqlens: Tensor | None, causal: bool, mas
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None, flash: FlashKernel) -> Tensor:
-    """``(T, H, D)``, by the function for this device, dtype and head size."""
+    """``(T, H, E)``, by the function for this device, dtype and head size."""
     half = q.dtype in HALF_DTYPES or torch.is_autocast_enabled("cuda")
     if q.device.type == "cuda" and half and q.shape[-1] <= MAX_FLASH_HEAD:
         dtype = q.dtype if q.dtype in HALF_DTYPES else torch.get_autocast_dtype("cuda")
         q, k, v, cu_q, cu_k = q.to(dtype), k.to(dtype), v.to(dtype), at.cu_q.int(), at.cu_k.int()
         longest = at.max_q or _max_length(cu_q), at.max_k or _max_length(cu_k)
+        width, v = v.shape[-1], as_wide_as(v, k)
         if at.blocks is None:
-            return flash(q, k, v, cu_q, cu_k, *longest, scaling, at.causal, at.window)
+            return flash(q, k, v, cu_q, cu_k, *longest, scaling, at.causal, at.window)[..., :width]
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         out, _ = block_attention(q, k, v, cu_q, cu_k, *at.blocks[:5], *longest, scale, at.window)
-        return cast(Tensor, out)
+        return cast(Tensor, out)[..., :width]
     ahead = None if at.blocks is None else at.blocks.ahead
     attend = segment_attention if torch.compiler.is_compiling() else segment_sdpa
     return cast(Tensor, attend(q, k, v, at.cu_q, at.cu_k, scaling, at.causal, at.window, ahead))
+
+
+def as_wide_as(value: Tensor, key: Tensor) -> Tensor:
+    """Values with zeros behind them, up to the width of the keys.
+
+    >>> as_wide_as(torch.ones(1, 2), torch.ones(1, 3))
+    tensor([[1., 1., 0.]])
+    """
+    return value if value.shape[-1] == key.shape[-1] else pad(value, (0, key.shape[-1] - value.shape[-1]))
 
 
 def _max_length(cu_seqlens: Tensor) -> int:

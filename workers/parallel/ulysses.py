@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
-from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
+from workers.model.attention import FLASH_KERNELS, as_wide_as, packed_attention, set_attention
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import in_autocast_dtype
@@ -58,14 +58,14 @@ def ulysses_attention(
     """`packed_attention` over the whole sequence of T tokens, for this rank's part of the heads.
 
     Args:
-        query: ``(1, H, S, D)`` of this rank's slice, S = T / size; key and value ``(1, H_kv, S, D)``.
+        query: ``(1, H, S, D)`` of this rank's slice, S = T / size; key ``(1, H_kv, S, D)``, value ``(1, H_kv, S, E)``.
 
     Returns:
-        ``(1, S, H, D)`` and ``None``.
+        ``(1, S, H, E)`` and ``None``.
     """
     # half the traffic, and one dtype: some families norm queries in float32
     query, key, value = (in_autocast_dtype(x) for x in (query, key, value))
-    heads = query.shape[1]
+    heads, width, value = query.shape[1], value.shape[-1], as_wide_as(value, key)
     repeats = key_value_repeats(heads, key.shape[1], peers.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -76,6 +76,7 @@ def ulysses_attention(
     sent = torch.cat(parts, dim=1).transpose(1, 2)  # (size, S, h_q + 2 h_kv, D), one message for all three
     whole = exchange(sent, peers).flatten(0, 1).transpose(0, 1)[None]  # (1, h_q + 2 h_kv, T, D)
     query, key, value = whole.split(shares, dim=1)
+    value = value[..., :width]
     out, _ = packed_attention(module, query, key, value, attention_mask, **kwargs)  # (1, T, h_q, D)
     return exchange(out[0].unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)[None], None
 

@@ -21,7 +21,7 @@ def segment_sdpa(
     """Attention within segments, by one call of scaled-dot-product attention for all segments of the same lengths.
 
     Args:
-        q: ``(T, H, D)``; k and v ``(K, H_kv, D)``, H a multiple of H_kv.
+        q: ``(T, H, D)``; k ``(K, H_kv, D)`` and v ``(K, H_kv, E)``, H a multiple of H_kv.
         cu_q: ``(S + 1,)`` boundaries of the segments among queries; cu_k among keys.
         scaling: of the scores; ``None`` is ``D ** -0.5``.
         causal: each query sees the keys up to its own; the last key of a segment belongs to its last query.
@@ -29,14 +29,14 @@ def segment_sdpa(
         ahead: ``(K,)`` how many keys after its own the query of each key sees, in causal segments; ``None`` is none.
 
     Returns:
-        ``(T, H, D)``; zero where no segment lies.
+        ``(T, H, E)``; zero where no segment lies.
     """
     groups = _equal_lengths(cu_q, cu_k)
     if len(groups) == 1 and len(q) == groups[0][0] * (len(cu_q) - 1):
         length_q, length_k = groups[0][:2]
         return _attend_equal(q, k, v, length_q, length_k, scaling, causal, window, ahead)
     if not groups:
-        return torch.zeros_like(q)
+        return _output_like(q, v).zero_()
     # One gather for all lengths: in the backward pass each gather fills a gradient of full size.
     q_index, k_index = torch.cat([group[2] for group in groups]), torch.cat([group[3] for group in groups])
     q_parts = q.index_select(0, q_index).split([len(group[2]) for group in groups])
@@ -45,7 +45,12 @@ def segment_sdpa(
         _attend_equal(*qkv, length_q, length_k, scaling, causal, window, None if ahead is None else ahead[places])
         for qkv, (length_q, length_k, _, places) in zip(zip(q_parts, k_parts, v_parts), groups, strict=True)
     ]
-    return torch.empty_like(q).index_copy(0, q_index, torch.cat(outputs))
+    return _output_like(q, v).index_copy(0, q_index, torch.cat(outputs))
+
+
+def _output_like(q: Tensor, v: Tensor) -> Tensor:
+    """Room for the output ``(T, H, E)``."""
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def _equal_lengths(cu_q: Tensor, cu_k: Tensor) -> list[tuple[int, int, Tensor, Tensor]]:
@@ -119,8 +124,8 @@ def segment_attention(
 
 
 @segment_attention.register_fake
-def _(q: Tensor, *others: Any, **_: Any) -> Tensor:
-    return q.new_empty(q.shape)
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> Tensor:
+    return _output_like(q, v)
 
 
 @torch.library.custom_op("dataproto::segment_attention_backward", mutates_args=())
@@ -143,8 +148,8 @@ def _segment_attention_backward(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for length_q, length_k, q_index, k_index in _equal_lengths(cu_q, cu_k):
-        heads = (-1, length_q, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-        queries, grad_out = (x[q_index].view(heads) for x in (q, grad))
+        heads = (-1, length_q, k.shape[1], q.shape[1] // k.shape[1])
+        queries, grad_out = (x[q_index].view(*heads, x.shape[2]) for x in (q, grad))
         keys, values = (x[k_index].unflatten(0, (-1, length_k)) for x in (k, v))
         scores = torch.einsum("sqhgd,skhd->shgqk", queries, keys).float() * scale
         if causal:

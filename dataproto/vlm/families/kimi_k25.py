@@ -1,0 +1,181 @@
+"""Kimi K2.5 and K2.6: the decoder of DeepSeek-V3, whose attention compresses keys and values (multi-head latent attention,
+arXiv:2412.19437, section 2.1), with a tower for images of any size. Positions are one-dimensional.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataproto.errors import InvalidConfig, InvalidMedia
+from dataproto.transfer import move
+from dataproto.vlm.costs import causal_pairs, frame_pairs, tower_flops
+from dataproto.vlm.families.glm4v import GLM4VMoe
+from dataproto.vlm.family import TensorPlan, VLMFamily
+from dataproto.vlm.media_layout import PatchGrids
+
+ATTENTION = "model.language_model.layers.*.self_attn"
+
+LATENT_PLAN: TensorPlan = (
+    (f"{ATTENTION}.q_b_proj", "colwise"),
+    (f"{ATTENTION}.kv_b_proj", "colwise"),
+    (f"{ATTENTION}.o_proj", "rowwise"),
+)
+"""Tensor-parallel plan of latent attention: heads are split, compressed queries, keys and values are computed on every rank."""
+
+
+@dataclass(frozen=True)
+class SquarePatches(PatchGrids):
+    """`PatchGrids` of images alone, whose patches ``(patches, 3, side, side)`` lie row by row."""
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """None for videos."""
+        return super().names(kind) if kind == "image" else ()
+
+    def merge_size(self, config: Any) -> int:
+        """From the config of the tower."""
+        return int(config.vision_config.merge_kernel_size[0])
+
+    def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
+        """None for videos."""
+        return super().grids(kind, inputs, config) if kind == "image" else torch.zeros(0, 3, dtype=torch.int64)
+
+    def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
+        """The limit of an image's area, in patches. Images are never enlarged."""
+        if min_pixels is not None:
+            raise InvalidConfig(f"min_pixels={min_pixels}: images of this family are never enlarged; leave it out")
+        if max_pixels is None:
+            return {"max_patches": int(processor.max_patches)}
+        patches = max_pixels // int(processor.patch_size) ** 2
+        if patches < 1:
+            raise InvalidConfig(
+                f"max_pixels={max_pixels}: must be at least {int(processor.patch_size) ** 2}, one patch"
+            )
+        return {"max_patches": patches}
+
+    def count_image_features(
+        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
+    ) -> int:
+        """Of the image after `scaled_size`, filled up to whole features."""
+        if min(height, width) <= 0:
+            raise InvalidMedia(f"image of height {height} and width {width} is empty")
+        patch, side = int(processor.patch_size), self.merge_size(config) * int(processor.patch_size)
+        most = int(options["max_patches"]), int(processor.size["max_height"])
+        return math.prod(-(-size // side) for size in scaled_size(height, width, patch, *most))
+
+    def smallest(self, config: Any) -> dict[str, Tensor]:
+        """An image of one feature."""
+        side, merge = int(config.vision_config.patch_size), self.merge_size(config)
+        return {
+            "pixel_values": torch.zeros(merge**2, 3, side, side),
+            "image_grid_thw": torch.tensor([[1, merge, merge]]),
+        }
+
+
+def scaled_size(height: int, width: int, patch: int, max_patches: int, max_side: int) -> tuple[int, int]:
+    """Height and width of an image that is scaled down to at most ``max_patches``, and ``max_side`` along each side.
+
+    >>> scaled_size(140, 280, 14, max_patches=50, max_side=512), scaled_size(30, 20, 14, max_patches=50, max_side=512)
+    ((70, 140), (30, 20))
+    """
+    patches = max(1, height // patch) * max(1, width // patch)
+    scale = min(1.0, math.sqrt(max_patches / patches), max_side * patch / height, max_side * patch / width)
+    found = (min(max(1, int(side * scale)), max_side * patch) for side in (height, width))
+    return next(found), next(found)
+
+
+class KimiK25(VLMFamily):
+    """Kimi K2.5. After the first dense layers a mixture of experts, chosen as GLM-4.5V does."""
+
+    model_type = "kimi_k25"
+    published = ("Kimi-K2.5", "Kimi-K2.6")
+    not_in_vllm = "vLLM reads its images by code in the checkpoint, which is not executed here"
+    media_layout = SquarePatches()
+    mrope = False
+    vision_tower = "model.vision_tower"
+    vision_blocks = "model.vision_tower.layers"
+    mergers = ("model.mm_projector",)
+    experts = GLM4VMoe.experts
+    tensor_plan = (*(each for each in GLM4VMoe.tensor_plan if ".self_attn." not in each[0]), *LATENT_PLAN)
+    expert_count = GLM4VMoe.expert_count
+    expert_weights = GLM4VMoe.expert_weights
+
+    def check_supported(self, config: Any) -> None:
+        """Refuses queries that are not compressed: other decoders of the type have them."""
+        text = config.get_text_config()
+        if text.q_lora_rank is None:
+            raise InvalidConfig(
+                "models of type kimi_k25 with q_lora_rank=None are not supported: use Kimi K2.5 or K2.6"
+            )
+
+    def banned_ids(self, config: Any) -> tuple[int, ...]:
+        """Those of the vocabulary: published configs name a token of videos behind its end."""
+        size = int(config.get_text_config().vocab_size)
+        return tuple(token for token in super().banned_ids(config) if token < size)
+
+    def tower_output(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
+        """Features ``(F, H)`` after the tower and the projector. What depends on grids alone is computed where they are."""
+        tower, projector = (model.get_submodule(path) for path in self.vision_parts)
+        pixels, grids = media["pixel_values"], media["image_grid_thw"]
+        if grids.device != pixels.device:
+            found = grid_arguments(tower, grids)
+            moved = {name: move(x, pixels.device) if isinstance(x, Tensor) else x for name, x in found.items()}
+            vision_kwargs = moved | vision_kwargs
+        features: Tensor = projector(tower(pixels, grid_thw=grids, **vision_kwargs).pooler_output).squeeze(1)
+        return features
+
+    def layer_weights(self, text: Any, layer: int) -> int:
+        """Attention with compressed queries, keys and values; a dense MLP, or router, chosen and shared experts."""
+        hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+        queries = int(text.q_lora_rank) * (hidden + heads * int(text.qk_nope_head_dim + text.qk_rope_head_dim))
+        latent, values = int(text.kv_lora_rank), heads * int(text.v_head_dim)
+        keys = hidden * (latent + int(text.qk_rope_head_dim)) + latent * (heads * int(text.qk_nope_head_dim) + values)
+        attention = queries + keys + values * hidden
+        if layer < int(text.first_k_dense_replace):
+            return attention + 3 * hidden * int(text.intermediate_size)
+        experts = 3 * int((text.num_experts_per_tok + text.n_shared_experts) * text.moe_intermediate_size)
+        return attention + hidden * (int(text.n_routed_experts) + experts)
+
+    def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
+        """Attention whose values are narrower than its keys."""
+        width = int(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+        return 2 * int(text.num_hidden_layers * text.num_attention_heads) * width * causal_pairs(lengths)
+
+    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
+        """Full attention within an image, an MLP of two layers, and a projector of two."""
+        vision, merge = config.vision_config, self.merge_size(config)
+        width, out = int(vision.hidden_size), int(config.text_config.hidden_size)
+        joined = merge**2 * width
+        return tower_flops(
+            grids,
+            patch=3 * int(vision.patch_size) ** 2 * width,
+            block=4 * width**2 + 2 * width * int(vision.intermediate_size),
+            merger=joined**2 + joined * out,
+            merge_size=merge,
+            width=width,
+            pairs=[frame_pairs(grids)] * int(vision.num_hidden_layers),
+        )
+
+
+def grid_arguments(tower: Any, grids: Tensor) -> dict[str, Any]:
+    """Keywords of the tower's forward that depend on grids ``(N, 3)`` of images alone, computed where the grids are."""
+    from transformers import vision_utils as hf
+    from transformers.models.kimi_k25.modeling_kimi_k25 import get_vision_frame_index, get_vision_temporal_merge_index
+
+    table = tower.patch_embed.pos_emb
+    bounds = hf.get_vision_cu_seqlens(grids, merge_temporal=True)
+    indices, weights = hf.get_vision_interpolation_indices_and_weights(
+        grids, table.num_grid_per_side, table.interpolation_mode, table.interpolation_align_corners
+    )
+    return {
+        "position_ids": hf.get_vision_position_ids(grids, 1),
+        "cu_seqlens": bounds,
+        "max_seqlen": int(bounds.diff().max()),
+        "interp_indices": indices,
+        "interp_weights": weights,
+        "frame_index": get_vision_frame_index(grids),
+        "temporal_merge_index": get_vision_temporal_merge_index(grids, *tower.merge_kernel_size),
+    }

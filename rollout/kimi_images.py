@@ -1,0 +1,55 @@
+"""The image processor of Kimi K2.5 by PIL; transformers has it for torchvision alone."""
+
+from typing import Any
+
+import numpy as np
+from transformers.image_processing_backends import PilBackend
+from transformers.image_processing_utils import BatchFeature
+from transformers.image_utils import IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD, PILImageResampling, SizeDict
+from transformers.processing_utils import ImagesKwargs
+
+from dataproto.vlm.families.kimi_k25 import scaled_size
+
+
+class KimiImageKwargs(ImagesKwargs, total=False):
+    """Settings beside those of all image processors."""
+
+    max_patches: int
+    patch_size: int
+    merge_size: int
+
+
+class KimiImageProcessor(PilBackend):
+    """Images scaled down to at most ``max_patches`` and filled up with black to whole features, as patches row by row."""
+
+    do_resize = True
+    resample = PILImageResampling.BICUBIC
+    size = {"max_height": 512, "max_width": 512}  # noqa: RUF012 - in patches; as in classes of transformers
+    max_patches = 16384
+    do_rescale = True
+    do_normalize = True
+    image_mean = IMAGENET_STANDARD_MEAN
+    image_std = IMAGENET_STANDARD_STD
+    do_convert_rgb = True
+    patch_size = 14
+    merge_size = 2
+    valid_kwargs = KimiImageKwargs
+    model_input_names = ["pixel_values", "image_grid_thw"]  # noqa: RUF012
+
+    def _preprocess(self, images: list[np.ndarray], *_: Any, **settings: Any) -> BatchFeature:
+        side, merge = int(settings["patch_size"]), int(settings["merge_size"])
+        limits = int(settings["max_patches"]), int(settings["size"].max_height)
+        patches, grids = [], []
+        for image in images:
+            size = scaled_size(image.shape[-2], image.shape[-1], side, *limits)
+            if size != image.shape[-2:]:
+                image = self.resize(image, SizeDict(height=size[0], width=size[1]), settings["resample"])
+            image = np.pad(image, ((0, 0), *((0, -length % (merge * side)) for length in size)))
+            image = self.rescale(image, settings["rescale_factor"])
+            image = self.normalize(image, settings["image_mean"], settings["image_std"])
+            rows, columns = (length // side for length in image.shape[-2:])
+            cut = image.reshape(len(image), rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+            patches.append(cut.reshape(rows * columns, len(image), side, side).astype(np.float32))
+            grids.append([1, rows, columns])
+        found = {"pixel_values": np.concatenate(patches), "image_grid_thw": np.array(grids, dtype=np.int64)}
+        return BatchFeature(found, tensor_type=settings.get("return_tensors"))
