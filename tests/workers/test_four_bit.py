@@ -90,7 +90,9 @@ def test_options_that_do_not_go_together_are_refused(tmp_path):
         ActorWorker(ActorConfig(str(tmp_path), lora_rank=2, load_in_4bit=True), CPU)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3", "qwen3_5"))]
+)
 def test_the_policy_is_the_rounded_model_with_its_adapters(model_type, tmp_path):
     """Before and after an update, beside Hugging Face's own forward pass over the exported weights."""
     data, worker = rows(model_type), actor(model_type)

@@ -31,13 +31,12 @@ OPTIONS = {
     "adamw8bit": {"optimizer": OptimizerConfig(lr=1e-2, kind="adamw8bit")},
     "4 bits": {"lora_rank": 4, "load_in_4bit": True},
 }
-CASES = [
-    pytest.param(
-        name,
-        marks=[*[pytest.mark.torchao] * (name in ("adamw8bit", "4 bits")), *[pytest.mark.slow] * (name != "bfloat16")],
-    )
+FURTHER = [
+    pytest.param(name, marks=[pytest.mark.long, *[pytest.mark.torchao] * (name in ("adamw8bit", "4 bits"))])
     for name in OPTIONS
+    if name != "bfloat16"
 ]
+CASES = ["bfloat16", *FURTHER]
 
 
 @pytest.fixture(scope="module", autouse=True)
