@@ -12,7 +12,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
 from helpers.routes import with_routes
-from helpers.tiny_models import rounding, tiny_model
+from helpers.tiny_models import rounding, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import compiling, parallelize
@@ -75,6 +75,23 @@ def test_compiled_and_checkpointed_layers_give_the_same_numbers():
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_every_mode_can_be_compiled(model_type, mode):
     check_compiled(model_type, mode)
+
+
+@pytest.mark.long
+def test_recurrent_layers_share_their_compiled_code():
+    graphs = []
+    for layers in (3, 5):
+        config = tiny_config("qwen3_5")
+        text = config.get_text_config()
+        text.num_hidden_layers, text.layer_types = layers + 1, ["linear_attention"] * layers + ["full_attention"]
+        model = type(tiny_model("qwen3_5"))(config)
+        module = PackedVLM(model, family_of(config), temperature=1.0)
+        parallelize(module, Ranks(), ModelConfig(activation_checkpointing="full", compile=True))
+        torch._dynamo.reset()
+        counters.clear()
+        run(module, batch(model, [[(4, 6)], [(6, 6)]], [5, 6]))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
 
 
 @pytest.mark.long

@@ -224,7 +224,7 @@ class PackedVLM(nn.Module):
         )
 
     def _recurrence(self, rows: PackedRows) -> dict[str, tuple[Tensor, Tensor]]:
-        """Keywords of `workers.model.recurrent.gated_delta_net.PackedGatedDeltaNet`, which only recurrent layers take."""
+        """Keywords of `workers.model.recurrent.gated_delta_net.packed_gated_delta_net`, which only recurrent layers take."""
         if self.family.recurrent_mixers is None:
             return {}
         pieces = Pieces.of(rows.cu_seqlens, rows.key_cu_seqlens, rows.key_index)

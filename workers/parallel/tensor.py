@@ -32,7 +32,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule
 from workers.model.precision import in_autocast_dtype
-from workers.model.recurrent import PackedGatedDeltaNet, channels, check_recurrent_heads
+from workers.model.recurrent import HeadShare, channels, check_recurrent_heads
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.parallel.vocabulary_split import split_token_log_probs
@@ -258,11 +258,10 @@ class _Split:
 
     def _recurrent(self, mixer: Any) -> nn.Module:
         """A recurrent mixer that computes this rank's part of the heads; the other layers of it are split by the plan."""
-        forward: PackedGatedDeltaNet = mixer.forward
-        forward.compute_part(self.peers.rank, self.peers.size)
+        mixer.head_share = HeadShare(self.peers.rank, self.peers.size)
         block = gcd(mixer.head_k_dim, mixer.head_v_dim)
         places = torch.arange(mixer.in_proj_qkv.out_features // block)[:, None].expand(-1, block).reshape(-1, 1)
-        mine = channels(mixer, places, forward.share)[::block, 0].tolist()
+        mine = channels(mixer, places, mixer.head_share)[::block, 0].tolist()
         whole = mixer.in_proj_qkv
         replace_submodule(mixer, "in_proj_qkv", HeadsLinear(whole.weight, whole.bias, mine, block))
         return cast(nn.Module, mixer)

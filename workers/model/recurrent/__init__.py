@@ -2,18 +2,18 @@
 
 from workers.model.recurrent.gated_delta_net import (
     HeadShare,
-    PackedGatedDeltaNet,
     channels,
     check_recurrent_heads,
+    packed_gated_delta_net,
     recurrent_mixers,
     use_packed_recurrence,
 )
 
 __all__ = [
     "HeadShare",
-    "PackedGatedDeltaNet",
     "channels",
     "check_recurrent_heads",
+    "packed_gated_delta_net",
     "recurrent_mixers",
     "use_packed_recurrence",
 ]
