@@ -166,7 +166,7 @@ def started_ray() -> Any:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="error", object_store_memory=3 << 30)
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="error", object_store_memory=3 << 30)
     return ray
 
 

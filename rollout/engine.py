@@ -254,11 +254,10 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
     Raises:
         InvalidConfig: there is no engine of this name.
     """
-    made = _engine_class(name)
-    if name in ENGINE_EXTRAS:
+    if name in ENGINE_EXTRAS:  # before its module is imported, which needs the package too
         extra, package = ENGINE_EXTRAS[name]
         require_extra(extra, f"engine {name!r}", package)
-    engine: RolloutEngine = made(model_path, **options)
+    engine: RolloutEngine = _engine_class(name)(model_path, **options)
     return engine
 
 

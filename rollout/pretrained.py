@@ -118,7 +118,11 @@ def _own_processor(path: str | os.PathLike[str]) -> Any:
     from rollout.kimi_images import KimiImageProcessor
 
     own = {"Kimi_K25ImageProcessor": KimiImageProcessor}
-    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(AutoConfig.from_pretrained(path).model_type, {})
+    try:
+        model_type = AutoConfig.from_pretrained(path).model_type
+    except (OSError, ValueError):
+        return None  # the folder says of no type that transformers knows
+    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
     found = own.get(names.get("torchvision") or "")
     return None if found is None else found.from_pretrained(path)
 

@@ -89,8 +89,8 @@ def idle(memory: RoleMemory, moments_alone: bool = False) -> RoleMemory:
     """What a role holds while no call uses it with ``offload_idle``, or in a pass that needs no moments: the rest is on the host.
 
     >>> idle(RoleMemory("actor", weights=40, copies=20, moments=80))  # copies are made from weights
-    RoleMemory(role='actor', weights=0, copies=0, gradients=0, moments=0, activations=0, tower=0, logits=0, kv_cache=0, other=0, \
-host=120)
+    RoleMemory(role='actor', weights=0, copies=0, gradients=0, moments=0, activations=0, tower=0, logits=0, kv_cache=0, \
+features=0, routes=0, other=0, host=120)
     """
     if moments_alone:
         return replace(memory, moments=0, host=memory.host + memory.moments)

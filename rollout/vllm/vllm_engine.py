@@ -29,11 +29,10 @@ from rollout.engine import (
 from rollout.pretrained import end_ids, generation_config
 from rollout.stop_texts import completes_stop_text
 from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
-from rollout.vllm.memory import EngineMemory
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer, RenderedAhead, for_each_prompt
 from rollout.vllm.startup import inspect_ahead, processor_options, start_llm
 from rollout.vllm.versions import clear_kv_cache, error_line, quantization_options, state_of
-from rollout.vllm.weight_loading import differing_parameters, load_parameters
+from rollout.vllm.weights import EngineMemory, differing_parameters, load_parameters
 from rollout.vllm.whole_images import limit_of_images
 
 

@@ -42,6 +42,7 @@ class RayBlobs:
 def _ray() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its workers cannot import a test
     ray.init(
+        "local",  # else it joins any cluster of this machine
         num_cpus=1,
         object_store_memory=128 << 20,
         include_dashboard=False,

@@ -16,8 +16,8 @@ from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
-from rollout.vllm.model_state import model_state
 from rollout.vllm.prompt_rendering import PromptRenderer, image_key
+from rollout.vllm.weights.model_state import model_state
 
 pytestmark = pytest.mark.vllm
 

@@ -13,8 +13,8 @@ from rollout.engine import awaits_weights, has_option, prepare_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
-from rollout.vllm.model_state import model_state
 from rollout.vllm.startup import graph_sizes, inspect_ahead, with_graph_sizes
+from rollout.vllm.weights.model_state import model_state
 from workers import ActorConfig, launch
 from workers.cluster.role_groups import engine_phase
 from workers.roles.rollout_worker import RolloutConfig

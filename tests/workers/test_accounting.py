@@ -23,6 +23,7 @@ from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training import accounting
 from workers.training.accounting import Accounting, Figures, Work, joined_metrics, peak_flops, required_work
 from workers.training.memory.device_memory import DeviceMemory, real_peak
+from workers.training.memory.phase_memory import PHASES
 from workers.training.mini_batches import share_out
 
 CPU = torch.device("cpu")
@@ -90,6 +91,20 @@ def test_figures_of_one_rank_from_work_and_time(monkeypatch):
     assert found["perf/throughput/actor"] == 160 / 4
     assert found["perf/mfu/actor"] == 5e12 / (4 * 1e12)
     assert found["perf/mfu/actor/language"] == 4e12 / (4 * 1e12)
+
+
+def test_a_new_model_does_not_report_the_phases_of_an_earlier_run():
+    with PHASES.phase("gen"):
+        pass
+    figures = Accounting(CPU)
+    with figures.recording(), PHASES.phase("old_log_prob"):
+        pass
+    with figures.recording():
+        found = figures.metrics("actor")
+    assert {name for name in found if "memory" in name} == {
+        "perf/memory_gb/old_log_prob",
+        "perf/memory_gb/old_log_prob/left",
+    }
 
 
 def test_figures_of_ranks_are_joined():

@@ -171,6 +171,7 @@ class Accounting:
         self.device, self.ranks = device, ranks or Ranks()
         self.peak = peak_flops(device)
         self._forget()
+        PHASES.taken()  # those of an earlier run in this process
 
     def _forget(self) -> None:
         self.active = False

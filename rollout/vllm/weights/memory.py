@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rollout.vllm.model_state import State, copied_state, differing_buffers, restore_state
+from rollout.vllm.weights.model_state import State, copied_state, differing_buffers, restore_state
 
 
 class EngineMemory:

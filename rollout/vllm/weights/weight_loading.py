@@ -76,7 +76,7 @@ def differing_parameters(worker: Any, weights: Weights) -> list[str]:
 def equal_in_fp8(held: Tensor, wanted: Tensor) -> bool:
     """Whether weights ``(out, in)`` are ``wanted``, rounded to 3 bits behind the first one, with a scale for each output channel.
 
-    >>> weight = torch.tensor([[448.0, 17.0, 0.001]])
+    >>> weight = torch.tensor([[448.0, 17.0, 0.0009]])
     >>> equal_in_fp8(torch.tensor([[448.0, 18.0, 0.0]]), weight), equal_in_fp8(torch.tensor([[448.0, 20.0, 0.0]]), weight)
     (True, False)
     """
