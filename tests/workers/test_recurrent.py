@@ -140,6 +140,8 @@ def test_pieces_of_a_prompt_with_two_samples_by_hand():
     first, second = pieces.levels
     assert (first.tokens.tolist(), first.lengths, first.starts) == ([0, 1, 2], [3], None)
     assert (second.tokens.tolist(), second.lengths, second.starts.tolist()) == ([3, 4, 5], [2, 1], [0, 0])
+    assert second.bounds.tolist() == [0, 2, 3]
+    assert second.bounds_on_device is second.bounds_on_device  # made once for all layers
     chosen, read = pieces.taps(3)
     assert chosen.tolist() == [5]  # tokens before the first are none in every row
     assert read.tolist() == [[1, 2, 5]]

@@ -18,8 +18,8 @@ from workers.model.recurrent.pieces import Level, Pieces
 
 log = getLogger(__name__)
 
-Rule = Callable[[tuple[Tensor, ...], list[int], Tensor | None, bool], tuple[Tensor, Tensor | None]]
-"""``(inputs of n tokens, lengths of pieces, their first states, whether final states are wanted) -> (outputs, final states)``."""
+Rule = Callable[[tuple[Tensor, ...], Level, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+"""``(inputs of n tokens, their pieces, first states of these, whether final states are wanted) -> (outputs, final states)``."""
 
 
 def packed_convolution(x: Tensor, weight: Tensor, chosen: Tensor, read: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, 
         if first is not None and states is not None:
             first = first.unflatten(1, states.shape[1:])
         more = number + 1 < len(levels)
-        out, final = rule(mine, level.lengths, first, more)
+        out, final = rule(mine, level, first, more)
         outputs.append(out)
         if final is not None:
             states = final if states is None else torch.cat([states, final])
@@ -87,9 +87,10 @@ def _tokens(levels: list[Level]) -> Tensor:
 
 
 def _by_length(
-    inputs: tuple[Tensor, ...], lengths: list[int], first: Tensor | None, wants_final: bool
+    inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Pieces of similar lengths together, in plain torch; see `Rule`."""
+    lengths = level.lengths
     groups: dict[int, list[int]] = {}
     for piece, length in enumerate(lengths):
         groups.setdefault(max(length - 1, 7).bit_length(), []).append(piece)
@@ -111,13 +112,12 @@ def _by_length(
 
 
 def _by_fla(
-    inputs: tuple[Tensor, ...], lengths: list[int], first: Tensor | None, wants_final: bool
+    inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool
 ) -> tuple[Tensor, Tensor | None]:
     """All pieces together, by the variable-length kernels of ``flash-linear-attention``; see `Rule`."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     query, key, value, decay, rate = (x.unsqueeze(0) for x in inputs)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
     out, final = chunk_gated_delta_rule(
         query,
         key,
@@ -127,8 +127,8 @@ def _by_fla(
         initial_state=first,
         output_final_state=wants_final,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=bounds.to(value.device, non_blocking=True),
-        cu_seqlens_cpu=bounds,
+        cu_seqlens=level.bounds_on_device,
+        cu_seqlens_cpu=level.bounds,
     )
     return out[0], final
 

@@ -55,6 +55,20 @@ class Level:
     first level, which starts from zero.
     """
 
+    @cached_property
+    def bounds(self) -> Tensor:
+        """``(P + 1,)`` int64 boundaries of the pieces among the tokens, on the host.
+
+        These tensors are the same ones for all layers, so that the kernels, which remember what they have computed of a tensor,
+        wait for the device once in a forward pass and not in each layer.
+        """
+        return torch.tensor([0, *self.lengths]).cumsum(0)
+
+    @cached_property
+    def bounds_on_device(self) -> Tensor:
+        """`bounds` on the device of the tokens."""
+        return self.bounds.to(self.tokens.device)
+
 
 class Pieces:
     """The pieces of a packed sequence. Made once for all layers of a forward pass: `of` keeps the last one."""
