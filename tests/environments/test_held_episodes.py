@@ -28,10 +28,11 @@ SAMPLING, LIMITS = SamplingParams(max_tokens=4), EpisodeLimits(turns=2)
 class Door:
     """Episode 0 goes through at once, the others when the door is open; it notes what happens."""
 
-    made, closed, open = 0, 0, threading.Event()
+    made, closed, open = [], [], threading.Event()
 
     def __init__(self):
-        Door.made += 1
+        Door.made.append(self)
+        self.closed = Door.closed  # of the test that made it, which may have ended when it is closed
 
     def reset(self, row, seed):
         self.number = seed
@@ -43,12 +44,12 @@ class Door:
         return Observation(reward=1.0, done=True)
 
     def close(self):
-        Door.closed += 1
+        self.closed.append(self)
 
 
 @pytest.fixture(autouse=True)
 def _new_door():
-    Door.made, Door.closed, Door.open = 0, 0, threading.Event()
+    Door.made, Door.closed, Door.open = [], [], threading.Event()
     yield
     Door.open.set()
 
@@ -75,7 +76,7 @@ def test_an_episode_that_waits_for_its_environment_gets_the_answer_later():
     assert second[0] is first[1]
     assert [episode.ended for episode in second] == ["done", "done"]
     assert [episode.turns[0].token_ids for episode in second] == [turns[0]["token_ids"].tolist() for turns in begun[1:]]
-    assert Door.made == 3
+    assert len(Door.made) == 3
 
 
 def test_an_episode_of_an_earlier_process_is_played_again():
@@ -86,7 +87,7 @@ def test_an_episode_of_an_earlier_process_is_played_again():
     (again,) = go_on(HeldEpisodes(), starts[1:], [begun], wanted=1)
     assert again.ended == "done"
     assert again.turns[0].token_ids == begun[0]["token_ids"].tolist()
-    assert Door.made == 3
+    assert len(Door.made) == 3
 
 
 def test_the_environment_of_an_episode_that_is_not_among_the_next_ones_is_closed():
@@ -105,10 +106,10 @@ def test_environments_that_are_released_are_closed_and_their_episodes_played_aga
     first = go_on(held, starts, [[], []], wanted=1)
     Door.open.set()
     held.release()
-    wait_until(lambda: Door.closed == 2)  # one was in a call, which release does not wait for
+    wait_until(lambda: len(Door.closed) == 2)  # one was in a call, which release does not wait for
     begun = [turn.plain() for turn in first[1].begun]
     (again,) = go_on(held, starts[1:], [begun], wanted=1)
-    assert (again.ended, Door.made) == ("done", 3)
+    assert (again.ended, len(Door.made)) == ("done", 3)
     held.release()
 
 
@@ -138,7 +139,7 @@ def test_an_episode_that_was_stopped_before_its_first_token_keeps_its_environmen
     assert (stopped.begun, len(stopped.partial)) == ([], 0)
     (second,) = go_on(held, [stopped.start], [stopped.begun], wanted=1, make=FirstWaits)
     assert second is stopped
-    assert (second.ended, Door.made) == ("done", 2)
+    assert (second.ended, len(Door.made)) == ("done", 2)
 
 
 class SlowStart(Door):
@@ -155,7 +156,7 @@ def test_an_environment_that_has_not_been_reset_is_waited_for_later():
     assert first[1].prompt is None
     Door.open.set()
     (second,) = go_on(held, starts[1:], [[]], wanted=1, make=SlowStart)
-    assert (second.ended, Door.made) == ("done", 2)
+    assert (second.ended, len(Door.made)) == ("done", 2)
 
 
 def test_what_has_ended_is_not_kept():

@@ -17,7 +17,7 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.geo3k_files import geometry3k as geometry3k_rows
 from helpers.geo3k_files import write_geometry3k
-from helpers.geo3k_runs import REWARD, arguments, rows_of, without_times
+from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
 from helpers.tiny_models import VLM_TYPES
 from recipes.geo3k_grpo import TINY, main, parse
 from recipes.grpo import GRPORunConfig
@@ -127,7 +127,7 @@ def test_an_interrupted_run_continues_to_the_bit(how, finished_run, checkpoint, 
     assert len(rows_of(directory)) < 6
     assert main(arguments(checkpoint, geometry3k, reward, directory, "--resume")) == 0
 
-    assert without_times(rows_of(directory)) == without_times(rows_of(finished_run))
+    assert without_measurements(rows_of(directory)) == without_measurements(rows_of(finished_run))
     for file in ("actor/huggingface/model.safetensors", "actor/training/__0_0.distcp"):
         assert (directory / "global_step_5" / file).read_bytes() == (finished_run / "global_step_5" / file).read_bytes()
     kept = [

@@ -12,6 +12,7 @@ from recipes import grpo, sft
 from recipes.commands import main
 from recipes.configs.environments import walk_config
 from recipes.options.config_file import config_as_yaml
+from recipes.run.run_forecast import RunForecast
 from rollout.hf import HFEngine
 
 THINKING = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{%- endif -%}"
@@ -99,14 +100,20 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def requests(model, monkeypatch):
-    """Of what the engine is asked: whether it is greedy, the prompt's text, and the settings."""
+    """Of what a run asks its engine: whether it is greedy, the prompt's text, and the settings."""
     asked, generate, tokenizer = [], HFEngine.generate, AutoTokenizer.from_pretrained(model)
+    begin = RunForecast.begin
 
     def noted(self, given, sampling):
         asked.extend((sampling.temperature == 0, tokenizer.decode(each.input_ids), sampling) for each in given)
         return generate(self, given, sampling)
 
+    def begun(self):
+        begin(self)
+        asked.clear()  # decoding that the forecast timed
+
     monkeypatch.setattr(HFEngine, "generate", noted)
+    monkeypatch.setattr(RunForecast, "begin", begun)
     return asked
 
 
