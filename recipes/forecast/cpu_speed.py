@@ -1,8 +1,8 @@
 """The speed of this CPU with a model and its data, measured and kept for a day, so that a plan and the run have the same numbers.
 
 It is in ``dataproto/cpu_speed`` of the user's cache directory (``$XDG_CACHE_HOME`` or ``~/.cache``), one small file for each
-model, first rows, longest row, token budget, number of threads and release of PyTorch. The folder may be deleted at any time; what it held is
-measured again.
+model, first rows, longest row, token budget, number of threads and release of PyTorch. The folder may be deleted at any time;
+what it held is measured again.
 """
 
 import contextlib
