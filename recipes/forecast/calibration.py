@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ def timed_cpu(batch: BatchSizes, clock: Clock, tokens: int = TOKENS) -> Device:
         on_cpu=True,
         overheads=Overheads(
             decoded_row=decoding.row * layers,
+            decoded_key=decoding.key * layers,
             learning=speed.overhead * layers,
             scoring=speed.scoring_overhead * layers,
             optimizer=_optimizer_overhead(module, bandwidth, clock) * layers,
@@ -241,36 +243,77 @@ def _media(family: VLMFamily, config: Any, grids: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """Seconds of a decoding step of the Hugging Face engine: ``overhead + rows * row``."""
+    """Seconds of a decoding step of the Hugging Face engine: ``overhead + rows * (row + keys * key)``.
+
+    ``keys`` are the tokens in the cache of each row. All of them are copied in a step, so that ``key`` counts for long responses.
+    """
 
     overhead: float
     row: float
+    key: float
 
 
 def _decoding_speed(model: Any, batch: BatchSizes, clock: Clock) -> DecodingSpeed:
-    """Measured with the engine itself: steps of one row, and of many rows behind prompts of the batch's mean length."""
+    """Measured with the engine itself: steps of one row, of many rows behind prompts of the batch's mean length, and of as many
+    rows at the end of its longest row.
+    """
+    _keep_freed_memory()
     engine = HFEngine.of_model(model)
-    family, config = engine.family, model.config
-    length = max(sum(batch.prompts.tokens) // len(batch.prompts.tokens), 1)
-    size = model_size(config, ModelConfig())
-    most = int(FLOPS / (2 * size.layers) / DECODED)
-    rows = max(min(len(batch.responses), engine.max_num_seqs, most), 2)
-    word = next(each for each in range(10**6) if each not in engine.banned_ids)
-    ids, types = torch.full((length,), word), torch.zeros(1, length, dtype=torch.int8)
-    positions = family.position_ids(types, torch.ones(1, length, dtype=torch.int64), None, None, None, config)[0]
-    requests = [Request([], ids, types[0], positions, seed=seed) for seed in range(rows)]
-
-    def generate(count: int, tokens: int) -> None:
-        list(engine.generate(requests[:count], SamplingParams(max_tokens=tokens)))
-
-    def step(count: int) -> float:
-        one, more = (_fastest(partial(generate, count, tokens), clock) for tokens in (1, 1 + DECODED))
-        return max(more - one, 0.0) / DECODED
-
-    alone, together = step(1), step(rows)
+    work = 2 * model_size(model.config, ModelConfig()).layers
+    prompt = max(sum(batch.prompts.tokens) // len(batch.prompts.tokens), 1)
+    longest = max(min(int(batch.lengths.max()), int(FLOPS / work), TOKENS // 2), 2)
+    shortest = min(prompt, longest // 2)
+    rows = max(min(len(batch.responses), engine.max_num_seqs, int(FLOPS / work / DECODED), TOKENS // longest), 2)
+    padded = len(set(batch.prompts.tokens)) > 1
+    alone, short, long = (
+        step_seconds(engine, *size, padded, clock) for size in ((1, shortest), (rows, shortest), (rows, longest))
+    )
     model.requires_grad_(True)
-    row = max(together - alone, 0.0) / (rows - 1)
-    return DecodingSpeed(max(alone - row, 0.0), row)
+    key = max(long - short, 0.0) / (rows * (longest - shortest))
+    row = max(short - alone, 0.0) / (rows - 1)
+    return DecodingSpeed(max(alone - row, 0.0), max(row - (shortest + 1 + DECODED / 2) * key, 0.0), key)
+
+
+def _keep_freed_memory() -> None:
+    """Lets glibc reuse freed blocks of up to 31 MiB, as it does in a run after the first passes.
+
+    A step that gets its memory from the system each time takes longer. glibc reuses blocks up to the size of the largest one that
+    has been freed, of those of at most 32 MiB.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+def step_seconds(engine: HFEngine, rows: int, length: int, padded: bool, clock: Clock) -> float:
+    """The median of `DECODED` steps of rows behind a prompt of ``length`` tokens.
+
+    Args:
+        padded: the last one of several rows has a prompt that is shorter by a token: rows of different lengths need a mask.
+
+    Raises:
+        NonFiniteLogits: the model gives no distribution.
+    """
+    requests = [_prompt_of(engine, length)] * rows
+    if padded and min(rows, length) > 1:
+        requests[-1] = _prompt_of(engine, length - 1)
+    for seed, request in enumerate(requests):
+        engine.submit(replace(request, seed=seed), SamplingParams(max_tokens=DECODED + 2))
+    done = engine.poll()  # reads the prompts
+    seconds = []
+    for _ in range(DECODED):
+        start = clock()
+        engine.poll()
+        seconds.append(clock() - start)
+    done += engine.poll()  # all rows end
+    for error in filter(None, (each.error for each in done)):
+        raise error
+    return median(seconds)
+
+
+def _prompt_of(engine: HFEngine, length: int) -> Request:
+    word = next(each for each in range(10**6) if each not in engine.banned_ids)
+    types, mask = torch.zeros(1, length, dtype=torch.int8), torch.ones(1, length, dtype=torch.int64)
+    positions = engine.family.position_ids(types, mask, None, None, None, engine.model.config)[0]
+    return Request([], torch.full((length,), word), types[0], positions)
 
 
 def _optimizer_overhead(module: PackedVLM, bandwidth: float, clock: Clock) -> float:

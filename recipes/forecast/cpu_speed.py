@@ -1,8 +1,8 @@
 """The speed of this CPU with a model and its data, measured and kept for a day, so that a plan and the run have the same numbers.
 
 It is in ``dataproto/cpu_speed`` of the user's cache directory (``$XDG_CACHE_HOME`` or ``~/.cache``), one small file for each
-model, first rows, token budget, number of threads and release of PyTorch. The folder may be deleted at any time; what it held is
-measured again.
+model, first rows, longest row, token budget, number of threads and release of PyTorch. The folder may be deleted at any time;
+what it held is measured again.
 """
 
 import contextlib
@@ -81,9 +81,11 @@ def _keep(device: Device, file: Path) -> None:
 def _file(batch: BatchSizes, loader: PromptLoader, token_budget: int) -> Path:
     machine = (platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), torch.__version__)
     timed = timed_rows(batch, token_budget)
-    rows = (timed.prompts, timed.responses, timed.samples, batch.prompts, loader.batch_size, bool(loader.num_workers))
+    longest = int(batch.lengths.max())
+    rows = (timed.prompts, timed.responses, timed.samples, batch.prompts, longest)
+    loading = (loader.batch_size, bool(loader.num_workers))
     model = _sizes(json.loads(batch.config.to_json_string()))
-    digest = hashlib.sha256(repr((machine, model, token_budget, rows)).encode())
+    digest = hashlib.sha256(repr((machine, model, token_budget, rows, loading)).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "dataproto" / "cpu_speed" / f"{digest.hexdigest()[:16]}.json"
 

@@ -12,6 +12,7 @@ class Overheads:
     """Seconds of starting operations, which count where a model is small; measured by `calibrate_cpu`, 0 where they do not."""
 
     decoded_row: float = 0.0  # of each row in a decoding step, its operations included; 0: by its operations
+    decoded_key: float = 0.0  # of each token in the cache of such a row
     learning: float = 0.0  # of a forward and a backward pass
     scoring: float = 0.0  # of a pass without gradients
     optimizer: float = 0.0  # of an optimizer step

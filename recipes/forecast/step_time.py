@@ -156,10 +156,13 @@ def generation_seconds(batch: BatchSizes, engine: Engine, layout: Layout, device
     """
     filled = prefill_seconds(batch, device)
     steps = decoding_steps(batch.responses, engine.rows, engine.continuous)
-    if device.overheads.decoded_row:
-        return filled + sum(device.decode_overhead + rows * device.overheads.decoded_row for rows in kept_rows(steps))
     lengths = zip(batch.lengths.tolist(), batch.responses, strict=True)
-    read = sum((length - response / 2) * response for length, response in lengths) * engine.kv_bytes / device.bandwidth
+    keys = sum((length - response / 2) * response for length, response in lengths)
+    if device.overheads.decoded_row or device.overheads.decoded_key:
+        kept, mean_keys = kept_rows(steps), keys / max(sum(batch.responses), 1)
+        row = device.overheads.decoded_row + mean_keys * device.overheads.decoded_key
+        return filled + len(kept) * device.decode_overhead + sum(kept) * row
+    read = keys * engine.kv_bytes / device.bandwidth
     cache = read / max(len(steps), 1)
     reading, computing = engine.weight_bytes / device.bandwidth, engine.flops / (device.language * INFERENCE)
     return filled + sum(max(max(reading, rows * computing) + cache, device.decode_overhead) for rows in steps)

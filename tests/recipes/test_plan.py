@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.forecasts import GENERATIONS, UPDATES, batch_sizes, generation_row, update_row
 from benchmarks.workload import TINY, make_batch, model_config
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, NonFiniteLogits
 from dataproto.vlm import family_of
 from helpers.tiny_models import FURTHER_TYPES, VLM_TYPES, WITH_FURTHER_TYPES, tiny_config, tiny_model
 from recipes.data.drawn_rows import ProblemRows
@@ -30,7 +30,7 @@ from recipes.forecast import (
     response_lengths,
 )
 from recipes.forecast.batch_sizes import MicroBatchSize
-from recipes.forecast.calibration import text_rows, timed_rows
+from recipes.forecast.calibration import step_seconds, text_rows, timed_rows
 from recipes.forecast.devices import GIB, Device, Overheads
 from recipes.forecast.role_memory import (
     feature_bytes,
@@ -48,6 +48,7 @@ from recipes.forecast.step_time import update_flops
 from recipes.plan import as_options, fit, main
 from recipes.plan.fitting import EQUAL, choices, grown
 from recipes.tiny import make_tiny_model
+from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from workers.model.kept_features import MAX_BYTES, KeptFeatures
 from workers.model.lora import add_adapters
@@ -233,6 +234,30 @@ def test_seconds_of_starting_operations_worked_by_hand():
             "update_actor": 2 * 0.2 + 0.01,
         }
     )
+
+
+def test_seconds_of_decoding_grow_with_the_keys_in_the_cache():
+    """Prompts of 10 tokens; 4, 4, 2 and 2 rows are computed, and the mean token reads 140 / 12 keys."""
+    config = tiny_config("qwen2_5_vl")
+    batch = BatchSizes(config, PromptSizes((10,) * 4, ((),) * 4), (4, 4, 2, 2))
+    device = replace(CPU, decode_overhead=0.5, overheads=Overheads(decoded_row=1e-3, decoded_key=1e-4, scoring=0.05))
+    mean_keys = (2 * 4 * (10 + 2) + 2 * 2 * (10 + 1)) / 12
+    found = {phase.name: phase.seconds for phase in forecast(Setting(config, batch, device)).phases}
+    assert found["gen"] == pytest.approx(0.05 + 4 * 0.5 + (4 + 4 + 2 + 2) * (1e-3 + mean_keys * 1e-4))
+
+
+def test_steps_of_a_padded_batch_are_timed_to_their_end():
+    """With and without padding, on a clock that counts its calls; an engine that refuses the prompts says why."""
+    engine = HFEngine.of_model(tiny_model("qwen2_5_vl"))
+    for padded in (False, True):
+        clock = iter(range(10**6))
+        assert step_seconds(engine, 3, 5, padded, lambda clock=clock: float(next(clock))) == 1.0
+        assert not engine.unfinished
+    for weight in engine.weights.values():
+        if weight.is_floating_point():
+            weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteLogits, match="request"):
+        step_seconds(engine, 3, 5, False, lambda: 0.0)
 
 
 def test_a_cpu_is_timed_on_rows_like_those_of_the_batch():
