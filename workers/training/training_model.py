@@ -237,9 +237,8 @@ class TrainingModel:
         parts = micro_batches(data, self.module, config.budget(backward) * self.ranks.size("sp"), self.ranks)
         if config.freeze_language:
             return [replace(part, tower=True) for part in parts]
-        reduced_by_last = self.pipeline is None and config.leaves_unsharded("gradients")
-        reduced_by_last |= self.ranks.layout.replicas > 1
-        if backward and reduced_by_last and any(part.tower for part in parts):
+        waits = config.leaves_unsharded("gradients") or self.ranks.layout.replicas > 1
+        if backward and waits and self.pipeline is None and any(part.tower for part in parts):
             parts[-1] = replace(parts[-1], tower=True)
         return parts
 
