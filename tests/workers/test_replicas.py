@@ -224,6 +224,12 @@ def test_replicas_train_as_one_group_of_shards(folder):
 
 
 @pytest.mark.long
+def test_pipelines_sum_gradients_over_replicas(folder):
+    compare = partial(gradients_log_probs_and_weights, DENSE, Layout(dp=2, pp=2, replicas=2), Layout(dp=2, pp=2))
+    assert_passed(run_ranks(4, {kept: partial(compare, unsharded=kept) for kept in ("nothing", "gradients")}, folder))
+
+
+@pytest.mark.long
 def test_replicas_beside_other_degrees_and_on_disk(folder):
     compare = gradients_log_probs_and_weights
     scenarios = {

@@ -74,7 +74,17 @@ def on_device(worker):
     tensors = [*worker.module.parameters()]
     if worker.trains:
         tensors += [each for state in worker.model.optimizer.moments.values() for each in state.values() if each.ndim]
+    return bytes_of(tensors)
+
+
+def bytes_of(tensors):
     return sum({each._cdata: each.nbytes() for tensor in tensors for each in storages_of(tensor)}.values())
+
+
+def half_copies(worker):
+    """Bytes of the bfloat16 copies that passes compute with."""
+    half = worker.model.precision.half_weights
+    return 0 if half is None else bytes_of(half.copies.values())
 
 
 def calls(worker, directory):
@@ -97,7 +107,7 @@ def same_as_ever(directory, **options):
     ever, idle = actor(False, **options), actor(True, **options)
     assert on_device(idle) == 0 < on_device(ever)
     expected, found = calls(ever, directory / "ever"), calls(idle, directory / "idle")
-    assert on_device(idle) == 0
+    assert on_device(idle) == half_copies(idle) == 0
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
     with idle.model.residence.using(moments=True):
@@ -123,6 +133,36 @@ def test_a_reference_comes_for_its_scores_alone_and_is_copied_once(monkeypatch):
         assert on_device(reference) == 0
     assert copied
     assert not any(copied)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "dtype": "bfloat16"}], ids=["plain", "adapters"])
+def test_named_weights_outlast_their_stay_on_the_device(options):
+    """A caller may keep all of them, as the buckets of a `WeightChannel` keep some."""
+    ever, idle = (dict(actor(offload_idle, **options).named_weights()) for offload_idle in (False, True))
+    assert ever.keys() == idle.keys()
+    for name, weight in ever.items():
+        assert torch.equal(weight, idle[name]), name
+
+
+def test_weights_loaded_into_a_frozen_model_stay(tmp_path):
+    trained, other = actor(False), actor(True)
+    trained.update(rows(trained), loss)
+    trained.save(tmp_path)
+    reference = ReferenceWorker(other.config.frozen(), CPU)
+    expected = trained.log_probs(rows(trained))["old_log_probs"]
+    assert not torch.equal(reference.log_probs(rows(reference))["ref_log_prob"], expected)
+    reference.model.load(tmp_path)
+    for _ in range(2):
+        assert torch.equal(reference.log_probs(rows(reference))["ref_log_prob"], expected)
+        assert on_device(reference) == 0
+
+
+def test_gathered_weights_are_freed_before_the_weights_leave(monkeypatch):
+    worker, found = actor(True), []
+    monkeypatch.setattr(worker.model, "_reshard", lambda: found.append(on_device(worker)))
+    worker.forward(rows(worker), loss)
+    assert found
+    assert all(found)
 
 
 def test_an_error_leaves_nothing_on_the_device():

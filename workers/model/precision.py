@@ -116,6 +116,10 @@ class HalfWeights:
             for owner, name, weight in places:
                 place_parameter(owner, name, weight)
 
+    def drop(self) -> None:
+        """Frees the copies; the next block makes new ones."""
+        self.copies.clear()
+
     def _copy_of(self, weight: nn.Parameter) -> nn.Parameter:
         copy = self.copies.get(weight)
         if copy is not None and copy.requires_grad == weight.requires_grad and copy.device == weight.device:

@@ -111,11 +111,16 @@ class FullySharded(Transform):
                 part.set_reshard_after_forward(reshard, recurse=False)
 
     def before_backward(self, module: PackedVLM, last: bool) -> None:
-        """Only the last backward pass of a call sums gradients over replicas and, where they stay unsharded, reduces them."""
+        """Only the last backward pass of a call sums gradients over replicas and, where they stay unsharded, reduces them.
+
+        In a pipeline each pass sums over replicas, except where gradients stay unsharded: no pass is named the last there, and
+        `reduce_gradients` cannot sum what has been scattered.
+        """
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(last)  # type: ignore[operator]
         elif self.ranks.replica_mesh is not None:
-            module.set_requires_all_reduce(last)  # type: ignore[operator]
+            in_pipeline = self.ranks.layout.pp > 1
+            module.set_requires_all_reduce(last or in_pipeline)  # type: ignore[operator]
 
     def reduce_gradients(self, module: PackedVLM) -> None:
         """Where gradients stay unsharded, reduces what the backward passes of a pipeline have added up, group by group."""

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class TrainingModel:
         self.skipped: list[SkippedStep] = []
         self._optimizer = None if optimizer is None else self._new_optimizer(optimizer)
         half = self.precision.half_weights
-        drop = (lambda: None) if half is None else half.copies.clear
+        drop = (lambda: None) if half is None else half.drop
         self.residence = Residence(self.module, self._moments, self.device, config.offload_idle, drop)
 
     def _moments(self) -> Iterator[Tensor]:
@@ -200,6 +200,7 @@ class TrainingModel:
             self.residence.using(),
             self.precision.compute(),
             self._clear_gradients_on_error(backward),
+            nullcontext() if backward else self._resharded(),
             self._keep_gathered(backward),
         ):
             parts = self.micro_batches(data, backward)
@@ -221,8 +222,6 @@ class TrainingModel:
                         transform.before_backward(self.module, last=number == len(parts) - 1)
                     with self.accounting.phase("backward"):
                         total.backward()
-        if not backward:
-            self._reshard()
         sums.take_from_last_stage(self.ranks)
         return sums
 
@@ -237,9 +236,8 @@ class TrainingModel:
         parts = micro_batches(data, self.module, config.budget(backward) * self.ranks.size("sp"), self.ranks)
         if config.freeze_language:
             return [replace(part, tower=True) for part in parts]
-        reduced_by_last = self.pipeline is None and config.leaves_unsharded("gradients")
-        reduced_by_last |= self.ranks.layout.replicas > 1
-        if backward and reduced_by_last and any(part.tower for part in parts):
+        waits = config.leaves_unsharded("gradients") or self.ranks.layout.replicas > 1
+        if backward and waits and self.pipeline is None and any(part.tower for part in parts):
             parts[-1] = replace(parts[-1], tower=True)
         return parts
 
@@ -350,7 +348,8 @@ class TrainingModel:
         ``dtype`` is that of the tensors, by default their own; `VLMFamily.float32_weights` keep theirs.
         """
         with self.residence.using():
-            yield from all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32)
+            for name, weight in all_named_weights(self.module.model, self.ranks, dtype, self.module.family.in_float32):
+                yield name, self.residence.outlasting(weight)
 
     def save(self, directory: Path, behind: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint beside it; see `Saving`.
@@ -378,7 +377,7 @@ class TrainingModel:
             CheckpointError: the checkpoint is missing, damaged, or of another model.
             RankFailure: another rank cannot read it.
         """
-        with self.residence.using(moments=True, changes=True):
+        with self.residence.using(moments=True, changes=True, loads=True):
             self.residence.wait_for_moments()
             if self._optimizer is None:
                 load_model_weights(directory, self.module, self.ranks)

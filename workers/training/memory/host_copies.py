@@ -62,6 +62,10 @@ class HostCopies:
             torch.cuda.current_stream(self.device).wait_event(self._ready)
             self._ready = None
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in memory that `park` empties; known once it has been called."""
+        return any(storage._cdata in self._copies for storage in storages_of(tensor))
+
     def _begin(self) -> None:
         """Lets copies wait for what the device does by now."""
         if self._stream is not None:

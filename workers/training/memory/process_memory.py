@@ -5,11 +5,6 @@ import resource
 import sys
 from pathlib import Path
 
-LIBRARY_PAGES = 34 * 2**20
-"""Pages of the libraries that the first pass, decoding and optimizer step touch: the growth of a process over its first step of a
-model whose tensors are small, with ``MALLOC_MMAP_THRESHOLD_=65536``, so that freed tensors do not count."""
-
-
 _highest = 0  # before the last `begin_peak`
 
 

@@ -34,22 +34,24 @@ class Residence:
         self.trained = HostCopies(lambda: (each for each in module.parameters() if each.requires_grad), device)
         self.frozen = HostCopies(lambda: (each for each in module.parameters() if not each.requires_grad), device)
         self.moments = HostCopies(moments, device)
-        self._depth, self._changed = 0, True
+        self._depth, self._changed, self._loaded = 0, True, True
         self._park()
 
     @contextmanager
-    def using(self, moments: bool = False, changes: bool = False) -> Iterator[None]:
+    def using(self, moments: bool = False, changes: bool = False, loads: bool = False) -> Iterator[None]:
         """The weights are on the device in here; blocks may be nested.
 
         Args:
             moments: the optimizer's state is too, once `wait_for_moments` has been called.
-            changes: weights and state may change.
+            changes: trained weights and state may change.
+            loads: frozen weights may change too.
         """
         if not self.active:
             yield
             return
         self._depth += 1
         self._changed |= changes
+        self._loaded |= loads
         try:
             for copies in (self.frozen, self.trained):
                 copies.fetch()
@@ -67,9 +69,14 @@ class Residence:
         if self.active:
             self.moments.wait()
 
+    def outlasting(self, weight: Tensor) -> Tensor:
+        """``weight``, or a copy if it lies in memory that is emptied when the weights leave the device."""
+        leaves = self.active and (self.frozen.holds(weight) or self.trained.holds(weight))
+        return weight.clone() if leaves else weight
+
     def _park(self) -> None:
         self.drop()
-        self.frozen.park(changed=False)
+        self.frozen.park(self._loaded)
         self.trained.park(self._changed)
         self.moments.park(self._changed)
-        self._changed = False
+        self._changed = self._loaded = False
