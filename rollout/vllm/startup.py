@@ -29,9 +29,6 @@ from rollout.vllm.versions import (
 )
 from rollout.vllm.whole_images import READ_WHOLE
 
-GRAPH_ROWS, GRAPH_STRIDE = 512, 16
-"""Rows up to which vLLM captures CUDA graphs unless told otherwise, and the distance of their sizes; eager steps are slower."""
-
 UNPROFILED = ("smolvlm", "idefics3")
 """Families whose placeholder image vLLM 0.24 processes to nothing, so that it cannot measure the memory of their tower."""
 
