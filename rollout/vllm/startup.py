@@ -27,7 +27,7 @@ from rollout.vllm.versions import (
     speculative_options,
     timed_start,
 )
-from rollout.vllm.whole_images import READ_WHOLE
+from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
 
 UNPROFILED = ("smolvlm", "idefics3")
 """Families whose placeholder image vLLM 0.24 processes to nothing, so that it cannot measure the memory of their tower."""
@@ -151,6 +151,7 @@ def start_llm(
         if on_cuda and family.model_type in UNPROFILED:
             defaults["skip_mm_profiling"] = True
         if not on_cuda and family.mutual_images(config) is not None:
+            check_reads_whole(options)
             defaults |= READ_WHOLE
         defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
         if routed_experts:

@@ -15,6 +15,7 @@ from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
 from rollout.vllm.startup import graph_sizes, inspect_ahead, with_graph_sizes
 from rollout.vllm.weights.model_state import model_state
+from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
 from workers.cluster.role_groups import engine_phase
 from workers.roles.rollout_worker import RolloutConfig
@@ -44,6 +45,13 @@ def test_sizes_that_the_user_names_and_engines_without_graphs_are_left_alone():
         {"compilation_config": {"max_cudagraph_capture_size": 8}},
     ):
         assert with_graph_sizes(options | chosen) == options | chosen
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_chunked_prefill"])
+def test_options_that_would_divide_an_image_are_refused(name):
+    check_reads_whole({"max_num_seqs": 4, name: False})
+    with pytest.raises(InvalidConfig, match=f"{name}=True: on a CPU vLLM reads prompts of this model whole"):
+        check_reads_whole({"max_num_seqs": 4, name: True})
 
 
 class PassingOn(VLLMEngine):
