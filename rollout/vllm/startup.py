@@ -19,6 +19,7 @@ from rollout.vllm.versions import (
     executor,
     import_vllm,
     normalized_pixels,
+    one_compile_thread,
     prefixes_within_blocks,
     process_settings_kept,
     recording_options,
@@ -156,7 +157,7 @@ def start_llm(
         defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
         if routed_experts:
             defaults |= recording_options()
-        with process_settings_kept(), timed_start(seconds):
+        with process_settings_kept(), one_compile_thread(), timed_start(seconds):
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
