@@ -208,14 +208,25 @@ class _Record:
 
 
 def _experts(records: Sequence[_Record], no_experts: Tensor) -> tuple[RaggedTensor, RaggedTensor]:
-    """The experts of the tokens of rows; expert 0 for those of an episode that did not begin."""
-    nothing = no_experts.new_zeros(1, *no_experts.shape[1:])
-    return expert_columns(
-        [nothing if record.row is None else record.row.experts for record in records],
-        [len(record.prompt_ids) for record in records],
-        [len(record.ids) for record in records],
-        [(record.episode.start.uid, record.prompt_ids.tobytes()) for record in records],
-    )
+    """The experts of the tokens of rows.
+
+    A row without a turn, of which no engine tells experts, has those of another row for a prompt that they share, and expert 0
+    for all else.
+    """
+    owners = [(record.episode.start.uid, record.prompt_ids.tobytes()) for record in records]
+    rows = [record.row.experts if record.row is not None and record.actions else None for record in records]
+    known: dict[Any, Tensor] = {}
+    for owner, row in zip(owners, rows, strict=True):
+        if row is not None:
+            known.setdefault(owner, row)
+    for place, (owner, record) in enumerate(zip(owners, records, strict=True)):
+        if not record.actions:
+            prompt, rest = (
+                no_experts.new_zeros(len(ids), *no_experts.shape[1:]) for ids in (record.prompt_ids, record.ids)
+            )
+            rows[place] = torch.cat([known.get(owner, prompt)[: len(prompt)], rest])
+    lengths = [len(record.prompt_ids) for record in records], [len(record.ids) for record in records]
+    return expert_columns(rows, *lengths, owners)
 
 
 def _objects(records: Sequence[_Record]) -> dict[str, list[Any]]:

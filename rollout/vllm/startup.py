@@ -19,6 +19,7 @@ from rollout.vllm.versions import (
     executor,
     import_vllm,
     normalized_pixels,
+    one_compile_thread,
     prefixes_within_blocks,
     process_settings_kept,
     recording_options,
@@ -27,10 +28,7 @@ from rollout.vllm.versions import (
     speculative_options,
     timed_start,
 )
-from rollout.vllm.whole_images import READ_WHOLE
-
-GRAPH_ROWS, GRAPH_STRIDE = 512, 16
-"""Rows up to which vLLM captures CUDA graphs unless told otherwise, and the distance of their sizes; eager steps are slower."""
+from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
 
 UNPROFILED = ("smolvlm", "idefics3")
 """Families whose placeholder image vLLM 0.24 processes to nothing, so that it cannot measure the memory of their tower."""
@@ -154,11 +152,12 @@ def start_llm(
         if on_cuda and family.model_type in UNPROFILED:
             defaults["skip_mm_profiling"] = True
         if not on_cuda and family.mutual_images(config) is not None:
+            check_reads_whole(options)
             defaults |= READ_WHOLE
         defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
         if routed_experts:
             defaults |= recording_options()
-        with process_settings_kept(), timed_start(seconds):
+        with process_settings_kept(), one_compile_thread(), timed_start(seconds):
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
     except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
         raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error

@@ -105,13 +105,25 @@ def import_vllm() -> Any:
     """The package, imported.
 
     It sets `TORCHINDUCTOR_COMPILE_THREADS` to 1, because Inductor once forked its processes. They are started afresh since torch
-    2.6, so Inductor reads the variable before: all of the cores build kernels, for the actor's layers too.
+    2.6, so Inductor reads the variable before: all of the cores build kernels for the actor's layers. For vLLM's own see
+    `one_compile_thread`.
     """
     import torch._inductor.config  # noqa: F401
 
     with variables_kept():
         import vllm
     return vllm
+
+
+@contextmanager
+def one_compile_thread() -> Iterator[None]:
+    """Lets Inductor compile in this process within the block, as vLLM means it: its start hung beside a pool of processes (vLLM's
+    issues 10480 and 10619).
+    """
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        yield
 
 
 @contextmanager

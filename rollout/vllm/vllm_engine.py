@@ -143,6 +143,7 @@ class VLLMEngine:
         self._coming: ComingRun | None = None
         self._step_tokens = int(self.engine.vllm_config.scheduler_config.max_num_batched_tokens)
         self._run: Mapping[int, int] = {}  # numbers and places of the requests of the last `generate`
+        self._run_error: BaseException | None = None  # why vLLM did not get all of them; `generate` raises it
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -232,6 +233,8 @@ class VLLMEngine:
             while left:
                 done = self.poll()
                 self._done = [each for each in done if each.request not in places]  # another caller polls them
+                if self._run_error is not None:
+                    raise self._run_error
                 for completion in [each for each in done if each.request in places]:
                     if completion.error is not None:
                         raise completion.error
@@ -249,14 +252,16 @@ class VLLMEngine:
         """Begins a run and to render its prompts, which `poll` gives to vLLM. It ends the run before, which the caller neither
         finished nor closed.
         """
+        self._check_weights()
         requests, names = [row.request for row in rows], [row.name for row in rows]
         for_each_prompt(requests, names, lambda request: self.prompts.check(request, sampling))
         self._end_run(self._run)
         self._run = run
+        if not rows:
+            return
         if not all(map(self._can_score, rows)):
             self._waiting |= {row.number: row for row in rows}
             return
-        self._add_coming()
         self.wake_kv_cache()
         order = first_samples_first(requests, self._window)
         ahead = [requests[place] for place in order], sampling, [names[place] for place in order]
@@ -264,17 +269,26 @@ class VLLMEngine:
         self._coming = ComingRun([rows[place] for place in order], sampling, prompts, next(self._calls))
 
     def _add_coming(self, count: int | None = None) -> None:
-        """Gives the next ``count`` requests of the run, or all, to vLLM, when their prompts are rendered."""
+        """Gives the next ``count`` requests of the run, or all, to vLLM, when their prompts are rendered.
+
+        A prompt that is refused ends the run: `generate` raises the error, whoever has called this.
+        """
         coming = self._coming
         if coming is None:
             return
-        with self._image_caches_in_sync():
-            if not self._open:
-                self._clear_non_finite()
-            for _ in range(coming.prompts.left if count is None else count):
-                place = coming.prompts.taken
-                row, prompt = coming.rows[place], coming.prompts.next_prompt()
-                self._add_one(f"{coming.call}-{place}", row, row.request, prompt, coming.sampling)
+        try:
+            with self._image_caches_in_sync():
+                if not self._open:
+                    self._clear_non_finite()
+                for _ in range(coming.prompts.left if count is None else count):
+                    place = coming.prompts.taken
+                    row, prompt = coming.rows[place], coming.prompts.next_prompt()
+                    self._add_one(f"{coming.call}-{place}", row, row.request, prompt, coming.sampling)
+        except BaseException as error:
+            self._run_error = error
+            if not isinstance(error, DataProtoError):
+                raise
+            return
         if not coming.prompts.left:
             self._drop_coming()
 
@@ -285,9 +299,11 @@ class VLLMEngine:
 
     def _end_run(self, run: Mapping[int, int]) -> None:
         """Ends all requests of a run."""
-        if self._coming is not None and self._coming.rows[0].number in run:
-            self._drop_coming()
-            self.llm.reset_mm_cache()  # see `_image_caches_in_sync`
+        if run is self._run:
+            self._run_error = None
+            if self._coming is not None:
+                self._drop_coming()
+                self.llm.reset_mm_cache()  # see `_image_caches_in_sync`
         names = [name for name, row in self._open.items() if row.number in run]
         if names:
             self.engine.abort_request(names)
@@ -315,8 +331,7 @@ class VLLMEngine:
 
     def _add(self, rows: Sequence[EngineRequest], sampling: SamplingParams) -> None:
         """Gives requests to vLLM, all or none, or lets them wait."""
-        if self._awaits_weights:
-            raise InvalidConfig("the engine was started without weights (awaits_weights): call load_weights first")
+        self._check_weights()
         self._add_coming()
         if not all(map(self._can_score, rows)):
             self._waiting |= {row.number: row for row in rows}
@@ -329,6 +344,10 @@ class VLLMEngine:
                 self._clear_non_finite()
             for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
                 self._add_one(f"{call}-{place}", row, request, prompts[id(request.input_ids)], sampling)
+
+    def _check_weights(self) -> None:
+        if self._awaits_weights:
+            raise InvalidConfig("the engine was started without weights (awaits_weights): call load_weights first")
 
     def _add_one(self, name: str, row: EngineRequest, request: Request, prompt: Any, sampling: SamplingParams) -> None:
         """Gives vLLM the rest of a request, under a name."""

@@ -4,19 +4,30 @@ vLLM's kernel for CPUs computes causal attention. The outputs of the tokens of i
 of the step. So a prompt with images is read whole in one step, and none of it is taken from the cache of prefixes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.mrope import IMAGE
 from rollout.vllm.versions import model_of
 
 READ_WHOLE = {"enable_prefix_caching": False, "enable_chunked_prefill": False}
 """Options of vLLM by which a step computes the keys and values of whole prompts."""
+
+
+def check_reads_whole(options: Mapping[str, Any]) -> None:
+    """Raises `InvalidConfig` for options of vLLM that contradict `READ_WHOLE`."""
+    for name in READ_WHOLE:
+        if options.get(name):
+            raise InvalidConfig(
+                f"{name}={options[name]}: on a CPU vLLM reads prompts of this model whole, because the tokens of an image see "
+                "each other; leave the option out"
+            )
 
 
 def see_whole_images(worker: Any, windowed: bool) -> None:

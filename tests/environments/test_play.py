@@ -10,14 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
+from dataproto.columns import PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig, InvalidPrompt
 from helpers.checkpoints import write_checkpoint
-from helpers.episodes import DrawnEnvironment, RandomEngine, picture, renderer_of, starts_of
+from helpers.episodes import DrawnEnvironment, RandomEngine, picture, prompts_of, renderer_of, starts_of
 from recipes.run.environment_roles import PlayedEnvironment, PlayingRollout
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, Observation, play_episodes
+from rollout.environments import EpisodeLimits, Observation, TurnRenderer, play_episodes
 from rollout.environments.environment_host import EnvironmentHost
+from rollout.environments.episode_rows import episode_columns
 from rollout.environments.episodes import WORTH_WAITING
+from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
@@ -288,6 +291,42 @@ def test_an_engine_without_room_ends_an_episode():
     assert all("no room for the next turn: too long" in episode.message for episode in full)
     assert all(episode.turns[-1].shown is None for episode in found if episode.turns)
     assert not engine.kept
+
+
+class SmallHFEngine(HFEngine):
+    """Has room for some requests only."""
+
+    def submit(self, request, sampling, keep=False):
+        if request.uid in self.refused:
+            raise InvalidPrompt("too long")
+        return super().submit(request, sampling, keep)
+
+
+def test_an_episode_that_is_refused_at_its_first_turn_has_a_row_with_experts(tmp_path):
+    """Beside others, whose experts stay theirs; one of them has the same prompt."""
+    builder = PromptBuilder.from_pretrained(write_checkpoint("qwen3_vl_moe", tmp_path), max_prompt_length=300)
+    renderer = TurnRenderer(builder, [builder.tokenizer.eos_token_id])
+    engine = SmallHFEngine(str(tmp_path), device=torch.device("cpu"), routed_experts=True)
+    prompts, sampling, limits = prompts_of(builder, 3), replace(SAMPLING, n=1), EpisodeLimits(turns=2)
+    engine.refused = ()
+    whole = play_episodes(engine, renderer, starts_of(3), DrawnEnvironment, sampling, limits)
+    engine.refused = ("u1",)
+    some = play_episodes(engine, renderer, starts_of(3), DrawnEnvironment, sampling, limits)
+    refused = some[1]
+    assert (refused.ended, refused.turns) == ("tokens", [])
+    expected = episode_columns(prompts, whole, renderer, 300, engine.no_experts)
+    alone = episode_columns(prompts, some, renderer, 300, engine.no_experts)
+    beside = episode_columns(prompts[[1, 1]], [refused, whole[1]], renderer, 300, engine.no_experts)
+    assert [int(alone["response_mask"][row].sum() > 0) for row in range(3)] == [1, 0, 1]
+    for name in (PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS):
+        for row in (0, 2):
+            assert torch.equal(alone[name][row], expected[name][row])
+        assert torch.equal(beside[name][1], expected[name][1])
+        assert len(beside[name][0]) == len(alone[name][1])
+    prompt = expected[PROMPT_ROUTED_EXPERTS][1]
+    assert torch.equal(beside[PROMPT_ROUTED_EXPERTS][0], prompt)
+    assert torch.equal(alone[PROMPT_ROUTED_EXPERTS][1], torch.zeros_like(prompt))
+    assert len(alone[ROUTED_EXPERTS][1]) == 0
 
 
 def test_pictures_with_a_palette_are_told_apart():

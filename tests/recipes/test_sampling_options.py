@@ -42,6 +42,11 @@ def test_training_samples_by_min_p_and_both_end_at_stop_texts():
         (["--rollout.speculate", "-1"], "rollout.speculate=-1: must be 0"),
         (["--rollout.quantization", "fp8"], "rollout.quantization=fp8 is of another engine: add --engine vllm"),
         (["--rollout.quantization", "fp8", "--engine", "vllm"], "add --algorithm.correction token"),
+        (["--engine", "vllm", "--engine-options", "quantization", "fp8"], "add --algorithm.correction token"),
+        (
+            ["--engine", "vllm", "--rollout.speculate", "3", "--engine-options", "speculate", "0"],
+            "speculate is given twice: leave out --engine-options speculate, or --rollout.speculate",
+        ),
     ],
 )
 def test_impossible_sampling_is_refused(given, message):

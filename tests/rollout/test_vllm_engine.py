@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 
 from dataproto.errors import InvalidConfig, InvalidPrompt, NonFiniteLogits, RequestFailed, RunAbandoned
 from helpers.engines import GREEDY, RESTRICTED, ROWS, SAMPLED, generate, picture, start
+from helpers.turns import finish
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
@@ -276,6 +278,47 @@ def test_images_that_are_refused_after_the_first_steps_end_the_run_and_are_all_n
     assert setup.vllm.unfinished == 0
     expected = generate(setup, setup.hf, GREEDY, prompts)["responses"]
     assert torch.equal(generate(setup, setup.vllm, GREEDY, prompts)["responses"], expected)
+
+
+def test_a_run_without_requests_is_over_at_once(setup):
+    before = generate(setup, setup.vllm, SAMPLED)
+    assert list(setup.vllm.generate([], SAMPLED)) == []
+    abandoned = setup.vllm.generate(build_requests(setup.prompts, SAMPLED), SAMPLED)
+    next(abandoned)
+    assert len(generate(setup, setup.vllm, SAMPLED, setup.prompts[:0])) == 0
+    assert setup.vllm.unfinished == 0
+    with pytest.raises(RunAbandoned):
+        next(abandoned)
+    assert torch.equal(generate(setup, setup.vllm, SAMPLED)["responses"], before["responses"])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_prompt_that_is_refused_ends_its_own_run_and_not_a_request_beside_it(setup, monkeypatch, waits):
+    """Also of a request that waits for another one, whose prompt is scored at another temperature."""
+    single, request, *_, last = build_requests(setup.prompts, replace(SAMPLED, n=1))
+    media = {"image": [picture(8, 4000, 5)]}  # which vLLM's processor refuses
+    refused = replace(last, multi_modal_data=media)
+    scored = replace(SAMPLED, n=1, prompt_log_probs=True)
+    monkeypatch.setattr(
+        setup.vllm, "_step_tokens", 1
+    )  # of prompts in a step: the last ones are given to vLLM much later
+    run = setup.vllm.generate([single, request, refused], replace(SAMPLED, n=1))
+    if waits:
+        ahead = setup.vllm.submit(request, replace(scored, max_tokens=1, temperature=1.0))
+        number = setup.vllm.submit(request, scored)
+        assert number in setup.vllm._waiting
+    else:
+        next(run)
+        number = setup.vllm.submit(request, scored)
+        assert not setup.vllm._waiting
+    with pytest.raises(InvalidPrompt, match="row 2"):
+        list(run)
+    (done,) = finish(setup.vllm, number)
+    assert done.finish_reason != "error"
+    assert done.token_ids == finish(setup.hf, setup.hf.submit(request, scored))[0].token_ids
+    assert not waits or ahead not in setup.vllm._open
+    assert setup.vllm.unfinished == 0
+    assert torch.equal(generate(setup, setup.vllm, GREEDY)["responses"], generate(setup, setup.hf, GREEDY)["responses"])
 
 
 def test_a_caller_that_stops_early_leaves_no_requests(setup):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
@@ -14,7 +15,9 @@ from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
 from rollout.vllm.startup import graph_sizes, inspect_ahead, with_graph_sizes
+from rollout.vllm.versions import one_compile_thread
 from rollout.vllm.weights.model_state import model_state
+from rollout.vllm.whole_images import check_reads_whole
 from workers import ActorConfig, launch
 from workers.cluster.role_groups import engine_phase
 from workers.roles.rollout_worker import RolloutConfig
@@ -44,6 +47,22 @@ def test_sizes_that_the_user_names_and_engines_without_graphs_are_left_alone():
         {"compilation_config": {"max_cudagraph_capture_size": 8}},
     ):
         assert with_graph_sizes(options | chosen) == options | chosen
+
+
+def test_vllm_compiles_in_one_thread_and_other_models_in_theirs():
+    with inductor_config.patch(compile_threads=7):
+        with one_compile_thread():
+            assert inductor_config.compile_threads == 1
+        with pytest.raises(RuntimeError), one_compile_thread():
+            raise RuntimeError
+        assert inductor_config.compile_threads == 7
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_chunked_prefill"])
+def test_options_that_would_divide_an_image_are_refused(name):
+    check_reads_whole({"max_num_seqs": 4, name: False})
+    with pytest.raises(InvalidConfig, match=f"{name}=True: on a CPU vLLM reads prompts of this model whole"):
+        check_reads_whole({"max_num_seqs": 4, name: True})
 
 
 class PassingOn(VLLMEngine):

@@ -90,10 +90,14 @@ def exchanged(manager, mine):
         seen = manager.preprocess_data(mine)
         answers = seen.repeat(N, interleave=True)
         answers["answer"] = answers["ids"] * 100 + torch.arange(len(answers)) % N
+        if len(answers):  # as the numbers of drafted tokens, which an engine without rows does not know
+            answers["drafted"] = answers["ids"] + 1
         back = manager.postprocess_data(answers)
     assert back["ids"].tolist() == [number for number in mine["ids"].tolist() for _ in range(N)]
     assert back["answer"].tolist() == [100 * number + k for number in mine["ids"].tolist() for k in range(N)]
     assert back.meta_info == mine.meta_info
+    if len(back):
+        assert torch.equal(back["drafted"], back["ids"] + 1)
     for data in (seen, back):
         assert list(data["name"]) == [f"row {number}" for number in data["ids"].tolist()]
         for number, media in zip(data["ids"].tolist(), data["multi_modal_data"], strict=True):

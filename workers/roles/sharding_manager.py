@@ -274,13 +274,19 @@ class ShardingManager:
 
 
 def _gathered(data: DataProto, block: Neighbours, labels: Sequence[int]) -> DataProto:
-    """The rows of the first rank of each label, as wide as the widest, on every rank; ``meta_info`` stays each rank's own."""
-    told = [(token_widths(data), other_response_columns(data))] * len(block.holders)
+    """The rows of the first rank of each label, as wide as the widest, on every rank; ``meta_info`` stays each rank's own.
+
+    Beside ranks with rows, one without any adds no columns either: an engine that decoded nothing does not have all of them.
+    """
+    told = [(len(data), token_widths(data), other_response_columns(data))] * len(block.holders)
     distributed.all_gather_object(told, told[0], block.group)
-    widths, others = zip(*told)
+    told = [each for each in told if each[0]] or told
+    _, widths, others = zip(*told)
     prompt, response = map(max, zip(*widths))
-    data = widen(data, prompt, response, set.intersection(*others))
-    contributes = block.rank in first_places(labels).values()
+    data = widen(
+        data, max(prompt, token_widths(data)[0]), max(response, token_widths(data)[1]), set.intersection(*others)
+    )
+    contributes = block.rank in first_places(labels).values() and (len(data) > 0 or not told[0][0])
     gathered = all_gather(data.select(meta_info_keys=[]) if contributes else DataProto(), block.group)
     gathered.meta_info = dict(data.meta_info)
     return gathered

@@ -80,21 +80,25 @@ class RolloutOptions(CarryingConfig):
         quantized = {} if self.quantization == "none" else {"quantization": self.quantization}
         return quantized | ({"speculate": self.speculate} if self.speculate else {})
 
-    def check_engine(self, engine: str, correction: str) -> None:
-        """Raises `InvalidConfig` for an engine, or an algorithm, that these options do not fit."""
+    def check_engine(self, engine: str, options: Mapping[str, Any], correction: str) -> None:
+        """Raises `InvalidConfig` for an engine, further ``options`` of it, or an algorithm, that these options do not fit."""
+        own = self.engine_options()
+        for name in own.keys() & options.keys():
+            raise InvalidConfig(f"{name} is given twice: leave out --engine-options {name}, or --rollout.{name}")
         if self.speculate < 0:
             raise InvalidConfig(f"rollout.speculate={self.speculate}: must be 0 (no drafts) or more")
         if self.early_rewards and not self.in_order:
             raise InvalidConfig(
                 f"rollout.early_rewards is for steps that decode their own samples to the end: leave out rollout.{self._first}"
             )
-        if self.quantization == "none":
+        quantization = (own | dict(options)).get("quantization")
+        if quantization is None:
             return
         if engine != "vllm":
-            raise InvalidConfig(f"rollout.quantization={self.quantization} is of another engine: add --engine vllm")
+            raise InvalidConfig(f"rollout.quantization={quantization} is of another engine: add --engine vllm")
         if correction == "none":
             raise InvalidConfig(
-                f"rollout.quantization={self.quantization}: the engine then samples from another policy than the actor's, for "
+                f"rollout.quantization={quantization}: the engine then samples from another policy than the actor's, for "
                 "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
             )
 
@@ -123,7 +127,7 @@ class PolicyGradientConfig:
     def __post_init__(self) -> None:
         check_placement(self)
         self.sampling()  # raises for invalid sampling options
-        self.rollout.check_engine(self.engine, self.algorithm.correction)
+        self.rollout.check_engine(self.engine, self.engine_options, self.algorithm.correction)
         if not self.rollout.in_order:
             needs = self._needs_own_prompts(), self._needs_whole_batches()
             self.rollout.check(self.on, self.ray.rollout_processes, *needs)
