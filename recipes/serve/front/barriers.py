@@ -188,7 +188,7 @@ class Barriers:
         moving = asked.kind == "inflight"
         directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
         async with new_directory(directory) as temporary:
-            await self.link.call("export", model_id=run.id, directory=temporary)
+            await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
         sampler = Sampler(
             id=f"{run.session}:sample:{asked.sampling_session_seq_id}",
             session=run.session,
