@@ -9,7 +9,8 @@ once. ``tenants``: four adapters of the ranks 4, 8, 8, 16 with four losses and t
 rows, in turn. A turn is a pass and an update of each.
 
 Both print wall-clock seconds and processor seconds. Where other programs run, compare processor seconds: on a quiet machine with
-a core for each process the server takes as long as the busier of its two processes.
+a core for each process the server takes as long as the busier of its two processes. Torch has as many threads in this process as
+in the server's: one for each core that they may use, or ``OMP_NUM_THREADS``.
 """
 
 import argparse
@@ -30,13 +31,16 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 os.environ["TINKER_TELEMETRY"] = "0"
 
+from benchmarks.served_processes import Served, limit_threads, served  # noqa: E402
+
+CORES = limit_threads()  # before torch is imported
+
 import httpx  # noqa: E402
 import numpy as np  # noqa: E402
 import tinker  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.served_processes import Served, served  # noqa: E402
 from dataproto.chunks import EncodedTextChunk, ImageChunk, ModelInput  # noqa: E402
 from recipes.serve.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling  # noqa: E402
 from recipes.serve.engine import EngineOptions, InProcessEngine  # noqa: E402
@@ -237,17 +241,19 @@ def main() -> None:
             measure = measure_load if arguments.what == "load" else measure_tenants
             found = measure(engine, server, arguments, Path(made))
     print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+    where = f", on {CORES} cores with OMP_NUM_THREADS={torch.get_num_threads()}"
     if arguments.what == "load":
         busier = max(found["second engine"], found["second front"])
         print(f"rate of the server / rate of the engine: {found['ratio']:.2f} (wall clock)")
         print(
             f"processor seconds: engine alone {found['first here']:.2f}, the busier process {busier:.2f}: "
-            f"{found['first here'] / busier:.2f}"
+            f"{found['first here'] / busier:.2f}{where}"
         )
     else:
         one, four = (found[f"{name} front"] + found[f"{name} engine"] for name in ("first", "second"))
         print(
             f"four tenants / one tenant: {1 / found['ratio']:.2f} (wall clock), {four / one:.2f} (the server's processor seconds)"
+            f"{where}"
         )
 
 

@@ -9,8 +9,9 @@ a response. Both train adapters of the same rank on the same layers, those of th
 together and take snapshots together, so that the phases compare with those of the loop. Warm-up steps, in which engines start,
 are not counted. Each side is a process of its own, one after the other: ``--first server`` begins with the server.
 
-Each phase is printed when it ends. ``--output`` gets the steps of both sides as they come, the log of the server and the table,
-whose last rows are the seconds from the request of a snapshot to the first sample of it.
+Each phase is printed when it ends, and the last line of the server's log every 15 s until the first sample. ``--output`` gets the
+steps of both sides as they come, the log of the server and the table, whose last rows are the seconds from the request of a
+snapshot to the first sample of it.
 """
 
 import argparse
@@ -38,7 +39,7 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)
 
-from benchmarks.served_processes import served  # noqa: E402
+from benchmarks.served_processes import served, told  # noqa: E402
 
 TENANTS, RANK = 8, 16
 MODEL = "random"
@@ -217,7 +218,9 @@ def measure_server(arguments: argparse.Namespace) -> None:
         def tenant(number: int) -> Tenant:
             return Tenant(server.url, server.key, number, arguments, prompts[number::TENANTS])
 
-        tenants = [tenant(0), *pool.map(tenant, range(1, TENANTS))]  # the first one waits for the engines
+        with told("server: tenant 0 waits for its first sample", arguments.output / "server.log", say):
+            first = tenant(0)  # which waits for the engines
+        tenants = [first, *pool.map(tenant, range(1, TENANTS))]
         for number in range(arguments.warmup + arguments.steps):
             keep(arguments, number, server_step(pool, tenants))
 

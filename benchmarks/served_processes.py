@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,45 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "export TINKER_BASE_URL="
+THREADS = "OMP_NUM_THREADS"
+WAIT_SECONDS = 15.0
+TAIL_BYTES = 1 << 14
+
+
+def limit_threads() -> int:
+    """Gives torch as many threads as this process may use cores, unless ``OMP_NUM_THREADS`` is set; the number of these cores.
+
+    Processes that start later have as many. Call it before torch is imported.
+    """
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault(THREADS, str(cores))
+    return cores
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that has text; of a line that a progress bar writes again and again, the last text."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "(nothing yet)")
+
+
+@contextmanager
+def told(waiting: str, log: Path, say: Callable[[str], None], seconds: float = WAIT_SECONDS) -> Iterator[None]:
+    """Says every few seconds of the block what it waits for, with the last line of a log."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(seconds):
+            say(f"{waiting}; the last line of {log.name}: {last_line(log)}")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass(frozen=True)

@@ -293,8 +293,11 @@ class Backend(Protocol):
         """
         ...
 
-    def export(self, model_id: str, directory: Path) -> None:
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
         """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
+
+        Args:
+            sampled: a sampler of it follows soon, for which the backend may keep the weights.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.

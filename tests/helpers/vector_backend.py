@@ -122,7 +122,7 @@ class VectorBackend:
         model.moments = np.zeros_like(weights) if state is None else state["moments"]
         model.steps = 0 if state is None else int(state["steps"][0])
 
-    def export(self, model_id: str, directory: Path) -> None:
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
         save_file({"weights": self.models[model_id].weights}, directory / ADAPTER_FILE)
 
     def release(self, model_id: str) -> None:

@@ -1,6 +1,7 @@
 """Order, grouping and replay, with the engine's process as a thread."""
 
 import asyncio
+import json
 import threading
 
 import numpy as np
@@ -13,7 +14,8 @@ from recipes.serve.backend import SampleRequest, Sampling
 from recipes.serve.front import scheduler
 from recipes.serve.front.sample_queue import engine_key
 from recipes.serve.ledger import Sampler, directories
-from recipes.serve.refusals import Refused
+from recipes.serve.ledger.journal import Entry
+from recipes.serve.refusals import InvalidRequest, Refused
 from recipes.serve.wire import SampleCall
 
 
@@ -82,6 +84,56 @@ def test_files_of_different_runs_are_written_at_the_same_time(tmp_path, monkeypa
         assert [each["path"] for each in found] == [f"tinker://{run.id}/weights/x" for run in runs]
 
     drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_a_checkpoint_that_is_replaced_while_another_run_loads_it_stays_until_it_is_loaded(tmp_path, monkeypatch):
+    async def work(front: Front):
+        one, two = [await front.new_run(name) for name in ("one", "two")]
+        await front.result(await front.request(one, 1, "save", path="x"))
+        old = front.service.catalogue.place(front.service.catalogue.checkpoints["one", "weights", "x"].directory)
+        link, call = front.service.link, front.service.link.call
+        front.backend.gate.clear()
+        busy = await front.submit(one, 2, 7)
+        assert await asyncio.to_thread(front.backend.entered.wait, 60)
+        save = await front.request(one, 3, "save", path="x", overwrite=True)
+        load = await front.request(two, 1, "load", path="tinker://one/weights/x", optimizer=True)
+
+        async def behind_the_save(method, **arguments):
+            if method == "load":
+                assert "error" not in await front.result(save)
+                await until(lambda: not front.service.samples._tasks)  # which remove directories
+            return await call(method, **arguments)
+
+        monkeypatch.setattr(link, "call", behind_the_save)
+        front.backend.gate.set()
+        await front.result(busy)
+        assert (await front.result(load)).get("path") == "tinker://one/weights/x"
+        await until(lambda: not old.exists())
+
+    drive(work, tmp_path, snapshot_steps=100)
+
+
+def test_two_runs_that_save_at_the_same_time_share_the_room_of_their_key(tmp_path):
+    """Both begin while there is room. The second one is refused when the first one has written its files."""
+
+    async def work(front: Front):
+        barriers = front.service.scheduler.barriers
+        runs = [await front.new_run(name) for name in ("one", "two")]
+        entry = Entry(id="", run="", seq=1, kind="save", body=None, size=0, created=0.0)
+
+        def save(run):
+            body = json.dumps({"model_id": run.id, "seq_id": 1, "path": "x"}).encode()
+            return barriers.carry_out(run, entry, body)
+
+        done, refused = await asyncio.gather(*map(save, runs), return_exceptions=True)
+        assert isinstance(refused, InvalidRequest)
+        assert "--max-checkpoint-gb" in str(refused)
+        assert len(list(tmp_path.glob("runs/*/weights/*"))) == 1
+        barriers.forget(runs[0])  # as when its record cannot be written
+        await save(runs[1])
+        assert done.answer["path"] == "tinker://one/weights/x"
+
+    drive(work, tmp_path, max_checkpoint_gb=1e-9)
 
 
 def test_a_gap_fails_those_that_wait_for_it(tmp_path):

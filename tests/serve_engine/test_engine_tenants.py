@@ -21,6 +21,7 @@ from recipes.algorithms.datum_losses import DATUM_LOSSES
 from recipes.serve.backend import OPTIMIZER_FILE, Datum, Failure, LoraSpec, Pass, SampleRequest, Sampling, SparseRows
 from recipes.serve.engine import EngineOptions, InProcessEngine, engine_from_json, samplers
 from recipes.serve.link import failure_of
+from recipes.serve.link.engine_process import EngineProcess
 from rollout.adapters import read_adapter
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 from workers.adapters import adapter_trainer
@@ -472,7 +473,7 @@ def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_p
     data = rows(engine, "cross_entropy", seed=1)
     train(engine, "m", data)
     (tmp_path / "new").mkdir()
-    engine.export("m", tmp_path / "new")
+    engine.export("m", tmp_path / "new", sampled=True)
     (tmp_path / "new").rename(tmp_path / "old")
     shutil.copytree(tmp_path / "old", tmp_path / "copy")
     read = []
@@ -484,11 +485,40 @@ def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_p
     one, other = (sample(engine, name, data[0].chunks) for name in ("old", "copy"))
     assert (one.samples[0].logprobs == other.samples[0].logprobs).all()
     (tmp_path / "new").mkdir()
-    engine.export("m", tmp_path / "new")
+    engine.export("m", tmp_path / "new", sampled=True)
     file = tmp_path / "new" / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="is damaged"):
         engine.open_sampler("damaged", "tiny", tmp_path / "new")
+
+
+def test_written_weights_are_kept_for_samplers_alone_within_their_number_and_until_a_reset(path, tmp_path):
+    engine = engine_of(path, max_samplers=2)
+    process = EngineProcess(engine, tmp_path / "socket")
+    process.listener.close()
+
+    def call(method, **arguments):
+        return process._called(None, method, arguments)
+
+    def export(model, name, **options):
+        (tmp_path / name).mkdir()
+        call("export", model_id=model, directory=tmp_path / name, **options)
+
+    for name in "abc":
+        call("create", model_id=name, base_model="tiny", lora=LoraSpec(4, seed=0))
+    kept = engine._samplers._adapters
+    export("a", "named")
+    assert not kept
+    for name in ("first", "second"):  # of one model
+        export("a", name, sampled=True)
+    assert len(kept) == 1
+    call("open_sampler", sampler_id="s", base_model="tiny", adapter=tmp_path / "second")
+    assert list(kept) == ["s"]
+    for name in "bc":
+        export(name, name, sampled=True)
+    assert [getattr(key, "model_id", key) for key in kept] == ["b", "c"]
+    call("reset")
+    assert not kept
 
 
 def test_limits_and_names(path, tmp_path):

@@ -1,5 +1,7 @@
 """Samples of adapters by vLLM against Hugging Face's forward, and against the Hugging Face engine."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,20 @@ RANKS = {"small": 4, "large": 16}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def lines():
+    """What the engine writes to the server's log."""
+    log, handler, found = logging.getLogger("dataproto.serve.engine"), logging.Handler(), []
+    handler.emit = found.append
+    log.addHandler(handler)
+    before = log.level
+    log.setLevel(logging.INFO)
+    yield found
+    log.setLevel(before)
+    log.removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def served(lines, tmp_path_factory):
     """Engines that sample with vLLM and with Hugging Face, with the same two adapters and the base.
 
     vLLM has room for one adapter at a time, and so has the engine: the others are read again.
@@ -50,6 +65,17 @@ def served(tmp_path_factory):
         for name in (*RANKS, "base"):
             engine.open_sampler(name, "tiny", directory / name if name in RANKS else None)
     return engines["vllm"], engines["hf"], path, prompt, directory
+
+
+def test_the_log_has_the_seconds_of_the_start(served, lines):
+    engine, _, path, *_ = served
+    phases = engine.base("tiny").sampler.start_seconds
+    said = [line.getMessage() for line in lines if "vLLM" in line.getMessage()]
+    assert len(said) == 2
+    assert said[0] == f"vLLM starts on {path}"
+    assert said[1].startswith("vLLM has started in ")
+    assert phases
+    assert all(f"{name} {seconds:.1f} s" in said[1] for name, seconds in phases.items())
 
 
 def test_sampled_log_probs_are_those_of_a_forward_pass(served):

@@ -1,5 +1,7 @@
 """A base model of the engine: what trains and what samples its adapters, on the same frozen weights."""
 
+import logging
+import time
 from functools import cached_property
 
 import torch
@@ -14,6 +16,7 @@ from rollout.hf import AdapterEngine
 from rollout.prompts import ChunkRenderer, ContentStore, PlacedSequence, PromptBuilder, TokenSequence
 from workers.adapters import AdapterTrainer, ScoredPrompt
 
+log = logging.getLogger("dataproto.serve.engine")
 LONGEST = 1 << 20  # tokens that are rendered at most; the limit that counts is the context
 
 
@@ -46,7 +49,9 @@ class BaseModel:
             return AdapterEngine(self.path, self.trainer.features, options.max_num_seqs, self.trainer.device)
         from rollout.vllm import VLLMAdapterEngine
 
-        return VLLMAdapterEngine(
+        log.info("vLLM starts on %s", self.path)
+        began = time.perf_counter()
+        engine = VLLMAdapterEngine(
             self.path,
             options.max_lora_rank,
             options.vllm_adapters,
@@ -55,6 +60,9 @@ class BaseModel:
             image_options=self.renderer.builder.image_options,
             memory_share=options.vllm_memory_share,
         )
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.start_seconds.items())
+        log.info("vLLM has started in %.1f s: %s", time.perf_counter() - began, phases)
+        return engine
 
     def score_later(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
         """Lets `poll` score a prompt, unless the sampler does while it reads it."""

@@ -172,16 +172,17 @@ class InProcessEngine:
         """See `Backend.load`."""
         self._model(model_id).trained.load(directory, OPTIMIZER_FILE if optimizer else None)
 
-    def export(self, model_id: str, directory: Path) -> None:
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
         """See `Backend.export`."""
         model = self._finite(model_id)
         model.trained.export(directory, model.base_model)
-        if model.adapter is not None:
-            self._samplers.written(directory, model.adapter)
+        if sampled and model.adapter is not None:
+            self._samplers.written(model_id, directory, model.adapter)
 
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""
         self._models.pop(model_id, None)
+        self._samplers.forget_written(model_id)
 
     def _model(self, model_id: str) -> TrainedModel:
         if model_id not in self._models:

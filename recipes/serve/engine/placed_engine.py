@@ -110,9 +110,9 @@ class PlacedEngine:
         """See `Backend.load`."""
         self._call("load", model_id=model_id, directory=directory, optimizer=optimizer)
 
-    def export(self, model_id: str, directory: Path) -> None:
+    def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
         """See `Backend.export`."""
-        self._call("export", model_id=model_id, directory=directory)
+        self._call("export", model_id=model_id, directory=directory, sampled=sampled)
 
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""

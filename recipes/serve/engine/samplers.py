@@ -16,10 +16,16 @@ from rollout.adapters import Adapter, read_adapter
 from rollout.adapters.adapter_files import WEIGHTS_FILE
 
 MOST_CHECKPOINTS = 2  # in memory
-MOST_WRITTEN = 16
-"""Adapters that were written last and are still in memory for samplers to come."""
 CHECKPOINT_FILE = "config.json"
 """In a directory with all weights of a model; one with an adapter has none."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The adapter of a model as it was written to a file, for a sampler to come."""
+
+    model_id: str
+    file: tuple[int, ...]  # its `identity`
 
 
 @dataclass(frozen=True)
@@ -40,16 +46,27 @@ class Samplers:
         """``base_of``: the base model of a name; raises `InvalidConfig`."""
         self.options, self.device, self.base_of = options, device, base_of
         self._samplers: dict[str, Sampler] = {}
-        self._adapters: OrderedDict[str, Adapter] = OrderedDict()  # last used last
+        self._adapters: OrderedDict[str | Written, Adapter] = OrderedDict()  # last used or written last
         self._checkpoints: OrderedDict[str, BaseModel] = OrderedDict()  # last used last
-        self._written: OrderedDict[tuple[int, ...], Adapter] = OrderedDict()  # by their files, last written last
 
-    def written(self, directory: Path, adapter: Adapter) -> None:
-        """Keeps the weights of an adapter that has just been written: a sampler of it, where it may move to, reads no file."""
+    def written(self, model_id: str, directory: Path, adapter: Adapter) -> None:
+        """Keeps the weights of an adapter that a model has just written: a sampler of it, where it may move to, reads no file.
+
+        They count among those of ``max_samplers``, and replace those that the model wrote before.
+        """
+        self.forget_written(model_id)
         pairs = {name: (down.detach().clone(), up.detach().clone()) for name, (down, up) in adapter.pairs.items()}
-        self._written[identity(directory / WEIGHTS_FILE)] = Adapter(adapter.config, pairs)
-        while len(self._written) > MOST_WRITTEN:
-            self._written.popitem(last=False)
+        self._add(Written(model_id, identity(directory / WEIGHTS_FILE)), Adapter(adapter.config, pairs))
+
+    def forget_written(self, model_id: str) -> None:
+        """Drops the weights that a model has written and no sampler has taken."""
+        for key in [each for each in self._adapters if isinstance(each, Written) and each.model_id == model_id]:
+            del self._adapters[key]
+
+    def _add(self, key: str | Written, adapter: Adapter) -> None:
+        self._adapters[key] = adapter
+        while len(self._adapters) > self.options.max_samplers:
+            self._adapters.popitem(last=False)
 
     def open(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
         """Takes a snapshot in, or the base model. An adapter is read at once, and a checkpoint when it is first used.
@@ -104,17 +121,16 @@ class Samplers:
 
     def _adapter(self, sampler_id: str, directory: Path, base: BaseModel) -> Adapter:
         if sampler_id not in self._adapters:
-            self._adapters[sampler_id] = self._read(directory, base)
-            while len(self._adapters) > self.options.max_samplers:
-                self._adapters.popitem(last=False)
+            self._add(sampler_id, self._read(directory, base))
         self._adapters.move_to_end(sampler_id)
         return self._adapters[sampler_id]
 
     def _read(self, directory: Path, base: BaseModel) -> Adapter:
         file, trainer = directory / WEIGHTS_FILE, base.trainer
-        kept = self._written.pop(identity(file), None) if file.exists() else None
-        if kept is not None:
-            return replace(kept, directory=directory)
+        found = identity(file) if file.exists() else None
+        for key in self._adapters:
+            if isinstance(key, Written) and key.file == found:
+                return replace(self._adapters.pop(key), directory=directory)
         return read_adapter(directory, trainer.model, trainer.family, trainer.device)
 
     def _checkpoint(self, sampler_id: str, sampler: Sampler, busy: Collection[BaseModel]) -> BaseModel | None:

@@ -4,10 +4,11 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from recipes.serve.front.catalogue import Catalogue
 from recipes.serve.ledger.directories import (
@@ -57,18 +58,28 @@ class Done:
         return Outcome(json.dumps(self.answer).encode())
 
 
-class Barriers:
-    """Carries out one request at a time. A request that a crash interrupted can be carried out again."""
+class Uses(Protocol):
+    """What uses the directories of checkpoints and samplers."""
 
-    def __init__(
-        self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, retire: Callable[[str], None]
-    ) -> None:
-        """
-        Args:
-            retire: removes the directory of a sampler when no request needs it any more.
-        """
-        self.link, self.catalogue, self.config, self.retire = link, catalogue, config, retire
+    def retire(self, directory: str) -> None:
+        """Removes a directory when nothing needs it any more."""
+        ...
+
+    def hold(self, directory: str) -> AbstractContextManager[None]:
+        """Keeps a directory during a block."""
+        ...
+
+
+class Barriers:
+    """Carries out one request of a run at a time, and those of different runs at the same time.
+
+    A request that a crash interrupted can be carried out again.
+    """
+
+    def __init__(self, link: EngineLink, catalogue: Catalogue, config: ServeConfig, uses: Uses) -> None:
+        self.link, self.catalogue, self.config, self.uses = link, catalogue, config, uses
         self._sizes: dict[str | None, int] = {}  # of the directories of samplers
+        self._writing: dict[str, tuple[str, int]] = {}  # owner and bytes of what no record names yet, by run
         self.kinds: dict[str, Callable[[Run, Entry, bytes], Any]] = {
             "create": self._create,
             "load": self._load,
@@ -89,8 +100,21 @@ class Barriers:
             raise InvalidRequest(
                 f"run {run.id} is not in training: it has {'failed' if run.state == 'failed' else 'ended'}"
             )
-        done: Done = await self.kinds[entry.kind](run, entry, body)
-        return done
+        try:
+            done: Done = await self.kinds[entry.kind](run, entry, body)
+        except BaseException:
+            self.forget(run)
+            raise
+
+        def after() -> None:
+            done.after()
+            self.forget(run)
+
+        return replace(done, after=after)
+
+    def forget(self, run: Run) -> None:
+        """Counts what a run has written no more, unless a record names it."""
+        self._writing.pop(run.id, None)
 
     async def repeat(self, run: Run, entry: Entry, body: bytes) -> None:
         """Brings the engine to where it was behind a request that was carried out before."""
@@ -127,14 +151,15 @@ class Barriers:
         base, lora = self.catalogue.spec_of(checkpoint)
         if asked.base_model not in (None, base):
             raise InvalidRequest(f"{asked.path} is an adapter of {base}, not of {asked.base_model}")
-        check_directory(self.catalogue.place(checkpoint.directory))
         new = entry.seq == 0
-        if new:
-            run.base_model, run.lora = base, None if lora is None else text(lora)
-            replayed = entry.state != "queued"
-            await self._create_from(run, checkpoint.directory, optimizer=asked.optimizer, replayed=replayed)
-        else:
-            await self._load_from(run, checkpoint.directory, optimizer=asked.optimizer)
+        with self.uses.hold(checkpoint.directory):
+            check_directory(self.catalogue.place(checkpoint.directory))
+            if new:
+                run.base_model, run.lora = base, None if lora is None else text(lora)
+                replayed = entry.state != "queued"
+                await self._create_from(run, checkpoint.directory, optimizer=asked.optimizer, replayed=replayed)
+            else:
+                await self._load_from(run, checkpoint.directory, optimizer=asked.optimizer)
         answer = {"path": asked.path, "model_id": run.id, "type": "load_weights"}
         return self._created(run, answer) if new else Done(answer)
 
@@ -166,29 +191,25 @@ class Barriers:
     async def _save(self, run: Run, entry: Entry, body: bytes) -> Done:
         asked = read(SaveWeights, parse_json(body))
         name = checked_name(asked.path or f"step-{entry.seq}")
-        self.check_room(run.owner)
         return await self._checkpoint(run, "weights", name, asked.ttl_seconds, asked.user_metadata, asked.overwrite)
 
     async def _save_external(self, run: Run, entry: Entry, body: bytes) -> Done:
         asked = read(SaveExternal, parse_json(body))
         if asked.age_encryption_recipients:
             raise InvalidRequest("age_encryption_recipients: this server does not encrypt exports")
-        self.check_room(run.owner)
         return await self._checkpoint(run, "external_weights", checked_name(asked.path), asked.ttl_seconds, None, False)
 
     async def _save_for_sampler(self, run: Run, entry: Entry, body: bytes) -> Done:
         asked = read(SaveForSampler, parse_json(body))
         if asked.path is not None:
             name = checked_name(asked.path)
-            self.check_room(run.owner)
             return await self._checkpoint(run, "sampler_weights", name, asked.ttl_seconds, asked.user_metadata, False)
         if asked.sampling_session_seq_id is None:
             raise InvalidRequest("save_weights_for_sampler needs a path or a sampling_session_seq_id")
-        self.check_room(run.owner)
         moving = asked.kind == "inflight"
         directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
-        async with new_directory(directory) as temporary:
-            await self.link.call("export", model_id=run.id, directory=temporary)
+        async with self._limited(run, directory) as temporary:
+            await self.link.call("export", model_id=run.id, directory=temporary, sampled=True)
         sampler = Sampler(
             id=f"{run.session}:sample:{asked.sampling_session_seq_id}",
             session=run.session,
@@ -218,21 +239,28 @@ class Barriers:
         def after() -> None:
             self.catalogue.samplers[sampler.id] = sampler
             for directory in left:
-                self.retire(str(directory))
+                self.uses.retire(str(directory))
 
         answer = {"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"}
         return Done(answer, [put(sampler), *map(put, earlier)], after)
 
     async def _checkpoint(
-        self, run: Run, kind: str, name: str, ttl: int | None, metadata: dict[str, Any] | None, overwrite: bool
+        self,
+        run: Run,
+        kind: str,
+        name: str,
+        ttl: int | None,
+        metadata: dict[str, Any] | None,
+        overwrite: bool,
+        limited: bool = True,
     ) -> Done:
-        """Writes a checkpoint, and drops those beyond ``--keep-last``."""
+        """Writes a checkpoint, and drops those beyond ``--keep-last``. One that is not ``limited`` needs no room of the key."""
         known = self.catalogue.checkpoints
         if (run.id, kind, name) in known and not overwrite:
             raise InvalidRequest(f"there is a checkpoint {kind}/{name} already: choose another name, or overwrite it")
         check_ttl(ttl)
         directory = self.catalogue.run_directory(run) / kind / f"{name}-{uuid.uuid4().hex[:8]}"
-        async with new_directory(directory) as temporary:
+        async with self._limited(run, directory) if limited else new_directory(directory) as temporary:
             await self.link.call("save" if kind == "weights" else "export", model_id=run.id, directory=temporary)
         now = time.time()
         checkpoint = Checkpoint(
@@ -253,7 +281,7 @@ class Barriers:
         def after() -> None:
             for each in gone:
                 known.pop((each.run, each.kind, each.name), None)
-                self.retire(each.directory)
+                self.uses.retire(each.directory)
             known[run.id, kind, name] = checkpoint
 
         answer = {"path": checkpoint.path, "type": SAVED[kind]}
@@ -268,10 +296,20 @@ class Barriers:
         others = [each for each in self.catalogue.checkpoints_of(run=run.id) if each.kind == kind and each.name != name]
         return [each for each in others[: max(0, len(others) + 1 - self.config.keep_last)] if not each.public]
 
+    @asynccontextmanager
+    async def _limited(self, run: Run, directory: Path) -> AsyncIterator[Path]:
+        """`new_directory` within the room of the key. Raises as `check_room`: another run may take the rest meanwhile."""
+        self.check_room(run.owner)
+        async with new_directory(directory) as temporary:
+            yield temporary
+            self.check_room(run.owner)
+            self._writing[run.id] = run.owner, directory_size(temporary)
+
     def check_room(self, owner: str) -> None:
         """Raises `InvalidRequest` if the checkpoints and samplers of a key take all that they may."""
         most = self.config.limits.max_checkpoint_gb
         used = sum(each.size for each in self.catalogue.checkpoints_of(owner)) + self._size_of_samplers(owner)
+        used += sum(size for writer, size in self._writing.values() if writer == owner)
         if used >= most * MILLIARD:
             raise InvalidRequest(
                 f"the checkpoints and samplers of this key take {used / MILLIARD:.1f} GB: at most {most} "
@@ -293,7 +331,7 @@ class Barriers:
 
     async def keep(self, run: Run) -> Done:
         """Writes the checkpoint of a run whose client has gone, whatever room the key has left."""
-        return await self._checkpoint(run, "weights", EXPIRED, EXPIRED_SECONDS, None, True)
+        return await self._checkpoint(run, "weights", EXPIRED, EXPIRED_SECONDS, None, True, limited=False)
 
     async def restore(self, run: Run) -> None:
         """Brings the engine to a run's snapshot."""

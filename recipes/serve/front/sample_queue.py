@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ class Samples:
         self.flights: dict[str, Flight] = {}
         self._open: dict[str, None] = {}  # samplers of the engine, the latest used last
         self._retired: set[str] = set()
+        self._held: Counter[str] = Counter()  # directories that are being read
         self._share: FairShare[str] = FairShare()
         self._due: deque[str] = deque()  # requests that were chosen, and are sent as soon as there is room
         self._sending = asyncio.Lock()
@@ -163,6 +165,16 @@ class Samples:
         self._retired.add(directory)
         self._start(self._close_unused())
 
+    @contextmanager
+    def hold(self, directory: str) -> Iterator[None]:
+        """Keeps the directory of a checkpoint that is read in the block: retired meanwhile, it is removed then."""
+        self._held[directory] += 1
+        try:
+            yield
+        finally:
+            self._held -= Counter([directory])
+            self._start(self._close_unused())
+
     async def _send_due(self) -> None:
         """Sends requests, a fair share of each session, as long as the engine has room."""
         async with self._sending:
@@ -232,6 +244,8 @@ class Samples:
                 del self._open[key]
                 await self._post("close_sampler", sampler_id=key)
             for directory in [each for each in self._retired if f"adapter:{each}" not in used]:
+                if directory in self._held:
+                    continue
                 self._retired.discard(directory)
                 if directory in self.catalogue.directories():  # the end of the last sampling session retires it again
                     continue

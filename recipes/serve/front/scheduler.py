@@ -310,6 +310,7 @@ class Scheduler:
                 await self.finish(entry, done.outcome(), *done.jobs)
                 done.after()
             except Exception as error:  # what the engine has done may not be done twice
+                self.barriers.forget(lane.run)
                 await self._start_over(error)
             if entry.kind in ("optim_step", "load"):
                 await self._snapshot(lane, entry.seq, forced=entry.kind == "load")
@@ -351,7 +352,7 @@ class Scheduler:
         run.state = "ended"
         del self.lanes[run.id]
         for directory in await self.catalogue.drop_samplers(lambda each: each.run == run.id):
-            self.barriers.retire(directory)
+            self.barriers.uses.retire(directory)
         await self.link.call("release", model_id=run.id)
         await asyncio.to_thread(remove_run_files, self.catalogue.run_directory(run))
 

@@ -41,7 +41,7 @@ class Service:
         self.catalogue = Catalogue(self.database, state)
         self.link = EngineLink(socket, lambda request, result: self.samples.received(request, result))
         self.samples = Samples(self.link, self.catalogue, self.futures, config, self.counters)
-        barriers = Barriers(self.link, self.catalogue, config, self.samples.retire)
+        barriers = Barriers(self.link, self.catalogue, config, self.samples)
         self.scheduler = Scheduler(
             self.link, self.database, self.catalogue, self.futures, barriers, config, self.counters
         )

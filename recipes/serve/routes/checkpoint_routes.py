@@ -174,8 +174,9 @@ async def copy_weights(call: Call) -> Response:
         state="ended",
     )
     directory = service.catalogue.run_directory(run) / source.kind / source.name
-    async with new_directory(directory) as temporary:
-        await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
+    with service.samples.hold(source.directory):
+        async with new_directory(directory) as temporary:
+            await asyncio.to_thread(link_files, service.catalogue.place(source.directory), temporary)
     expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
     copy = replace(
         source,
