@@ -77,7 +77,7 @@ def test_stages_on_other_nodes_send_through_the_network():
 
 
 def test_stages_that_share_a_node_send_to_the_next_node_too():
-    """Four stages of four ranks in two nodes: one of three boundaries is between them, and half of the weights come from there."""
+    """Four stages of four ranks in two nodes: one of three boundaries is between them, and half of the weights cross it."""
     assert traffic(Layout(dp=4, pp=4)).activations(100, learns=False).between == 100 * 3584 * 2 / 4
     assert traffic(Layout(dp=4, pp=4)).handed_over().between == 3200 / 2
 
