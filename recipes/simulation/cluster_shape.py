@@ -70,9 +70,16 @@ class Cluster:
         here = self.members(ranks, stride)
         return Traffic(size * (here - 1) / ranks, size * (ranks - here) / ranks)
 
-    def send(self, size: float, stride: int) -> Traffic:
-        """What a device receives from the rank ``stride`` before it."""
-        return Traffic(size, 0.0) if stride < self.node else Traffic(0.0, size)
+    def send(self, size: float, ranks: int, stride: int) -> Traffic:
+        """What a device receives on average when each of ``ranks`` ranks but the last sends ``size`` bytes to the next one.
+
+        >>> from recipes.forecast import DEVICES
+        >>> cluster = Cluster(DEVICES["h200"], 16)
+        >>> cluster.send(1600, ranks=2, stride=8), cluster.send(1600, ranks=4, stride=4)
+        (Traffic(inside=0.0, between=800.0), Traffic(inside=800.0, between=400.0))
+        """
+        crossing = -(-ranks // self.members(ranks, stride)) - 1
+        return Traffic(size * (ranks - 1 - crossing) / ranks, size * crossing / ranks)
 
     def seconds(self, traffic: Traffic) -> float:
         """Seconds of traffic that computation does not hide."""

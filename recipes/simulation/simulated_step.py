@@ -181,9 +181,12 @@ class _Step:
         mine = size.on_rank(layout)
         stepped = updates * mine * (OPTIMIZER_BYTES + len(parts) * GRADIENT_BYTES) / self.device.bandwidth
         gathers = 1 if compute.leaves_unsharded("weights") else 2 * len(parts)
-        reductions = 1 if compute.leaves_unsharded("gradients") and layout.pp == 1 else len(parts)
+        reductions = 1 if compute.leaves_unsharded("gradients") else len(parts)
+        sums = (
+            reductions if layout.pp > 1 else 1
+        )  # in a pipeline each pass that reduces gradients sums them over replicas
         weights = updates * (gathers + reductions * WHOLE / HALF) * self.traffic.gathered_weights()
-        weights += updates * self.traffic.summed_over_replicas()
+        weights += updates * sums * self.traffic.summed_over_replicas()
         states = self.traffic.activations(self._tokens, learns=True)
         seconds = computed + stepped + self.cluster.seconds(states) + self._exposed(weights, computed)
         return SimulatedPhase("update", seconds, self._update_memory(parts), weights + states, required.total)
@@ -231,7 +234,7 @@ class _Step:
         place = compute, self.layout, self.device
         memory = updating(self.actor, size, self.workload.config, *place, self._on_rank(parts))
         extra = self._kept_weights if self.compute.leaves_unsharded("weights") else 0
-        if self.compute.leaves_unsharded("gradients") and self.layout.pp == 1:
+        if self.compute.leaves_unsharded("gradients"):
             here = self.parts.dense_here(self.layout) + self.parts.experts_here(self.layout)
             extra += round(WHOLE * here) - memory.gradients
         layers = 1 if self.compute.activation_checkpointing == "full" else self.parts.layers // self.layout.pp

@@ -41,7 +41,7 @@ class LayoutTraffic:
             found += 2 * layers * times * self.cluster.gather(group * mine / layout.tp * hidden, group)
         if layout.pp > 1:
             stride = layout.dp * layout.sp * layout.tp
-            found += times * (layout.pp - 1) / layout.pp * self.cluster.send(mine * hidden / layout.tp, stride)
+            found += times * self.cluster.send(mine * hidden / layout.tp, layout.pp, stride)
         return found
 
     def gathered_weights(self, number: int = HALF) -> Traffic:
@@ -54,7 +54,7 @@ class LayoutTraffic:
         return dense + self.cluster.gather(number * self.parts.experts_here(layout), holders, stride)
 
     def summed_over_replicas(self) -> Traffic:
-        """Of the sum of gradients over replicas, once an optimizer step: a ring scatters and gathers each rank's shard."""
+        """Of the sum of gradients over replicas once: a ring scatters and gathers each rank's shard."""
         layout = self.layout
         shard = WHOLE * self.parts.size.on_rank(layout)
         return 2 * self.cluster.gather(shard, layout.replicas, layout.shards * layout.tp)
@@ -65,5 +65,5 @@ class LayoutTraffic:
         found = self.cluster.gather(whole / layout.pp, layout.shards * layout.tp)
         if layout.pp > 1:
             stride = layout.dp * layout.sp * layout.tp
-            found += self.cluster.send(whole * (layout.pp - 1) / layout.pp, stride)
+            found += self.cluster.exchange(whole, layout.pp, stride)
         return found

@@ -76,6 +76,22 @@ def test_stages_on_other_nodes_send_through_the_network():
     assert traffic(Layout(dp=8, pp=2)).activations(100, learns=False) == Traffic(0.0, 100 * 3584 * 2 / 2)
 
 
+def test_stages_that_share_a_node_send_to_the_next_node_too():
+    """Four stages of four ranks in two nodes: one of three boundaries is between them, and half of the weights cross it."""
+    assert traffic(Layout(dp=4, pp=4)).activations(100, learns=False).between == 100 * 3584 * 2 / 4
+    assert traffic(Layout(dp=4, pp=4)).handed_over().between == 3200 / 2
+
+
+def test_pipelines_reduce_gradients_once_where_they_stay_unsharded():
+    """As without a pipeline: less traffic, for the float32 gradients of this stage's part of the model."""
+    cluster, layout, found = Cluster(H200, 8), Layout(dp=4, pp=2, replicas=2), {}
+    for kept in ("weights", "gradients"):
+        compute = replace(COMPUTE, unsharded=kept, token_budget=4096)
+        found[kept] = simulate(workload(), cluster, Choice(layout, compute)).phases[-1]
+    assert found["gradients"].traffic.inside < found["weights"].traffic.inside
+    assert found["gradients"].memory > found["weights"].memory
+
+
 # Phases
 
 
