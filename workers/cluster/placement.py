@@ -40,6 +40,15 @@ def _numeric_key(text: str) -> tuple[int, str]:
     return len(text), text
 
 
+def first_ranks(placements: Sequence[Placement]) -> set[int]:
+    """The first rank of each node.
+
+    >>> sorted(first_ranks([Placement(ip, ip, (), 8) for ip in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]))
+    [0, 2]
+    """
+    return {rank for rank, here in enumerate(placements) if here.node not in {each.node for each in placements[:rank]}}
+
+
 def thread_shares(placements: Sequence[Placement]) -> list[int]:
     """Number of threads of each process: an equal share of its node's cores, rounded down, and at least 1.
 

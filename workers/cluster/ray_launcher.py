@@ -163,9 +163,7 @@ def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools
 def _prepare_engines(plan: LaunchPlan, pool: RayPool) -> None:
     """Lets each node begin what its engines need, while the actor is loaded."""
     engine, model_path = plan.rollout.engine, plan.rollout.model_path
-    pool.wait(
-        [host.prepare.remote(lambda: prepare_engine(engine, model_path)) for host in pool.first_of_each_node()], "start"
-    )
+    pool.prepare(lambda: prepare_engine(engine, model_path))
 
 
 def _build_optional(plan: LaunchPlan, pool: RayPool, phase: Phase) -> dict[str, RayGroup | None]:
