@@ -138,6 +138,17 @@ def _ray() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize(
+    "late", [{"env_vars": {"NAME": "1"}}, {"pip": ("six",)}, {"working_dir": "/"}, {"show_logs": True}]
+)
+def test_what_only_a_start_of_ray_can_set_is_refused_afterwards(late):
+    message = f"ray: {next(iter(late))} cannot be set since Ray already runs"
+    with pytest.raises(InvalidConfig, match=message), running_ray(RayConfig(**late), processes=1):
+        pass
+    with running_ray(RayConfig(timeout_s=3.0), processes=1):
+        assert ray.is_initialized()
+
+
 def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: float) -> RayGroup:
     pool = RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs())
     pool.connect()

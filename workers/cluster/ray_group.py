@@ -49,11 +49,19 @@ MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step sh
 
 # Starting Ray
 
+_started_with: list[RayConfig] = []
+"""The options of the Ray that `running_ray` started in this program; empty if it runs none."""
+
 
 @contextlib.contextmanager
 def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
-    """Starts Ray or connects to a cluster, and shuts it down after the block; does nothing if Ray already runs."""
+    """Starts Ray or connects to a cluster, and shuts it down after the block; does nothing if Ray already runs.
+
+    Raises:
+        InvalidConfig: Ray already runs, without what ``config`` asks of the start.
+    """
     if ray.is_initialized():
+        check_started(config)
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -73,10 +81,28 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
     if environment:
         options["runtime_env"] = environment
     ray.init(address=config.address or "local", **options)
+    _started_with.append(config)
     try:
         yield
     finally:
+        _started_with.clear()
         ray.shutdown()
+
+
+def check_started(config: RayConfig) -> None:
+    """Checks that the Ray that runs in this program was started with the options of ``config`` that only a start can set.
+
+    Raises:
+        InvalidConfig: it was not.
+    """
+    started = _started_with[0] if _started_with else RayConfig()
+    wanted = config.runtime_env | ({"show_logs": True} if config.show_logs else {})
+    late = [name for name in wanted if getattr(config, name) != getattr(started, name)]
+    if late:
+        raise InvalidConfig(
+            f"ray: {', '.join(late)} cannot be set since Ray already runs in this program: give ray.init a runtime_env (and "
+            "log_to_driver) there, or let launch start Ray"
+        )
 
 
 def _bind_to_localhost() -> None:
