@@ -272,6 +272,35 @@ def check_engine_options(name: str, options: Mapping[str, Any]) -> None:
             raise InvalidConfig(f"engine {name!r} has no option {option!r}: choose one of {', '.join(known)}")
 
 
+def engine_ranks(options: Mapping[str, Any], ranks: int | None = None) -> int:
+    """The number of consecutive ranks that run an engine together: its option ``tensor_parallel``, by default 1.
+
+    >>> engine_ranks({"tensor_parallel": 2}, ranks=6), engine_ranks({})
+    (2, 1)
+
+    Args:
+        ranks: the number of ranks that have engines, if it is known.
+
+    Raises:
+        InvalidConfig: the option is not an integer of at least 1, or does not divide ``ranks``.
+    """
+    parallel = options.get("tensor_parallel", 1)
+    if type(parallel) is not int or parallel < 1:
+        raise InvalidConfig(f"engine option tensor_parallel={parallel!r}: must be an integer of at least 1")
+    if ranks is not None and ranks % parallel:
+        raise InvalidConfig(f"engine option tensor_parallel={parallel} must divide the {ranks} processes with engines")
+    return parallel
+
+
+def check_early_rewards(options: Mapping[str, Any]) -> None:
+    """Raises `InvalidConfig` for options of an engine whose rows cannot be scored in its process while others are decoded."""
+    parallel = engine_ranks(options)
+    if parallel > 1:
+        raise InvalidConfig(
+            f"early_rewards with tensor_parallel={parallel}: each rank of an engine would score its rows; leave out one of them"
+        )
+
+
 def returns_experts(name: str) -> bool:
     """Whether the engine registered under ``name``, or named as ``module:class``, has the option ``routed_experts``."""
     return has_option(_engine_class(name), "routed_experts")

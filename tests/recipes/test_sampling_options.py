@@ -54,6 +54,29 @@ def test_impossible_sampling_is_refused(given, message):
         grpo.parse(given)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--engine-options tensor_parallel 0", "tensor_parallel=0: must be an integer of at least 1"),
+        ("--engine-options tensor_parallel two", "tensor_parallel='two': must be an integer"),
+        ("--engine-options tensor_parallel 2", "tensor_parallel=2 must divide the 1 processes"),
+        ("--on ray --layout.dp 6 --engine-options tensor_parallel 4", "tensor_parallel=4 must divide the 6 processes"),
+        (
+            "--on ray --layout.dp 4 --ray.rollout-processes 3 --engine-options tensor_parallel 2",
+            "divide the 3 processes",
+        ),
+    ],
+)
+def test_engines_of_a_size_that_does_not_fit_are_refused(options, message):
+    with pytest.raises(InvalidConfig, match=message):
+        grpo.parse(["--engine", "vllm", *options.split()])
+
+
+def test_engines_apart_may_be_larger_than_the_layout():
+    options = "--on ray --layout.dp 2 --ray.rollout-processes 4 --engine-options tensor_parallel 4 --batch-size 8"
+    assert grpo.parse(["--engine", "vllm", *options.split(), "--algorithm.n", "4"]).engine_slots() == 32
+
+
 def test_drafts_and_quantisation_are_options_of_the_engine():
     options = "--engine vllm --rollout.speculate 3 --rollout.quantization fp8 --algorithm.correction token"
     for recipe, more in ((grpo, []), (walk_config, ["--tokens", "400"])):

@@ -1,6 +1,7 @@
 """Rewards of whole groups while other samples are decoded: the same as later ones, and there before the last response ends."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from workers import launch
 from workers.roles.actor import ActorConfig
-from workers.roles.reward import EARLY_RESULTS, RewardWorker
+from workers.roles.critic import CriticConfig
+from workers.roles.reward import EARLY_RESULTS, ModelReward, RewardWorker
 from workers.roles.rollout_worker import RolloutConfig, RolloutWorker
 
 SAMPLING = SamplingParams(n=2, max_tokens=6, seed=1)
@@ -112,11 +114,17 @@ def test_an_error_of_the_engine_is_raised_and_the_worker_stays_usable(checkpoint
 
 
 def test_what_cannot_be_scored_early_is_refused(checkpoint):
-    rollout = RolloutConfig(checkpoint, early_rewards=True)
-    with pytest.raises(InvalidConfig, match="early_rewards needs a reward function"):
-        launch(actor=ActorConfig(checkpoint), rollout=rollout)
+    actor, rollout = ActorConfig("nowhere"), RolloutConfig("nowhere", early_rewards=True)
+    for reward in (None, ModelReward(CriticConfig("nowhere"))):  # refused before a model is looked for
+        with pytest.raises(InvalidConfig, match="early_rewards needs a reward function"):
+            launch(actor, reward=reward, rollout=rollout)
+    with pytest.raises(InvalidConfig, match="tensor_parallel=2: each rank of an engine"):
+        launch(actor, reward=by_length, rollout=replace(rollout, options={"tensor_parallel": 2}))
     with pytest.raises(InvalidConfig, match=r"leave out rollout\.over_ask"):
         parse(["--rollout.early-rewards", "--rollout.over-ask", "1.5"])
+    several = "--engine vllm --on ray --layout.dp 2 --engine-options tensor_parallel 2"
+    with pytest.raises(InvalidConfig, match="tensor_parallel=2: each rank of an engine"):
+        parse(["--rollout.early-rewards", *several.split()])
     with pytest.raises(InvalidConfig, match="each rank of an engine"):
         RolloutWorker(
             RolloutConfig(checkpoint, "vllm", {"tensor_parallel": 2}),

@@ -23,8 +23,11 @@ from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import new_step_blobs, running_ray
 from workers.cluster.ray_launcher import layout_with_room
 from workers.cluster.ray_pool import RayPool
+from workers.cluster.role_groups import LaunchPlan
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig
+from workers.roles.rollout_worker import RolloutConfig
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -36,24 +39,29 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
+def plan_of(layout: Layout) -> LaunchPlan:
+    return LaunchPlan(ActorConfig("model"), None, None, RolloutConfig("model"), layout)
+
+
 def test_a_tensor_parallel_group_has_one_node(cluster, monkeypatch):
     """Nodes with three places each, which processes one by one would fill with three and one of four."""
     add_nodes(cluster, 3, 3)
     config = RayConfig(address=cluster.address)
     with running_ray(config, 4):
         pool = RayPool(Layout(dp=2, tp=2), config, new_step_blobs())
+        pool.connect()
         nodes = [place.node for place in pool.placements]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
         pool.close()
-        assert layout_with_room(Layout(dp=2, tp=2), config, together=1) == Layout(dp=2, tp=2)
+        assert layout_with_room(plan_of(Layout(dp=2, tp=2)), config) == Layout(dp=2, tp=2)
         monkeypatch.setattr("workers.cluster.ray_group.PLACEMENT_TIMEOUT_S", 3)
-        assert layout_with_room(Layout(dp=8, tp=2, replicas=2), config, together=1) == Layout(dp=1, tp=2)
+        assert layout_with_room(plan_of(Layout(dp=8, tp=2, replicas=2)), config) == Layout(dp=2, tp=2)
         with pytest.raises(
             InvalidConfig, match=r"processes with \{'CPU': 4.0\} for every 4, which share a node, do not fit"
         ):
             RayPool(Layout(tp=4), config, new_step_blobs())
-        with pytest.raises(InvalidConfig, match=r"have room for 0 processes; Layout\(.*tp=4.* needs at least 4"):
-            layout_with_room(Layout(tp=4), config, together=1)
+        with pytest.raises(InvalidConfig, match=r"too little: Layout\(.*tp=4.* needs at least 4 processes"):
+            layout_with_room(plan_of(Layout(tp=4)), config)
 
 
 class Speaking:
@@ -80,6 +88,7 @@ def test_processes_have_the_environment_of_the_options_and_print_here_if_asked(c
     config = RayConfig(address=cluster.address, env_vars=environment, working_dir=str(tmp_path), show_logs=shown)
     with running_ray(config, 2):
         pool = RayPool(Layout(dp=2), config, new_step_blobs())
+        pool.connect()
         group = pool.build("speaking", Speaking)
         assert group.speak() == ["geometry"]
         assert group.neighbours() == ["notes.txt"]
@@ -126,5 +135,5 @@ def test_a_run_that_loses_a_node_goes_on_with_those_that_are_left(cluster, tmp_p
     told = capfd.readouterr().err
     assert "is lost" in told
     assert "starting again from the last checkpoint" in told
-    assert "the nodes that are left have room for 1 processes: Layout(dp=1" in caplog.text
+    assert "the nodes that are left have room for 1 processes with models: Layout(dp=1" in caplog.text
     assert_same_run(directory, tmp_path / "one")

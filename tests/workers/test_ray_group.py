@@ -138,6 +138,17 @@ def _ray() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize(
+    "late", [{"env_vars": {"NAME": "1"}}, {"pip": ("six",)}, {"working_dir": "/"}, {"show_logs": True}]
+)
+def test_what_only_a_start_of_ray_can_set_is_refused_afterwards(late):
+    message = f"ray: {next(iter(late))} cannot be set since Ray already runs"
+    with pytest.raises(InvalidConfig, match=message), running_ray(RayConfig(**late), processes=1):
+        pass
+    with running_ray(RayConfig(timeout_s=3.0), processes=1):
+        assert ray.is_initialized()
+
+
 def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: float) -> RayGroup:
     pool = RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs())
     pool.connect()
@@ -233,6 +244,18 @@ def test_media_are_released_above_the_limit_if_a_step_never_ends(group, monkeypa
     assert sum(each() is not None for each in kept) <= 4
 
 
+def test_preparing_in_the_first_process_of_each_node_names_the_rank_that_failed(group, monkeypatch):
+    """Two ranks, the second of which is taken for the only one to prepare."""
+
+    def fail() -> None:
+        raise OverflowError("no room on the disk")
+
+    monkeypatch.setattr("workers.cluster.ray_pool.first_ranks", lambda placements: {1})
+    with pytest.raises(WorkerFailed, match=r"rank 1 on .*OverflowError: no room on the disk"):
+        group._pool.prepare(fail)
+    assert group.ranks() == 3
+
+
 @pytest.mark.parametrize(
     ("layout", "answering"), [(Layout(tp=2), 0), pytest.param(Layout(pp=2), 1, marks=pytest.mark.long)]
 )
@@ -257,10 +280,15 @@ def test_processes_get_the_ranks_of_their_placements(group):
 def test_processes_share_the_cores_of_their_node(group, monkeypatch):
     """Ray's default is one thread for each process, too few for AdamW under ``offload``."""
     one, cores = start(Layout()), len(os.sched_getaffinity(0))
+    given = one.threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     share_cores([one])
     assert one.threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
+    with monkeypatch.context() as patched:
+        patched.setattr(one._pool, "config", RayConfig(env_vars={"OMP_NUM_THREADS": "4"}))
+        share_cores([one, group])
+        assert one.threads() == given
     share_cores([one])
     assert one.threads() == cores
     share_cores([one, group, group])

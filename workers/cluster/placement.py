@@ -1,7 +1,7 @@
 """Assigns ranks and threads to processes by the node and GPUs they run on."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -38,6 +38,33 @@ def _sort_key(placement: Placement) -> tuple[tuple[tuple[int, str], ...], str, t
 def _numeric_key(text: str) -> tuple[int, str]:
     """Sorts "9" before "10"."""
     return len(text), text
+
+
+def first_ranks(placements: Sequence[Placement]) -> set[int]:
+    """The first rank of each node.
+
+    >>> sorted(first_ranks([Placement(ip, ip, (), 8) for ip in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]))
+    [0, 2]
+    """
+    return {rank for rank, here in enumerate(placements) if here.node not in {each.node for each in placements[:rank]}}
+
+
+def all_fit(bundles: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]]) -> bool:
+    """Whether nodes with these ``free`` resources have room for all ``bundles``, each on one node, if the largest choose first.
+
+    >>> all_fit([{"CPU": 1}, {"CPU": 2}, {"CPU": 2}], [{"CPU": 3}, {"CPU": 2}])
+    True
+    >>> all_fit([{"CPU": 2}, {"CPU": 2}, {"CPU": 1}], [{"CPU": 4}]), all_fit([{"CPU": 4}], [{"CPU": 3}, {"CPU": 3}])
+    (False, False)
+    """
+    left = [dict(node) for node in free]
+    for bundle in sorted(bundles, key=lambda each: (each.get("GPU", 0), each.get("CPU", 0)), reverse=True):
+        here = next((node for node in left if all(node.get(name, 0) >= much for name, much in bundle.items())), None)
+        if here is None:
+            return False
+        for name, much in bundle.items():
+            here[name] = here.get(name, 0) - much
+    return True
 
 
 def thread_shares(placements: Sequence[Placement]) -> list[int]:

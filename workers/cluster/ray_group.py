@@ -49,11 +49,19 @@ MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step sh
 
 # Starting Ray
 
+_started_with: list[RayConfig] = []
+"""The options of the Ray that `running_ray` started in this program; empty if it runs none."""
+
 
 @contextlib.contextmanager
 def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
-    """Starts Ray or connects to a cluster, and shuts it down after the block; does nothing if Ray already runs."""
+    """Starts Ray or connects to a cluster, and shuts it down after the block; does nothing if Ray already runs.
+
+    Raises:
+        InvalidConfig: Ray already runs, without what ``config`` asks of the start.
+    """
     if ray.is_initialized():
+        check_started(config)
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -68,15 +76,33 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         }
         if config.object_store_gib is not None:
             options["object_store_memory"] = int(config.object_store_gib * 2**30)
-    if shadows := shadowing_folders():
+    if shadows := shadowing_folders(Path(config.working_dir or Path.cwd())):
         environment["worker_process_setup_hook"] = import_ours(shadows)
     if environment:
         options["runtime_env"] = environment
     ray.init(address=config.address or "local", **options)
+    _started_with.append(config)
     try:
         yield
     finally:
+        _started_with.clear()
         ray.shutdown()
+
+
+def check_started(config: RayConfig) -> None:
+    """Checks that the Ray that runs in this program was started with the options of ``config`` that only a start can set.
+
+    Raises:
+        InvalidConfig: it was not.
+    """
+    started = _started_with[0] if _started_with else RayConfig()
+    wanted = config.runtime_env | ({"show_logs": True} if config.show_logs else {})
+    late = [name for name in wanted if getattr(config, name) != getattr(started, name)]
+    if late:
+        raise InvalidConfig(
+            f"ray: {', '.join(late)} cannot be set since Ray already runs in this program: give ray.init a runtime_env (and "
+            "log_to_driver) there, or let launch start Ray"
+        )
 
 
 def _bind_to_localhost() -> None:
@@ -85,15 +111,15 @@ def _bind_to_localhost() -> None:
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def shadowing_folders() -> dict[str, str]:
-    """Our packages that a folder or file of the working directory would replace in Ray's processes, and where ours are.
+def shadowing_folders(directory: Path) -> dict[str, str]:
+    """Our packages that a folder or file in ``directory`` would replace in Ray's processes, and where ours are.
 
-    Ray puts the working directory first into the search path of its processes, whatever the driver's search path is.
+    Ray puts the directory in which its processes begin first into their search path, whatever the driver's search path is.
     """
     ours = {name: Path(sys.modules[name].__path__[0]) for name in PACKAGES if name in sys.modules}
     found = {}
     for name, folder in ours.items():
-        others = (Path.cwd() / name, Path.cwd() / f"{name}.py")
+        others = (directory / name, directory / f"{name}.py")
         if any(other.exists() and other.resolve() != folder.resolve() for other in others):
             found[name] = str(folder.parent)
     return found
@@ -131,10 +157,11 @@ def gpus_per_process(config: RayConfig) -> float:
     return float(ray.cluster_resources().get("GPU", 0) > 0) if config.gpus is None else config.gpus
 
 
-def _bundle(config: RayConfig, processes: int = 1) -> dict[str, float]:
-    """What so many processes on one node need."""
-    gpus = processes * gpus_per_process(config)
-    return {"CPU": processes * config.cpus} | ({"GPU": ceil(gpus) if gpus > 1 else gpus} if gpus else {})
+def bundles_of(processes: int, config: RayConfig, together: int = 1) -> list[dict[str, float]]:
+    """What each ``together`` of the processes, which divide them, need on one node."""
+    gpus = together * gpus_per_process(config)
+    bundle = {"CPU": together * config.cpus} | ({"GPU": ceil(gpus) if gpus > 1 else gpus} if gpus else {})
+    return [bundle] * (processes // together)
 
 
 def reserve(processes: int, config: RayConfig, together: int = 1) -> PlacementGroup:
@@ -143,42 +170,34 @@ def reserve(processes: int, config: RayConfig, together: int = 1) -> PlacementGr
     Raises:
         InvalidConfig: the cluster has too few CPUs or GPUs.
     """
-    bundle = _bundle(config, together)
-    reserved = placement_group([bundle] * (processes // together), strategy="PACK")
+    bundles = bundles_of(processes, config, together)
+    reserved = placement_group(bundles, strategy="PACK")
     if not reserved.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(reserved)
         total = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
         free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
         each = "each" if together == 1 else f"for every {together}, which share a node,"
         raise InvalidConfig(
-            f"{processes} processes with {bundle} {each} do not fit the cluster: it has {total}, of which {free} are free"
+            f"{processes} processes with {bundles[0]} {each} do not fit the cluster: it has {total}, of which {free} are free"
         )
     return reserved
 
 
-def has_room(processes: int, config: RayConfig, together: int) -> bool:
-    """Whether the cluster can reserve places for ``processes`` of the models, ``together`` on a node, for engines and rewards.
+def has_room(bundles: Sequence[dict[str, float]]) -> bool:
+    """Whether the cluster can reserve places for ``bundles``, each on one node.
 
     Ray learns within a minute that a node is lost, and looks for other places then.
     """
-    bundles = [_bundle(config, together)] * (processes // together)
-    bundles += [_bundle(config)] * config.rollout_processes + [{"CPU": config.cpus}] * config.reward_processes
-    tried = placement_group(bundles, strategy="PACK")
+    tried = placement_group(list(bundles), strategy="PACK")
     found = bool(tried.wait(PLACEMENT_TIMEOUT_S))
     remove_placement_group(tried)
     return found
 
 
-def room_for(config: RayConfig, together: int) -> int:
-    """How many groups of ``together`` processes the nodes that live have room for, beside what else runs there."""
+def free_resources() -> list[dict[str, float]]:
+    """What each node that lives has free, beside what runs there."""
     free = ray._private.state.available_resources_per_node()
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    needs = {name: amount for name, amount in _bundle(config, together).items() if amount}
-    return sum(
-        min((int(here.get(name, 0) / amount) for name, amount in needs.items()), default=0)
-        for node, here in free.items()
-        if node in alive
-    )
+    return [dict(free[node["NodeID"]]) for node in ray.nodes() if node["Alive"] and node["NodeID"] in free]
 
 
 # The object store

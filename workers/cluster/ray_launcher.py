@@ -5,20 +5,23 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from math import ceil, gcd, lcm
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dataproto.errors import InvalidConfig
-from rollout.engine import prepare_engine
+from rollout.engine import engine_ranks, prepare_engine
+from workers.cluster.placement import all_fit
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayGroup,
+    bundles_of,
+    free_resources,
     gpus_per_process,
     has_room,
     new_step_blobs,
     pickle_unimportable_modules_by_value,
-    room_for,
     running_ray,
 )
 from workers.cluster.ray_pool import RayPool, share_cores
@@ -42,16 +45,17 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
     The layout may have fewer dp positions than was asked for if the plan says so and nodes are missing.
 
     Raises:
-        InvalidConfig: an option is unknown, or the cluster is too small.
+        InvalidConfig: an option is unknown, ``tensor_parallel`` does not divide the engines' processes, or the cluster is too
+            small.
     """
-    config = _config(options)
-    processes = plan.layout.world_size + config.rollout_processes + config.reward_processes
+    config, plan = _config(options), with_absolute_paths(plan)
+    processes = sum(pool.layout.world_size for pool in planned_pools(plan, config).values())
     pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
         with phase("starting Ray"):
             stack.enter_context(running_ray(config, processes))
             if plan.may_shrink:
-                plan = replace(plan, layout=layout_with_room(plan.layout, config, engine_ranks(plan)))
+                plan = replace(plan, layout=layout_with_room(plan, config))
             model_processes = plan.layout.world_size + config.rollout_processes
             pools = _start_pools(plan, config, stack)
             pool = pools.models
@@ -76,29 +80,80 @@ def launch_ray(plan: LaunchPlan, phase: Phase = nullcontext, **options: Any) -> 
         return Roles(actor, engines, optional, stack.pop_all().close, after_sync, engines.release, devices)
 
 
-def engine_ranks(plan: LaunchPlan) -> int:
-    """The number of consecutive ranks that run an engine together."""
-    return int(plan.rollout.options.get("tensor_parallel", 1))
+def with_absolute_paths(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with absolute paths of local checkpoints, since processes may begin in another folder than this one."""
+
+    def located(config: Any) -> Any:
+        local = config is not None and Path(config.model_path).exists()
+        return replace(config, model_path=str(Path(config.model_path).absolute())) if local else config
+
+    reward = plan.reward
+    if isinstance(reward, ModelReward):
+        directory = None if reward.directory is None else Path(reward.directory).absolute()
+        reward = ModelReward(located(reward.critic), directory)
+    roles = {name: located(getattr(plan, name)) for name in ("actor", "reference", "critic", "rollout")}
+    return replace(plan, reward=reward, **roles)
 
 
-def layout_with_room(layout: Layout, config: RayConfig, together: int) -> Layout:
-    """The layout, or if the nodes that are left have no room for it, one with fewer dp positions and without replicas.
+@dataclass(frozen=True)
+class PlannedPool:
+    """The processes of a pool before they start; so many ``together``, with consecutive ranks, share a node."""
+
+    layout: Layout
+    config: RayConfig
+    together: int = 1
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What they need, by groups that share a node."""
+        return bundles_of(self.layout.world_size, self.config, self.together)
+
+
+def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]:
+    """The processes of a run, by the name of their field in `Pools`.
+
+    Raises:
+        InvalidConfig: the engine's ``tensor_parallel`` does not divide the processes that have engines.
+    """
+    apart = config.rollout_processes
+    parallel = engine_ranks(plan.rollout.options, apart or plan.layout.world_size)
+    pools = {"models": PlannedPool(plan.layout, config, lcm(plan.layout.tp, 1 if apart else parallel))}
+    if apart:
+        pools["engines"] = PlannedPool(Layout(dp=apart), config, parallel)
+    if plan.reward is not None and not isinstance(plan.reward, ModelReward):
+        without_device = replace(config, gpus=0.0, timeout_s=config.reward_timeout_s)
+        pools["scorers"] = PlannedPool(Layout(dp=config.reward_processes), without_device)
+    return pools
+
+
+def planned_bundles(plan: LaunchPlan, config: RayConfig) -> list[dict[str, float]]:
+    """What all processes of a run need, by groups that share a node."""
+    return [bundle for pool in planned_pools(plan, config).values() for bundle in pool.bundles]
+
+
+def layout_with_room(plan: LaunchPlan, config: RayConfig) -> Layout:
+    """The layout, or if the nodes that are left have no room for the run, one with fewer dp positions and without replicas.
 
     Raises:
         InvalidConfig: there is no room for one dp position either.
     """
-    unit, stride = lcm(layout.tp, together), layout.world_size // layout.dp
-    if has_room(layout.world_size, config, unit):
+    layout = plan.layout
+    if has_room(planned_bundles(plan, config)):
         return layout
-    others = config.rollout_processes + (0 if gpus_per_process(config) else config.reward_processes)
-    left = room_for(config, unit) * unit - others
-    for dp in range(min(left // stride, layout.dp - 1), 0, -1):
-        if dp * stride % unit == 0:
-            smaller = replace(layout, dp=dp, replicas=1, ep=gcd(layout.ep, dp * layout.sp))
-            log.warning("the nodes that are left have room for %d processes: %s instead of %s", left, smaller, layout)
+    free, together = free_resources(), planned_pools(plan, config)["models"].together
+    for dp in range(layout.dp - 1, 0, -1):
+        smaller = replace(layout, dp=dp, replicas=1, ep=gcd(layout.ep, dp * layout.sp))
+        if smaller.world_size % together:
+            continue
+        if all_fit(planned_bundles(replace(plan, layout=smaller), config), free):
+            told = "the nodes that are left have room for %d processes with models: %s instead of %s"
+            log.warning(told, smaller.world_size, smaller, layout)
             return smaller
+    least = lcm(layout.world_size // layout.dp, together)
+    kept = [{name: node.get(name, 0) for name in ("CPU", "GPU")} for node in free]
     raise InvalidConfig(
-        f"the nodes that are left have room for {max(left, 0)} processes; {layout} needs at least {stride}"
+        f"the nodes that are left have {kept} free, which is too little: {layout} needs at least {least} processes with "
+        f"models, {together} of them on a node at a time, beside those of separate engines and the reward"
     )
 
 
@@ -135,37 +190,25 @@ class Pools:
     """The processes of a run."""
 
     models: RayPool
-    engines: RayPool | None  # None: engines share the processes of the models
-    scorers: RayPool | None  # of a reward function
+    engines: RayPool | None = None  # None: engines share the processes of the models
+    scorers: RayPool | None = None  # of a reward function
 
 
 def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools:
     """Starts all processes at once, and waits for them."""
-    blobs = new_step_blobs()
-
-    def start(layout: Layout, config: RayConfig, together: int = 1) -> RayPool:
-        pool = RayPool(layout, config, blobs, together)
-        stack.callback(pool.close)
-        return pool
-
-    models, engines, scorers = start(plan.layout, config, engine_ranks(plan)), None, None
-    if config.rollout_processes:
-        engines = start(Layout(dp=config.rollout_processes), config, engine_ranks(plan))
-    if plan.reward is not None and not isinstance(plan.reward, ModelReward):
-        without_device = replace(config, gpus=0.0, timeout_s=config.reward_timeout_s)
-        scorers = start(Layout(dp=config.reward_processes), without_device)
-    for pool in (models, engines, scorers):
-        if pool is not None:
-            pool.connect()
-    return Pools(models, engines, scorers)
+    blobs, pools = new_step_blobs(), {}
+    for name, planned in planned_pools(plan, config).items():
+        pools[name] = RayPool(planned.layout, planned.config, blobs, planned.together)
+        stack.callback(pools[name].close)
+    for pool in pools.values():
+        pool.connect()
+    return Pools(**pools)
 
 
 def _prepare_engines(plan: LaunchPlan, pool: RayPool) -> None:
     """Lets each node begin what its engines need, while the actor is loaded."""
     engine, model_path = plan.rollout.engine, plan.rollout.model_path
-    pool.wait(
-        [host.prepare.remote(lambda: prepare_engine(engine, model_path)) for host in pool.first_of_each_node()], "start"
-    )
+    pool.prepare(lambda: prepare_engine(engine, model_path))
 
 
 def _build_optional(plan: LaunchPlan, pool: RayPool, phase: Phase) -> dict[str, RayGroup | None]:

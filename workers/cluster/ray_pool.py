@@ -12,7 +12,7 @@ import torch
 
 from dataproto.errors import DataProtoError, WorkerFailed
 from workers.cluster.host import Host
-from workers.cluster.placement import Placement, rank_order, thread_shares
+from workers.cluster.placement import Placement, first_ranks, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import (
     RayFuture,
@@ -80,9 +80,11 @@ class RayPool:
 
         return finish
 
-    def first_of_each_node(self) -> list[Any]:
-        """One process of each node."""
-        return list({place.node: host for place, host in zip(self.placements, self.hosts, strict=True)}.values())
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Runs ``work``, which is to begin something and not to wait for it, in the first process of each node."""
+        first = first_ranks(self.placements)
+        refs = [host.prepare.remote(work if rank in first else _do_nothing) for rank, host in enumerate(self.hosts)]
+        self.wait(refs, "start")
 
     def open_channel(self, receivers: "RayPool") -> None:
         """Opens a weight channel from the first process of this pool to all processes of another."""
@@ -197,14 +199,18 @@ class RayPool:
             end_processes([*self.hosts, self.monitor], self.placement_group)
 
 
+def _do_nothing() -> None:
+    """The work of a process that has none."""
+
+
 def share_cores(groups: Sequence[RayGroup]) -> None:
     """Gives the processes of all ``groups`` equal shares of their nodes' cores as threads.
 
-    Does nothing if ``OMP_NUM_THREADS`` is set.
+    Does nothing if ``OMP_NUM_THREADS`` is set, here or in the ``env_vars`` of the processes.
     """
-    if "OMP_NUM_THREADS" in os.environ:
-        return
     pools = list(dict.fromkeys(group._pool for group in groups))
+    if any("OMP_NUM_THREADS" in environment for environment in (os.environ, *(pool.config.env_vars for pool in pools))):
+        return
     cpus = cpus_by_node()
     placements = [replace(each, cores=min(each.cores, cpus[each.node])) for pool in pools for each in pool.placements]
     shares = iter(thread_shares(placements))

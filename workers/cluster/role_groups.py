@@ -9,7 +9,7 @@ from typing import Any
 
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
-from rollout.engine import SamplingParams
+from rollout.engine import SamplingParams, check_early_rewards
 from workers.ranks.failures import raise_first
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig
@@ -33,6 +33,14 @@ class LaunchPlan:
     layout: Layout
     critic: CriticConfig | None = None
     may_shrink: bool = False  # take fewer dp positions if nodes are missing
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidConfig` for ``early_rewards`` without a reward function, or with engines of several ranks."""
+        if not self.rollout.early_rewards:
+            return
+        if self.reward is None or isinstance(self.reward, ModelReward):
+            raise InvalidConfig("early_rewards needs a reward function: a model would take the engine's device")
+        check_early_rewards(self.rollout.options)
 
 
 def timed_phase(phase: Phase, seconds: dict[str, float]) -> Phase:
@@ -58,15 +66,9 @@ def engine_phase(engine: str) -> str:
 
 
 def early_reward(plan: LaunchPlan) -> RewardWorker | None:
-    """What scores whole groups in the process of the engine, while others are decoded, if the plan says so.
-
-    Raises:
-        InvalidConfig: the plan has no reward function.
-    """
-    if not plan.rollout.early_rewards:
+    """What scores whole groups in the process of the engine, while others are decoded, if the plan says so."""
+    if not plan.rollout.early_rewards or plan.reward is None or isinstance(plan.reward, ModelReward):
         return None
-    if plan.reward is None or isinstance(plan.reward, ModelReward):
-        raise InvalidConfig("early_rewards needs a reward function: a model would take the engine's device")
     return RewardWorker(plan.reward, plan.actor.model_path)
 
 

@@ -15,7 +15,14 @@ from dataproto.columns import ROUTED_EXPERTS
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from rollout.carried_samples import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
-from rollout.engine import SamplingParams, awaits_weights, create_engine, returns_experts
+from rollout.engine import (
+    SamplingParams,
+    awaits_weights,
+    check_early_rewards,
+    create_engine,
+    engine_ranks,
+    returns_experts,
+)
 from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, MakeEnvironment, TurnRenderer, play_episodes
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -97,11 +104,9 @@ class RolloutWorker:
         """
         self.config = config
         self.ranks = ranks = ranks or Ranks()
-        tensor_parallel = int(config.options.get("tensor_parallel", 1))
-        if reward is not None and tensor_parallel > 1:
-            raise InvalidConfig(
-                f"early_rewards with tensor_parallel={tensor_parallel}: each rank of an engine would score its rows; leave it out"
-            )
+        tensor_parallel = engine_ranks(config.options)
+        if reward is not None:
+            check_early_rewards(config.options)
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.family = checkpoint_family(config.model_path)
         options: dict[str, Any] = {"awaits_weights": True} if awaits_weights(config.engine) else {}  # the actor's

@@ -15,7 +15,7 @@ from recipes.data.column_keys import ColumnKeys, OnBadRow
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.options import parse_recipe
 from recipes.synthetic.problems import LEVELS
-from rollout.engine import SamplingParams, slots_for
+from rollout.engine import SamplingParams, check_early_rewards, engine_ranks, slots_for
 from workers.cluster.ray_config import RayConfig
 from workers.model.model_config import ModelConfig, OptimizerConfig
 from workers.ranks.layout import Layout
@@ -91,6 +91,8 @@ class RolloutOptions(CarryingConfig):
             raise InvalidConfig(
                 f"rollout.early_rewards is for steps that decode their own samples to the end: leave out rollout.{self._first}"
             )
+        if self.early_rewards:
+            check_early_rewards(options)
         quantization = (own | dict(options)).get("quantization")
         if quantization is None:
             return
@@ -126,6 +128,7 @@ class PolicyGradientConfig:
 
     def __post_init__(self) -> None:
         check_placement(self)
+        engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
         self.rollout.check_engine(self.engine, self.engine_options, self.algorithm.correction)
         if not self.rollout.in_order:
@@ -163,12 +166,14 @@ class PolicyGradientConfig:
 
     def engine_slots(self) -> int:
         """Samples that an engine of vLLM decodes at a time by default: all of its share of a step, with those that go on."""
-        parallel = int(self.engine_options.get("tensor_parallel", 1))
-        ranks = (
-            self.ray.rollout_processes if self.on == "ray" and self.ray.rollout_processes else self.layout.world_size
-        )
+        ranks = self._ranks_with_engines
         groups = math.ceil(self.data.batch_size * self.rollout.over_ask)
-        return slots_for(groups * self.algorithm.n, max(ranks // parallel, 1))
+        return slots_for(groups * self.algorithm.n, ranks // engine_ranks(self.engine_options, ranks))
+
+    @property
+    def _ranks_with_engines(self) -> int:
+        apart = self.ray.rollout_processes if self.on == "ray" else 0
+        return apart or self.layout.world_size
 
     @property
     def updates(self) -> dict[str, int]:

@@ -1,0 +1,105 @@
+"""The processes of a run before they start: how many, which of them share a node, and what is left of them on fewer nodes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataproto.errors import InvalidConfig
+from workers import launch
+from workers.cluster import ray_launcher
+from workers.cluster.ray_config import RayConfig
+from workers.cluster.ray_group import shadowing_folders
+from workers.cluster.ray_launcher import layout_with_room, planned_bundles, planned_pools, with_absolute_paths
+from workers.cluster.role_groups import LaunchPlan
+from workers.ranks.layout import Layout
+from workers.roles.actor import ActorConfig
+from workers.roles.critic import CriticConfig
+from workers.roles.reward import ModelReward
+from workers.roles.rollout_worker import RolloutConfig
+
+MODEL_REWARD = ModelReward(CriticConfig("model"))
+
+
+def nothing(rows):
+    return []
+
+
+def plan_of(layout, parallel=1, reward=None, model="model"):
+    rollout = RolloutConfig(model, "vllm", {"tensor_parallel": parallel})
+    return LaunchPlan(ActorConfig(model), None, reward, rollout, layout)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "bundles"),
+    [
+        (plan_of(Layout(dp=2)), {}, [1, 1]),
+        (plan_of(Layout(dp=4), 2), {}, [2, 2]),  # engines in the processes of the models
+        (plan_of(Layout(dp=2, tp=3), 2), {}, [6]),
+        (plan_of(Layout(dp=2), 4), {"rollout_processes": 4}, [1, 1, 4]),
+        (plan_of(Layout(dp=2, tp=2), 3), {"rollout_processes": 6}, [2, 2, 3, 3]),
+    ],
+)
+def test_engines_and_tp_groups_get_whole_nodes(plan, options, bundles):
+    found = planned_bundles(plan, RayConfig(gpus=1.0, cpus=2.0, **options))
+    assert found == [{"CPU": 2.0 * count, "GPU": count} for count in bundles]
+
+
+@pytest.mark.parametrize(("reward", "processes"), [(None, 0), (MODEL_REWARD, 0), (nothing, 3)])
+def test_only_a_reward_function_has_processes_of_its_own(reward, processes):
+    config = RayConfig(gpus=1.0, reward_processes=3, reward_timeout_s=7.0)
+    pools = planned_pools(plan_of(Layout(), reward=reward), config)
+    assert planned_bundles(plan_of(Layout(), reward=reward), config)[1:] == [{"CPU": 1.0}] * processes
+    assert [pool.config.timeout_s for name, pool in pools.items() if name == "scorers"] == [7.0] * (processes > 0)
+
+
+@pytest.mark.parametrize(("parallel", "apart"), [(4, 0), (0, 0), (4, 6)])
+def test_engines_that_do_not_divide_their_processes_are_refused_before_ray_starts(parallel, apart):
+    rollout = RolloutConfig("model", "vllm", {"tensor_parallel": parallel})
+    with pytest.raises(InvalidConfig, match=f"tensor_parallel={parallel}"):
+        launch(ActorConfig("model"), rollout=rollout, on="ray", layout=Layout(dp=6), rollout_processes=apart)
+
+
+@pytest.mark.parametrize(
+    ("plan", "apart", "free", "layout"),
+    [
+        (plan_of(Layout(dp=4)), 0, [2, 1], Layout(dp=3)),
+        (plan_of(Layout(dp=8, tp=2, replicas=2)), 0, [3, 3, 1], Layout(dp=2, tp=2)),
+        (plan_of(Layout(dp=8), 2), 0, [3, 2], Layout(dp=4)),  # whole engines
+        (plan_of(Layout(dp=4), 4), 4, [4, 2], Layout(dp=2)),  # one engine apart, whose node is full
+        (plan_of(Layout(dp=4), reward=nothing), 0, [3], Layout(dp=2)),
+        (plan_of(Layout(dp=4), reward=MODEL_REWARD), 0, [3], Layout(dp=3)),
+        (plan_of(Layout(dp=4, sp=2, ep=8)), 0, [3, 3], Layout(dp=3, sp=2, ep=2)),
+        (plan_of(Layout(dp=4), 4), 4, [3, 3], None),
+        (plan_of(Layout(dp=4), 4), 0, [3], None),
+    ],
+)
+def test_a_run_takes_the_dp_positions_for_which_the_nodes_have_room(monkeypatch, plan, apart, free, layout):
+    config = RayConfig(gpus=0.0, rollout_processes=apart)
+    monkeypatch.setattr(ray_launcher, "has_room", lambda bundles: False)
+    monkeypatch.setattr(ray_launcher, "free_resources", lambda: [{"CPU": float(count)} for count in free])
+    if layout is not None:
+        assert layout_with_room(plan, config) == layout
+        return
+    with pytest.raises(InvalidConfig, match=r"too little: Layout\(dp=4.* needs at least"):
+        layout_with_room(plan, config)
+
+
+def test_local_checkpoints_have_absolute_paths_and_others_their_names(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here, reward = str(tmp_path / "here"), ModelReward(CriticConfig("here"), Path("head"))
+    found = with_absolute_paths(plan_of(Layout(), reward=reward, model="here"))
+    assert [found.actor.model_path, found.rollout.model_path, found.reward.critic.model_path] == [here] * 3
+    assert found.reward.directory == tmp_path / "head"
+    assert (found.reference, found.critic) == (None, None)
+    named = plan_of(Layout(), model="Qwen/Qwen2.5-VL-7B-Instruct")
+    assert with_absolute_paths(named) == named
+
+
+def test_packages_are_shadowed_by_the_folder_in_which_processes_begin(tmp_path, monkeypatch):
+    ours = Path(sys.modules["dataproto"].__path__[0]).parent
+    (tmp_path / "dataproto").mkdir()
+    monkeypatch.chdir(ours)
+    assert shadowing_folders(tmp_path) == {"dataproto": str(ours)}
+    assert shadowing_folders(ours) == {}
