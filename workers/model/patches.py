@@ -87,6 +87,13 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward
 
 
+def keep_on_module(module: nn.Module, name: str, value: object) -> None:
+    """Keeps a value on this instance, for a forward that replaces its own. A method of the instance finds it there, and unlike an
+    object around the instance it lets ``torch.compile`` use one code for all layers.
+    """
+    setattr(module, name, value)
+
+
 def replace_submodule(model: nn.Module, path: str, part: nn.Module) -> None:
     """Puts ``part`` at ``path``, which may hold a module already; the path up to its last name has to exist."""
     parent, _, name = path.rpartition(".")

@@ -30,7 +30,7 @@ from torch.nn.functional import embedding, linear
 from dataproto.errors import InvalidConfig
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import call_before_forward, replace_submodule
+from workers.model.patches import call_before_forward, keep_on_module, replace_submodule
 from workers.model.precision import in_autocast_dtype
 from workers.model.recurrent import HeadShare, channels, check_recurrent_heads
 from workers.parallel.transform import Transform
@@ -258,7 +258,7 @@ class _Split:
 
     def _recurrent(self, mixer: Any) -> nn.Module:
         """A recurrent mixer that computes this rank's part of the heads; the other layers of it are split by the plan."""
-        mixer.head_share = HeadShare(self.peers.rank, self.peers.size)
+        keep_on_module(mixer, "head_share", HeadShare(self.peers.rank, self.peers.size))
         block = gcd(mixer.head_k_dim, mixer.head_v_dim)
         places = torch.arange(mixer.in_proj_qkv.out_features // block)[:, None].expand(-1, block).reshape(-1, 1)
         mine = channels(mixer, places, mixer.head_share)[::block, 0].tolist()

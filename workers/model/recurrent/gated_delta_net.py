@@ -18,7 +18,7 @@ from torch.nn.functional import silu, softplus
 
 from dataproto.errors import InvalidConfig, UnsupportedAttention
 from dataproto.vlm import VLMFamily
-from workers.model.patches import replace_forward
+from workers.model.patches import keep_on_module, replace_forward
 from workers.model.recurrent.packed_rule import packed_convolution
 from workers.model.recurrent.pieces import Pieces
 from workers.model.recurrent.rule_operator import delta_rule_along_rows
@@ -151,7 +151,7 @@ def use_packed_recurrence(model: nn.Module, family: VLMFamily) -> None:
     The forward is a method of each layer, not an object of its own: so one compiled code serves all layers.
     """
     for mixer in recurrent_mixers(model, family).values():
-        mixer.head_share = HeadShare()
+        keep_on_module(mixer, "head_share", HeadShare())
         replace_forward(mixer, MethodType(packed_gated_delta_net, mixer))
 
 
