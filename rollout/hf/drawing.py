@@ -20,7 +20,7 @@ def draw(
     """Tokens ``(N,)`` and their log-probs ``(N,)`` for ``logits (N, V)``; one call of `sample` for rows with the same settings.
 
     Args:
-        rows: N requests; one may stand at several places.
+        rows: N requests; the same request may appear more than once.
         drawn: ``(N,)``, which number of its request's random stream each place draws with.
     """
     seeds = np.array([row.request.seed for row in rows], dtype=np.uint64)

@@ -151,7 +151,7 @@ class PolicySampler(Sampler):
 
     def verify(self, metadata: Any, draft_probs: Any, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
         """Samples tokens ``(B, 1 + K)`` int32 for the ``logits (N, V)`` of the current step, which has up to K drafted tokens of
-        each row. -1 stands behind the first token that is not the drafted one; called in place of vLLM's rejection sampler.
+        each row; -1 fills a row after its first token that differs from the draft. It replaces vLLM's rejection sampler.
         """
         names, steps, discarded = self._begin_step()
         drafted = np.array(metadata.num_draft_tokens)

@@ -72,7 +72,7 @@ def models_table() -> list[str]:
 
 
 def type_in_tests(model_type: str) -> str:
-    """The family that the tests run for it: a model of text alone stands for its like."""
+    """The family that the tests run for it; one text-only model represents the others."""
     return "qwen3" if model_type in TEXT_TYPES else model_type
 
 

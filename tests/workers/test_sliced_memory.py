@@ -1,4 +1,4 @@
-"""What stands on a rank of sp: each activation of the packed model shrinks as ranks share a sequence, and so does their peak.
+"""What a rank along sp holds: each activation of the packed model shrinks as ranks share a sequence, and so does their peak.
 
 Log-probs and gradients stay those of one process. `tests/workers/test_ulysses.py` checks two ranks of one family in each run.
 """
