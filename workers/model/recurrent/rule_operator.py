@@ -49,16 +49,7 @@ def _rule(
 
 
 @_rule.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor | None,
-    key_index: Tensor | None,
-) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
@@ -83,18 +74,8 @@ def _rule_backward(
 
 
 @_rule_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor | None,
-    key_index: Tensor | None,
-) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value, decay, rate)]
+def _(gradient: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5]]
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
