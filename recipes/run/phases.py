@@ -90,22 +90,27 @@ def generate_and_score(
 def policy_log_probs(roles: Roles, data: DataProto, config: AlgorithmConfig, metrics: Metrics) -> DataProto:
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)``, where the step needs them of all rows and ``data`` has none.
 
-    Rows that the actor and the reference score are prepared once; the time of the call is shared out as the passes took theirs.
+    Rows that the actor and the reference score are prepared once. What only the update reads is left to `add_later_log_probs`.
     """
     needs_old = config.needs_old_log_probs and "old_log_probs" not in data
-    columns = DataProto()
     if needs_old and config.needs_reference:
-        start = time.perf_counter()
-        columns, seconds = roles.reference.log_probs_with_actor(data)
-        share = (time.perf_counter() - start) / sum(seconds.values())
-        for name in seconds:
-            metrics[f"timing_s/{name}"] = metrics.get(f"timing_s/{name}", 0.0) + share * seconds[name]
-    elif needs_old:
+        return _both_log_probs(roles, data, metrics)
+    if needs_old:
         with timed(metrics, "old_log_prob"):
-            columns = roles.actor.log_probs(data, into="old_log_probs")
-    elif config.needs_reference:
+            return roles.actor.log_probs(data, into="old_log_probs")
+    if config.needs_reference and not (config.reference_waits and "old_log_probs" not in data):
         with timed(metrics, "ref"):
-            columns = roles.reference.log_probs(data, into="ref_log_prob")
+            return roles.reference.log_probs(data, into="ref_log_prob")
+    return DataProto()
+
+
+def _both_log_probs(roles: Roles, data: DataProto, metrics: Metrics, minibatch: int | None = None) -> DataProto:
+    """The columns of `ReferenceWorker.log_probs_with_actor`. The time of the call is shared out as the passes took theirs."""
+    start = time.perf_counter()
+    columns, seconds = roles.reference.log_probs_with_actor(data, minibatch=minibatch)
+    share = (time.perf_counter() - start) / sum(seconds.values())
+    for name in seconds:
+        metrics[f"timing_s/{name}"] = metrics.get(f"timing_s/{name}", 0.0) + share * seconds[name]
     return columns
 
 
@@ -185,22 +190,29 @@ def add_later_log_probs(roles: Roles, learned: DataProto, config: AlgorithmConfi
     """Adds the column ``old_log_probs (B, R)`` if several mini-batches need it: NaN in the rows of the first one.
 
     The update meets these with the policy that is still the old one, so the loss takes the log-probs of its own pass there.
+    Adds ``ref_log_prob (B, R)`` too, if it has waited.
     """
     if "old_log_probs" in learned or config.minibatch is None:
         return
     later = cut_minibatches(learned["uid"], config.minibatch)[1:]
-    if not later:
-        return
-    rows = np.sort(np.concatenate(later))
-    with timed(metrics, "old_log_prob"):
-        found = roles.actor.log_probs(learned[rows], into="old_log_probs")["old_log_probs"]
-    old = torch.full(learned["response_mask"].shape, torch.nan)
-    old[torch.from_numpy(rows)] = found
-    learned["old_log_probs"] = old
+    waits = config.reference_waits and "ref_log_prob" not in learned
+    if later and waits:
+        learned.union(_both_log_probs(roles, learned, metrics, config.minibatch))
+    elif later:
+        rows = np.sort(np.concatenate(later))
+        with timed(metrics, "old_log_prob"):
+            found = roles.actor.log_probs(learned[rows], into="old_log_probs")["old_log_probs"]
+        old = torch.full(learned["response_mask"].shape, torch.nan)
+        old[torch.from_numpy(rows)] = found
+        learned["old_log_probs"] = old
+    elif waits:
+        with timed(metrics, "ref"):
+            learned.union(roles.reference.log_probs(learned, into="ref_log_prob"))
 
 
 def add_first_log_probs(data: DataProto, learned: DataProto, seen: Tensor) -> None:
-    """Completes the column ``old_log_probs`` that `add_later_log_probs` has begun, in both batches if they have the same rows.
+    """Completes the column ``old_log_probs`` that `add_later_log_probs` has begun. If both batches have the same rows, ``data`` gets
+    the columns of that function.
 
     Args:
         seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
@@ -208,8 +220,9 @@ def add_first_log_probs(data: DataProto, learned: DataProto, seen: Tensor) -> No
     if "old_log_probs" in learned and "old_log_probs" not in data:
         old: Tensor = learned["old_log_probs"]
         learned["old_log_probs"] = old.where(~old.isnan().all(1, keepdim=True), seen)
-        if len(learned) == len(data):
-            data["old_log_probs"] = learned["old_log_probs"]
+    for name in ("old_log_probs", "ref_log_prob"):
+        if name in learned and name not in data and len(learned) == len(data):
+            data[name] = learned[name]
 
 
 def before_update(data: DataProto, config: AlgorithmConfig, seen: Tensor) -> tuple[Tensor, np.ndarray]:

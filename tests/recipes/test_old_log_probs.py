@@ -46,9 +46,9 @@ def counted(roles):
     scored, model = [], roles.actor.worker.model
     score = model.score
 
-    def counting(data, *arguments):
+    def counting(data, *arguments, **options):
         scored.append(len(data))
-        return score(data, *arguments)
+        return score(data, *arguments, **options)
 
     with patch.object(model, "score", counting):
         yield scored
@@ -58,16 +58,21 @@ def step(roles, prompts, config, make=grpo_step):
     return make(roles, prompts[:], config, config.sampling(max_tokens=6, seed=3))
 
 
-@pytest.mark.parametrize("make", [grpo_step, pytest.param(ppo_step, marks=pytest.mark.long)])
-def test_only_later_minibatches_are_scored_before_the_update(checkpoint, prompts, make):
-    """The step is that of a run which scores every row before it: the same weights within 1e-5."""
-    config = (GRPOConfig if make is grpo_step else PPOConfig)(n=4, minibatch=1)
+@pytest.mark.parametrize(
+    ("make", "kl_coef"), [(grpo_step, 0.0), (grpo_step, 0.1), pytest.param(ppo_step, 0.1, marks=pytest.mark.long)]
+)
+def test_only_later_minibatches_are_scored_before_the_update(checkpoint, prompts, make, kl_coef):
+    """The step is that of a run which scores every row before it: the same weights within 1e-5.
+
+    With a KL term the reference scores all rows, in one call with the actor.
+    """
+    config = (GRPOConfig if make is grpo_step else PPOConfig)(n=4, minibatch=1, kl_coef=kl_coef, kl_in="loss")
     actor = ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=1e-3))
     critic = CriticConfig(checkpoint) if make is ppo_step else None
     found = []
     for every_row in (False, True):
         with ExitStack() as stack:
-            roles = stack.enter_context(launch(actor, None, reward, critic=critic))
+            roles = stack.enter_context(launch(actor, actor.frozen() if kl_coef else None, reward, critic=critic))
             if every_row:
                 stack.enter_context(patch.object(AlgorithmConfig, "needs_old_log_probs", True))
             stack.enter_context(patch("workers.training.optimizer.EPS", 1e-3))  # else a gradient of zero moves a weight
@@ -76,10 +81,12 @@ def test_only_later_minibatches_are_scored_before_the_update(checkpoint, prompts
             weights = {name: weight.clone() for name, weight in roles.actor.worker.named_weights()}
         assert scored == [12 if every_row else 8]
         assert "timing_s/old_log_prob" in metrics
+        assert ("timing_s/ref" in metrics) == bool(kl_coef)
         found.append((data, metrics, weights))
     (data, metrics, weights), (whole, expected, theirs) = found
-    assert torch.equal(data["old_log_probs"][4:], whole["old_log_probs"][4:])
-    for name in ("old_log_probs", "actor_log_probs"):
+    if not kl_coef:
+        assert torch.equal(data["old_log_probs"][4:], whole["old_log_probs"][4:])
+    for name in ("old_log_probs", "actor_log_probs", *(["ref_log_prob"] if kl_coef else [])):
         torch.testing.assert_close(data[name], whole[name], atol=1e-5, rtol=0)
     for name, weight in theirs.items():
         torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=name)
@@ -105,9 +112,10 @@ def test_which_rows_are_scored(roles, prompts, options, rows):
     assert "old_log_probs" not in data or data["old_log_probs"].isfinite().all()
 
 
-def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts):
-    """Where a step needs both of all rows: one call, whose time is shared out, and the columns of two."""
-    config = GRPOConfig(n=4, minibatch=1, epochs=2, kl_coef=0.1)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts, epochs):
+    """One call, whose time is shared out, and the columns of two; with two epochs the actor scores the first mini-batch too."""
+    config = GRPOConfig(n=4, minibatch=1, epochs=epochs, kl_coef=0.1)
     actor = ActorConfig(checkpoint)
     with launch(actor, actor.frozen(), reward) as roles:
         alone = [patch.object(worker, "log_probs", None) for worker in (roles.actor.worker, roles.reference.worker)]
@@ -117,7 +125,30 @@ def test_rows_of_actor_and_reference_go_out_together(checkpoint, prompts):
     assert metrics["timing_s/ref"] > 0
     with launch(actor, actor.frozen(), None) as fresh:
         for group, name in ((fresh.actor, "old_log_probs"), (fresh.reference, "ref_log_prob")):
-            assert torch.equal(group.log_probs(data)[name], data[name])
+            torch.testing.assert_close(group.log_probs(data)[name], data[name], atol=1e-5 if epochs == 1 else 0, rtol=0)
+
+
+def test_a_reference_that_only_the_loss_reads_waits_for_the_rows_of_the_update():
+    assert GRPOConfig(kl_coef=0.1, minibatch=2).reference_waits
+    for options in (
+        {"kl_coef": 0.0, "minibatch": 2},
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "minibatch": 2, "kl_in": "reward"},
+        {"kl_coef": 0.1, "minibatch": 2, "epochs": 2},
+        {"kl_coef": 0.1, "minibatch": 2, "correction": "token"},
+    ):
+        assert not GRPOConfig(**options).reference_waits, options
+
+
+def test_a_reference_scores_alone_where_the_update_is_one_step(checkpoint, prompts):
+    config = GRPOConfig(n=4, minibatch=3, kl_coef=0.1)
+    actor = ActorConfig(checkpoint)
+    with launch(actor, actor.frozen(), reward) as roles, counted(roles) as scored:
+        data, metrics = step(roles, prompts, config)
+        assert scored == []
+        assert metrics["timing_s/ref"] > 0
+        expected = roles.reference.log_probs(data)["ref_log_prob"]
+    assert torch.equal(data["ref_log_prob"], expected)
 
 
 def test_the_share_of_rows():

@@ -19,9 +19,11 @@ from workers.model.model_config import UNSHARDED
 from workers.model.named_weights import full_tensor
 from workers.parallel.fsdp import sharded_parts
 from workers.ranks.autograd_collectives import local_part
+from workers.ranks.dispatch_modes import Arguments
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
+from workers.roles.model_worker import join_scores, split_scores
 from workers.roles.reference import reference_worker
 from workers.training.mini_batches import share_out
 
@@ -197,6 +199,22 @@ def references_are_the_policy_before_training():
     assert {weight.dtype for weight in separate.parameters()} == {torch.bfloat16}
 
 
+def the_first_mini_batch_is_left_to_the_update():
+    """Each rank scores its part of every mini-batch; the actor no row of the first. Rows come back in the caller's order."""
+    actor, data = worker(), rows()
+    reference, data["uid"] = reference_worker(actor.config.frozen(), actor), [f"{row}" for row in range(len(data))]
+    mine = split_scores(Arguments((data,), {"minibatch": 2}), 2)[actor.model.ranks.rank("dp")]
+    results = actor.model.ranks.all_gather(reference.log_probs_with_actor(*mine.args, **mine.kwargs), "dp")
+    found, seconds = join_scores(results)
+    assert sorted(len(result.data) for result in results) == [4, 4]
+    assert found["old_log_probs"][:2].isnan().all()
+    assert {*found.batch.keys(), *found.non_tensor_batch} == {"old_log_probs", "ref_log_prob"}
+    assert seconds == {name: max(result.seconds[name] for result in results) for name in ("old_log_prob", "ref")}
+    expected = actor.log_probs(data) | reference.log_probs(data)
+    torch.testing.assert_close(found["old_log_probs"][2:], expected["old_log_probs"][2:], atol=1e-6, rtol=0)
+    torch.testing.assert_close(found["ref_log_prob"], expected["ref_log_prob"], atol=1e-6, rtol=0)
+
+
 def replicas_sum_once():
     """Two replicas of whole weights give the gradients of two shards; an error leaves nothing behind. More: test_replicas.py."""
     expected, actor, seen = worker(), worker(Layout(dp=2, replicas=2)), []
@@ -217,6 +235,7 @@ def replicas_sum_once():
 
 SCENARIOS = {
     "references": references_are_the_policy_before_training,
+    "the first mini-batch": the_first_mini_batch_is_left_to_the_update,
     "gradients": gradients_and_collectives,
     "scores": scores_and_gathers,
     "error": an_error_leaves_nothing_behind,

@@ -17,13 +17,13 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.ranks.dispatch_modes import dispatch, join_rows
+from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows
 from workers.ranks.mesh import Ranks
 from workers.roles.accumulated_update import AccumulatedUpdate
 from workers.training.forward_pass import LossFn
 from workers.training.loss_sums import Updated
 from workers.training.micro_batches import SharedParts
-from workers.training.mini_batches import ROW, split_scoring, split_update
+from workers.training.mini_batches import ROW, cut_minibatches_of_rank, split_scoring, split_update
 from workers.training.training_model import TrainingModel
 
 
@@ -234,10 +234,29 @@ class PolicyScores(NamedTuple):
     seconds: dict[str, float]
 
 
+def split_scores(call: Arguments, parts: int) -> list[Arguments]:
+    """The call ``log_probs_with_actor(data, minibatch)`` for each of ``parts`` data-parallel ranks.
+
+    With mini-batches a rank gets its part of each of them, since the actor does not score the first.
+    """
+    return split_scoring(call, parts) if call.kwargs.get("minibatch") is None else split_update(call, parts)
+
+
 def join_scores(results: Sequence[PolicyScores]) -> PolicyScores:
-    """The rows of contiguous parts in order, and the seconds of the slowest rank."""
+    """The rows in the caller's order, and the seconds of the slowest rank."""
     seconds = {name: max(result.seconds[name] for result in results) for name in results[0].seconds}
-    return PolicyScores(join_rows([result.data for result in results]), seconds)
+    data = join_rows([result.data for result in results])
+    if ROW in data:
+        order = np.argsort(data.pop(non_tensor_batch_keys=[ROW])[ROW])
+        data = data[order]
+    return PolicyScores(data, seconds)
+
+
+def with_first_rows(scores: DataProto, first: DataProto, places: np.ndarray) -> DataProto:
+    """The scores of all rows, of which those at ``places`` have a ``ref_log_prob`` in ``first``, and NaN as ``old_log_probs``."""
+    first["old_log_probs"] = torch.full_like(first["ref_log_prob"], torch.nan)
+    order = np.concatenate([np.setdiff1d(np.arange(len(scores) + len(first)), places), places])
+    return DataProto.concat([scores, first])[np.argsort(order)]
 
 
 class ReferenceWorker(PolicyWorker):
@@ -262,11 +281,15 @@ class ReferenceWorker(PolicyWorker):
         with self.acting():
             return super().log_probs(data, into, entropy)
 
-    @dispatch(split=split_scoring, join=join_scores)
-    def log_probs_with_actor(self, data: DataProto) -> PolicyScores:
+    @dispatch(split=split_scores, join=join_scores)
+    def log_probs_with_actor(self, data: DataProto, *, minibatch: int | None = None) -> PolicyScores:
         """Log-probs of the actor and of the reference for the same rows, which are sent, packed and moved to the device once.
 
         If the two are of different models or budgets, each prepares the rows for itself.
+
+        Args:
+            minibatch: the number of prompts of a mini-batch of the update that follows. The actor does not score the rows of the
+                first one, whose log-probs the update computes itself: their ``old_log_probs`` are NaN.
 
         Raises:
             InvalidConfig: the reference has no actor.
@@ -274,16 +297,22 @@ class ReferenceWorker(PolicyWorker):
         """
         if self.actor is None:
             raise InvalidConfig("this reference has no actor beside it: make it by reference_worker(config, actor)")
+        first = None if minibatch is None else cut_minibatches_of_rank(data, minibatch, self.model.ranks)[0]
+        both = data if first is None else data[np.setdiff1d(np.arange(len(data)), first)]
         actor = self.actor.config
         mine, theirs = ((each.model_path, each.budget(backward=False)) for each in (self.config, actor))
         shared = SharedParts() if mine == theirs else None
         start = time.perf_counter()
-        old = self.actor.model.score(data, "old_log_probs", shared=shared)
+        old = self.actor.model.score(both, "old_log_probs", shared=shared)
         between = time.perf_counter()
         with self.acting():
-            reference = self.model.score(data, "ref_log_prob", shared=shared)
+            found = old | self.model.score(both, "ref_log_prob", shared=shared)
+            if first is not None:
+                found = with_first_rows(found, self.model.score(data[first], "ref_log_prob"), first)
         seconds = {"old_log_prob": between - start, "ref": time.perf_counter() - between}
-        return PolicyScores(old | reference, seconds)
+        if ROW in data:
+            found[ROW] = data[ROW]
+        return PolicyScores(found, seconds)
 
     def acting(self) -> AbstractContextManager[None]:
         """A context in which ``model`` is the reference."""
