@@ -211,8 +211,9 @@ def add_later_log_probs(roles: Roles, learned: DataProto, config: AlgorithmConfi
 
 
 def add_first_log_probs(data: DataProto, learned: DataProto, seen: Tensor) -> None:
-    """Completes the column ``old_log_probs`` that `add_later_log_probs` has begun. If both batches have the same rows, ``data`` gets
-    the columns of that function.
+    """Completes the column ``old_log_probs`` that `add_later_log_probs` has begun.
+
+    If both batches have the same rows, ``data`` gets the columns of that function.
 
     Args:
         seen: ``(B, R)``, the log-probs that the update computed before it changed the policy.
