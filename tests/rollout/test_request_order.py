@@ -1,9 +1,13 @@
 """The order in which vLLM gets the requests of families with recurrent layers, without vLLM."""
 
+from dataclasses import dataclass, field
+from threading import Event
+
 import torch
 
-from rollout.engine import Request
+from rollout.engine import Request, SamplingParams
 from rollout.vllm.engine_requests import first_samples_first
+from rollout.vllm.prompt_rendering import SHARED_TOKENS, RenderedAhead, prompt_tokens_of
 
 
 def test_the_first_samples_of_prompts_come_first():
@@ -26,3 +30,39 @@ def test_requests_with_images_stay_in_the_order_of_prompts():
         order = first_samples_first(requests, window)
         assert sorted(order) == list(range(15))
         assert [place for place in order if requests[place].multi_modal_data] == [3, 4, 5, 9, 10, 11]
+
+
+@dataclass
+class Renderer:
+    """Renders a prompt as its ids; waits at the prompt 6 until it may go on."""
+
+    may_go_on: Event = field(default_factory=Event)
+    last: list[object] = field(default_factory=list)
+
+    def render_one(self, request, sampling):
+        if int(request.input_ids[0]) == 6:
+            assert self.may_go_on.wait(60)
+        return request.input_ids
+
+
+def test_a_run_begins_before_most_prompts_are_rendered():
+    """Prompts of 100 tokens with three samples each, 800 tokens a step: the first step waits for one prompt, not for 16."""
+    prompts, renderer = [torch.full((100,), number) for number in range(40)], Renderer()
+    requests = [Request((), each, each, each) for each in prompts for _ in range(3)]
+    ahead = RenderedAhead(renderer, requests, SamplingParams(), ["row"] * len(requests), 800)
+    given = []
+    while ahead.left:
+        due = ahead.due()
+        if ahead.taken + due > 18 and not renderer.may_go_on.is_set():
+            assert len(given) == 3  # three steps began while the seventh prompt was being rendered
+            renderer.may_go_on.set()
+        assert [
+            ahead.next_prompt() is requests[place].input_ids for place in range(ahead.taken, ahead.taken + due)
+        ] == ([True] * due)
+        given.append(due)
+    ahead.close()
+    assert sum(given) == len(requests)
+    tokens = [100 if place % 3 == 0 else SHARED_TOKENS for place in range(len(requests))]
+    for steps in range(1, len(given)):
+        so_far = sum(given[:steps])
+        assert sum(tokens[:so_far]) >= prompt_tokens_of(steps, 800) > sum(tokens[: so_far - 1])
