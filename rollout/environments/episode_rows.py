@@ -76,48 +76,48 @@ def episode_columns(
     Raises:
         InvalidRow: experts of an episode's tokens are not known.
     """
-    builder = renderer.builder
     records = _records(episodes, renderer)
-    width = max((len(record.ids) for record in records), default=0) or 1
-    prompt_ids = _pad_left([record.prompt_ids for record in records], builder.pad_token_id)
-    prompt_mask = _pad_left([np.ones_like(record.prompt_ids) for record in records], 0)
-    responses, filled = _pad_right([record.ids for record in records], width, builder.pad_token_id)
-    mask = torch.cat([prompt_mask, filled.to(torch.int64)], dim=1)
-    types = torch.cat(
-        [
-            _pad_left([record.prompt_types for record in records], 0),
-            _pad_right([record.types for record in records], width, 0)[0],
-        ],
-        dim=1,
-    ).to(torch.int8)
-    media = [record.media for record in records]
-    tensors = {
-        "prompts": prompt_ids,
-        "responses": responses,
-        "input_ids": torch.cat([prompt_ids, responses], dim=1),
-        "attention_mask": mask,
-        "position_ids": _positions(builder, types, mask, media),
-        "mm_token_type_ids": types,
-        "response_mask": _pad_right([record.mask for record in records], width, 0)[0],
-        "rollout_log_probs": _pad_right([record.log_probs for record in records], width, 0, "f")[0],
-        "token_level_rewards": _pad_right([record.rewards for record in records], width, 0, "f")[0],
-        "turn": _pad_right([record.turn for record in records], width, 0)[0],
-        "weight_version": _pad_right([record.weight_versions for record in records], width, 0)[0],
-        "turns": torch.tensor([len(record.episode.turns) for record in records]),
-        "truncated": torch.tensor(
-            [record.is_last and record.episode.ended in ("length", "tokens") for record in records]
-        ),
-    }
     names, places = list(prompts.non_tensor_batch), np.array([record.place for record in records], dtype=np.int64)
     data = prompts.select(non_tensor_batch_keys=names, batch_keys=[])[places]
     for name, values in _objects(records).items():
         data[name] = object_array(values)
-    for name, tensor in tensors.items():
+    for name, tensor in _tensors(records, renderer.builder).items():
         data[name] = tensor
     if no_experts is not None:
         data[PROMPT_ROUTED_EXPERTS], data[ROUTED_EXPERTS] = _experts(records, no_experts)
-    data.meta_info |= {MAX_TOKENS: max_tokens, PAD_TOKEN: builder.pad_token_id}
+    data.meta_info |= {MAX_TOKENS: max_tokens, PAD_TOKEN: renderer.builder.pad_token_id}
     return data
+
+
+def _tensors(records: Sequence["_Record"], builder: Any) -> dict[str, Tensor]:
+    """The columns of tensors, padded to the longest prompt and the longest response."""
+    width = max((len(record.ids) for record in records), default=0) or 1
+
+    def padded(name: str, code: Literal["q", "f"] = "q") -> Tensor:
+        return _pad_right([getattr(record, name) for record in records], width, 0, code)[0]
+
+    prompt_ids = _pad_left([record.prompt_ids for record in records], builder.pad_token_id)
+    prompt_mask = _pad_left([np.ones_like(record.prompt_ids) for record in records], 0)
+    responses, filled = _pad_right([record.ids for record in records], width, builder.pad_token_id)
+    mask = torch.cat([prompt_mask, filled.to(torch.int64)], dim=1)
+    prompt_types = _pad_left([record.prompt_types for record in records], 0)
+    types = torch.cat([prompt_types, padded("types")], dim=1).to(torch.int8)
+    cut = [record.is_last and record.episode.ended in ("length", "tokens") for record in records]
+    return {
+        "prompts": prompt_ids,
+        "responses": responses,
+        "input_ids": torch.cat([prompt_ids, responses], dim=1),
+        "attention_mask": mask,
+        "position_ids": _positions(builder, types, mask, [record.media for record in records]),
+        "mm_token_type_ids": types,
+        "response_mask": padded("mask"),
+        "rollout_log_probs": padded("log_probs", "f"),
+        "token_level_rewards": padded("rewards", "f"),
+        "turn": padded("turn"),
+        "weight_version": padded("weight_versions"),
+        "turns": torch.tensor([len(record.episode.turns) for record in records]),
+        "truncated": torch.tensor(cut),
+    }
 
 
 def _records(episodes: Sequence[Episode], renderer: TurnRenderer) -> list["_Record"]:

@@ -8,8 +8,8 @@ import pytest
 from dataproto.errors import InvalidConfig
 from workers import launch
 from workers.cluster import ray_launcher
+from workers.cluster.host import shadowing_folders
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import shadowing_folders
 from workers.cluster.ray_launcher import layout_with_room, planned_bundles, planned_pools, with_absolute_paths
 from workers.cluster.role_groups import LaunchPlan
 from workers.ranks.layout import Layout

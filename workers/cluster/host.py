@@ -1,10 +1,13 @@
 """The process of one rank: it holds the workers of several roles, which share its device."""
 
+import logging
 import os
 import socket
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ from dataproto.errors import InvalidConfig, RankFailure
 from workers.cluster.weight_channel import WeightChannel
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks, raised_on_all_ranks
+
+PACKAGES = ("dataproto", "rollout", "workers", "recipes")
 
 
 class PhaseMonitor:
@@ -162,3 +167,51 @@ class Host:
     def resync(self) -> None:
         """Accepts calls again, once every rank has finished the failed one."""
         self.desynced_by = None
+
+
+def shadowing_folders(directory: Path) -> dict[str, str]:
+    """Our packages that a folder or file in ``directory`` would replace in Ray's processes, and where ours are.
+
+    Ray puts the directory in which its processes begin first into their search path, whatever the driver's search path is.
+    """
+    ours = {name: Path(sys.modules[name].__path__[0]) for name in PACKAGES if name in sys.modules}
+    found = {}
+    for name, folder in ours.items():
+        others = (directory / name, directory / f"{name}.py")
+        if any(other.exists() and other.resolve() != folder.resolve() for other in others):
+            found[name] = str(folder.parent)
+    return found
+
+
+def import_ours(folders: Mapping[str, str]) -> Callable[[], None]:
+    """A function for the start of each of Ray's processes that imports packages from their folders, before anything else does.
+
+    It is pickled by value, as all inner functions are, so that the process needs none of our modules to read it.
+    """
+    places = dict(folders)
+
+    def import_first() -> None:
+        import sys
+        from importlib import import_module
+
+        for name, folder in places.items():
+            sys.path.insert(0, folder)
+            try:
+                import_module(name)
+            finally:
+                sys.path.remove(folder)
+
+    return import_first
+
+
+def log_progress() -> None:
+    """Writes the progress that our packages report to the process's error output. Ray keeps that in a file of the process
+    (``worker-*.err`` in its folder of logs), and `RayConfig.show_logs` prints it at the driver.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for name in PACKAGES:
+        package = logging.getLogger(name)
+        package.handlers[:] = [handler]
+        package.setLevel(logging.INFO)
+        package.propagate = False

@@ -1,8 +1,11 @@
 """Assigns ranks and threads to processes by the node and GPUs they run on."""
 
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from workers.ranks.failures import FAILURE_GRACE_S
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,20 @@ def thread_shares(placements: Sequence[Placement]) -> list[int]:
     """
     processes = Counter(placement.node for placement in placements)
     return [max(1, placement.cores // processes[placement.node]) for placement in placements]
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether something accepts connections at this address, within `FAILURE_GRACE_S`.
+
+    >>> with socket.create_server(("127.0.0.1", 0)) as server:
+    ...     port = server.getsockname()[1]
+    ...     answers("127.0.0.1", port)
+    True
+    >>> answers("127.0.0.1", port)
+    False
+    """
+    try:
+        socket.create_connection((address, port), FAILURE_GRACE_S).close()
+    except OSError:
+        return False
+    return True

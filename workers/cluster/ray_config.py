@@ -44,3 +44,17 @@ class RayConfig:
                 f"ray: rollout_processes={self.rollout_processes} must be at least 0, "
                 f"reward_processes={self.reward_processes} at least 1"
             )
+
+    def check_started(self, started: "RayConfig") -> None:
+        """Checks that a Ray that runs in this program was ``started`` with those of these options that only a start can set.
+
+        Raises:
+            InvalidConfig: it was not.
+        """
+        wanted = self.runtime_env | ({"show_logs": True} if self.show_logs else {})
+        late = [name for name in wanted if getattr(self, name) != getattr(started, name)]
+        if late:
+            raise InvalidConfig(
+                f"ray: {', '.join(late)} cannot be set since Ray already runs in this program: give ray.init a runtime_env (and "
+                "log_to_driver) there, or let launch start Ray"
+            )

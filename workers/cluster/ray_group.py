@@ -8,9 +8,8 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dataproto.errors import InvalidConfig, WorkerFailed
 from dataproto.extras import unimportable_modules
 from dataproto.serialization.wire import Buffer, shared_blobs
-from workers.cluster.host import Host, PhaseMonitor
-from workers.cluster.placement import Placement
+from workers.cluster.host import Host, PhaseMonitor, import_ours, log_progress, shadowing_folders
+from workers.cluster.placement import Placement, answers
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.step_blobs import StepBlobs
 from workers.ranks.dispatch_modes import (
@@ -38,10 +37,9 @@ from workers.ranks.dispatch_modes import (
     row_ranges,
     split_rows,
 )
-from workers.ranks.failures import FAILURE_GRACE_S, REPORT_GRACE_S, Failure, grace_period
+from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
 from workers.training.mini_batches import split_scoring
 
-PACKAGES = ("dataproto", "rollout", "workers", "recipes")
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
@@ -61,7 +59,7 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         InvalidConfig: Ray already runs, without what ``config`` asks of the start.
     """
     if ray.is_initialized():
-        check_started(config)
+        config.check_started(_started_with[0] if _started_with else RayConfig())
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -89,61 +87,10 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def check_started(config: RayConfig) -> None:
-    """Checks that the Ray that runs in this program was started with the options of ``config`` that only a start can set.
-
-    Raises:
-        InvalidConfig: it was not.
-    """
-    started = _started_with[0] if _started_with else RayConfig()
-    wanted = config.runtime_env | ({"show_logs": True} if config.show_logs else {})
-    late = [name for name in wanted if getattr(config, name) != getattr(started, name)]
-    if late:
-        raise InvalidConfig(
-            f"ray: {', '.join(late)} cannot be set since Ray already runs in this program: give ray.init a runtime_env (and "
-            "log_to_driver) there, or let launch start Ray"
-        )
-
-
 def _bind_to_localhost() -> None:
     """Opens the ports of a Ray started here to this machine only. Ray's processes read the variable, this one the constant."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-
-
-def shadowing_folders(directory: Path) -> dict[str, str]:
-    """Our packages that a folder or file in ``directory`` would replace in Ray's processes, and where ours are.
-
-    Ray puts the directory in which its processes begin first into their search path, whatever the driver's search path is.
-    """
-    ours = {name: Path(sys.modules[name].__path__[0]) for name in PACKAGES if name in sys.modules}
-    found = {}
-    for name, folder in ours.items():
-        others = (directory / name, directory / f"{name}.py")
-        if any(other.exists() and other.resolve() != folder.resolve() for other in others):
-            found[name] = str(folder.parent)
-    return found
-
-
-def import_ours(folders: Mapping[str, str]) -> Callable[[], None]:
-    """A function for the start of each of Ray's processes that imports packages from their folders, before anything else does.
-
-    It is pickled by value, as all inner functions are, so that the process needs none of our modules to read it.
-    """
-    places = dict(folders)
-
-    def import_first() -> None:
-        import sys
-        from importlib import import_module
-
-        for name, folder in places.items():
-            sys.path.insert(0, folder)
-            try:
-                import_module(name)
-            finally:
-                sys.path.remove(folder)
-
-    return import_first
 
 
 def pickle_unimportable_modules_by_value() -> None:
@@ -271,19 +218,6 @@ class RayHost(Host):
             return ray.put(result)
 
 
-def log_progress() -> None:
-    """Writes the progress that our packages report to the process's error output. Ray keeps that in a file of the process
-    (``worker-*.err`` in its folder of logs), and `RayConfig.show_logs` prints it at the driver.
-    """
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    for name in PACKAGES:
-        package = logging.getLogger(name)
-        package.handlers[:] = [handler]
-        package.setLevel(logging.INFO)
-        package.propagate = False
-
-
 def start_hosts(processes: int, config: RayConfig, together: int = 1) -> tuple[list[Any], Any, PlacementGroup]:
     """Starts a `RayHost` for each process, a `PhaseMonitor` that they report to, and the placement group that holds them.
 
@@ -331,17 +265,12 @@ def cpus_by_node() -> dict[str, int]:
 
 def lost_nodes(ids: Collection[str]) -> list[str]:
     """Those of the nodes that no longer answer. Ray itself takes seconds to notice that a node is lost."""
-    return sorted(node["NodeID"] for node in ray.nodes() if node["NodeID"] in ids and not _answers(node))
-
-
-def _answers(node: Mapping[str, Any]) -> bool:
-    if not node["Alive"]:
-        return False
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), FAILURE_GRACE_S).close()
-    except OSError:
-        return False
-    return True
+    return sorted(
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["NodeID"] in ids
+        and not (node["Alive"] and answers(node["NodeManagerAddress"], node["NodeManagerPort"]))
+    )
 
 
 def get_all(refs: Sequence[ray.ObjectRef]) -> list[Any]:
