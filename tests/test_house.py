@@ -23,7 +23,7 @@ LAZY_TABLES = {
     Path("recipes/serve/link/engine_process.py"),
     Path("rollout/engine.py"),
     Path("workers/cluster/launcher.py"),
-    Path("workers/cluster/ray_group.py"),  # in processes of Ray, before anything else is imported
+    Path("workers/cluster/host.py"),  # in processes of Ray, before anything else is imported
 }
 
 
