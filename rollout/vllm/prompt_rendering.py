@@ -177,12 +177,13 @@ class RenderedAhead:
 
 
 def prompt_tokens_of(steps: int, step_tokens: int) -> int:
-    """Tokens of prompts that vLLM, which reads ``step_tokens`` in a step, needs before its step number ``steps``, from 1.
+    """Tokens of prompts, at least one, that vLLM, which reads ``step_tokens`` in a step, needs before its step number ``steps``,
+    counted from 1.
 
     >>> [prompt_tokens_of(steps, 800) for steps in range(1, 10)]
     [100, 200, 400, 800, 1600, 3200, 6400, 7200, 8000]
     """
-    return min((steps + 1) * step_tokens, (step_tokens << min(steps, 20)) // (2 * FIRST_STEP_SHARE))
+    return max(1, min((steps + 1) * step_tokens, (step_tokens << min(steps, 20)) // (2 * FIRST_STEP_SHARE)))
 
 
 def image_key(image: Image.Image) -> str:
