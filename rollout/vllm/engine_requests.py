@@ -3,15 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dataproto.errors import DataProtoError, NonFiniteLogits, RequestFailed
+from dataproto.errors import DataProtoError, InvalidPrompt, NonFiniteLogits, RequestFailed
 from rollout.continuation import Media, continued_experts, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams, TopLogProbs
 from rollout.sampling import check_sampled
+from rollout.vllm.prompt_rendering import RenderedAhead
+from rollout.vllm.versions import error_line, state_of
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,81 @@ class EngineRequest:
             drafted_tokens=None if self.drafts is None else self.drafts[0],
             accepted_tokens=None if self.drafts is None else self.drafts[1],
         )
+
+
+class RunningRequests:
+    """The requests that vLLM runs. Each has a slot in the policy's sampler, which knows what has been drawn for it."""
+
+    def __init__(self, engine: Any, sampler: Any, end_ids: Sequence[int]) -> None:
+        """``end_ids`` are the tokens that end a response; ``engine`` is vLLM's ``LLMEngine``."""
+        self.rows: dict[str, EngineRequest] = {}  # by the names that vLLM knows them by
+        self._engine, self._sampler, self._end_ids = engine, sampler, end_ids
+
+    def add(self, name: str, row: EngineRequest, prompt: Any, adapter: Any) -> None:
+        """Gives vLLM the rest of a request, with its prompt in vLLM's form.
+
+        Raises:
+            InvalidPrompt: vLLM refuses it.
+        """
+        request, sampling = row.rest
+        stop_ids, sampler = sampling.stop_ids(self._end_ids), self._sampler
+        row.slot = sampler.open(request.seed, request.drawn, sampling, stop_ids[0] if stop_ids else None)
+        sampler.open_drafts(row.slot, request.uid or id(row.request.input_ids), request.input_ids)
+        if row.scores_prompt:
+            sampler.prompt_temperature = sampling.temperature or 1.0
+        try:
+            params = vllm_params(sampling, row.slot, stop_ids)
+            self._engine.add_request(name, prompt, params, lora_request=adapter)
+        except BaseException as error:
+            sampler.close(row.slot)
+            if isinstance(error, ValueError):
+                raise InvalidPrompt(f"{row.name}: {error_line(error)}") from error
+            raise
+        self.rows[name] = row
+
+    def tokens(self, name: str) -> list[int]:
+        """The tokens that a request has sampled so far."""
+        state = state_of(self._engine, name)
+        return [] if state is None else list(state.detokenizer.output_token_ids)
+
+    def end(self, name: str, token_ids: list[int]) -> EngineRequest:
+        """The request, which vLLM has ended, with the tokens that it has sampled."""
+        row, sampler = self.rows.pop(name), self._sampler
+        row.log_probs = row.log_probs + sampler.log_probs(row.slot, len(token_ids))
+        if row.sampling.top_log_probs:
+            row.top_log_probs = row.top_log_probs + sampler.top_log_probs(row.slot, len(token_ids))
+        read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
+        row.add_experts(sampler.experts(row.slot, read))
+        row.add_drafts(sampler.drafted_and_accepted(row.slot, len(token_ids)))
+        row.token_ids = row.token_ids + token_ids
+        sampler.close(row.slot)
+        return row
+
+    def interrupt(self, name: str) -> EngineRequest:
+        """Takes a request, with its tokens so far, from vLLM."""
+        row = self.end(name, self.tokens(name))
+        self._engine.abort_request([name])
+        return row
+
+    def interrupt_all(self) -> list[EngineRequest]:
+        """Takes all requests, with their tokens so far, from vLLM."""
+        return [self.interrupt(name) for name in list(self.rows)]
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Ends requests whose tokens nobody wants."""
+        if names:
+            self._engine.abort_request(list(names))
+        for name in names:
+            self._sampler.close(self.rows.pop(name).slot)
+
+
+class ComingRun(NamedTuple):
+    """The requests of a run that vLLM has not got yet, and those before them."""
+
+    rows: Sequence[EngineRequest]
+    sampling: SamplingParams
+    prompts: RenderedAhead
+    call: int  # a part of the names that vLLM knows them by
 
 
 def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:

@@ -4,17 +4,16 @@ vLLM expands image placeholders and processes images itself, so that its caches 
 it gets are compared with those of the training side before anything is generated. For videos see `rollout.vllm.prepared_media`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, NonFiniteLogits, RequestFailed, RunAbandoned
+from dataproto.errors import DataProtoError, InvalidConfig, NonFiniteLogits, RequestFailed, RunAbandoned
 from dataproto.vlm import family_of
 from rollout.continuation import check_continues
 from rollout.engine import (
@@ -28,24 +27,22 @@ from rollout.engine import (
 )
 from rollout.pretrained import end_ids, generation_config
 from rollout.stop_texts import completes_stop_text
-from rollout.vllm.engine_requests import EngineRequest, FinishedRequest, failure, first_samples_first, vllm_params
+from rollout.vllm.engine_requests import (
+    ComingRun,
+    EngineRequest,
+    FinishedRequest,
+    RunningRequests,
+    failure,
+    first_samples_first,
+)
 from rollout.vllm.prompt_rendering import MAX_REPORTED_ROWS, PromptRenderer, RenderedAhead, for_each_prompt
 from rollout.vllm.startup import inspect_ahead, processor_options, start_llm
-from rollout.vllm.versions import clear_kv_cache, error_line, quantization_options, state_of
-from rollout.vllm.weights import EngineMemory, differing_parameters, load_parameters
+from rollout.vllm.versions import clear_kv_cache, quantization_options, state_of
+from rollout.vllm.weights import EngineMemory, StreamedWeights
 from rollout.vllm.whole_images import limit_of_images
 
 
-class ComingRun(NamedTuple):
-    """The requests of a run that vLLM has not got yet, and those before them."""
-
-    rows: Sequence[EngineRequest]
-    sampling: SamplingParams
-    prompts: RenderedAhead
-    call: int  # a part of the names that vLLM knows them by
-
-
-class VLLMEngine:
+class VLLMEngine(StreamedWeights):
     """Generates with vLLM; tokens are sampled by the policy's own function (see `rollout.vllm.sampler`)."""
 
     def __init__(
@@ -136,7 +133,7 @@ class VLLMEngine:
         self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()
-        self._open: dict[str, EngineRequest] = {}  # that vLLM runs, by the names that it knows them by
+        self._running = RunningRequests(self.engine, self.sampler, self.end_ids)
         self._waiting: dict[int, EngineRequest] = {}  # to be given to vLLM again
         self._kept: dict[int, FinishedRequest] = {}
         self._done: list[Completion] = []  # not returned yet
@@ -177,16 +174,16 @@ class VLLMEngine:
         """Ends a request. See `RequestEngine.abort`."""
         self._kept.pop(number, None)
         row = self._waiting.pop(number, None)
-        names = [name for name, each in self._open.items() if each.number == number]
+        names = [name for name, each in self._running.rows.items() if each.number == number]
         for name in names:
-            row = self._interrupt(name)
+            row = self._running.interrupt(name)
         return None if row is None else row.completion("abort")
 
     @property
     def unfinished(self) -> int:
         """Number of requests whose completion no poll has returned."""
         coming = 0 if self._coming is None else self._coming.prompts.left
-        return coming + len(self._waiting) + len(self._open) + len(self._done)
+        return coming + len(self._waiting) + len(self._running.rows) + len(self._done)
 
     def poll(self) -> list[Completion]:
         """Runs one step of vLLM. See `RequestEngine.poll`.
@@ -198,15 +195,15 @@ class VLLMEngine:
         if self._coming is not None:
             self._add_coming(self._coming.prompts.due())
         self._add_waiting()
-        for output in self.engine.step() if self._open else ():
-            if output.finished and output.request_id in self._open:
-                self._finish(self._open.pop(output.request_id), output, output.outputs[0].finish_reason)
-        for name in [name for name, row in self._open.items() if row.sampling.stop]:
+        for output in self.engine.step() if self._running.rows else ():
+            if output.finished and output.request_id in self._running.rows:
+                self._finish(output)
+        for name in [name for name, row in self._running.rows.items() if row.sampling.stop]:
             self._stop_by_text(name)
         if not self._kv_cache_is_finite:
             self._suspend()  # until the cache is cleared
-        if self._open and not self.engine.has_unfinished_requests():
-            rows = [self._interrupt(name) for name in list(self._open)]
+        if self._running.rows and not self.engine.has_unfinished_requests():
+            rows = self._running.interrupt_all()
             names = ", ".join(row.name for row in rows[:MAX_REPORTED_ROWS])
             raise RequestFailed(f"vLLM has dropped {len(rows)} requests: {names}")
         done, self._done = self._done, []
@@ -278,12 +275,12 @@ class VLLMEngine:
             return
         try:
             with self._image_caches_in_sync():
-                if not self._open:
+                if not self._running.rows:
                     self._clear_non_finite()
                 for _ in range(coming.prompts.left if count is None else count):
                     place = coming.prompts.taken
                     row, prompt = coming.rows[place], coming.prompts.next_prompt()
-                    self._add_one(f"{coming.call}-{place}", row, row.request, prompt, coming.sampling)
+                    self._running.add(f"{coming.call}-{place}", row, prompt, self._adapter_of(row.request))
         except BaseException as error:
             self._run_error = error
             if not isinstance(error, DataProtoError):
@@ -304,11 +301,7 @@ class VLLMEngine:
             if self._coming is not None:
                 self._drop_coming()
                 self.llm.reset_mm_cache()  # see `_image_caches_in_sync`
-        names = [name for name, row in self._open.items() if row.number in run]
-        if names:
-            self.engine.abort_request(names)
-        for name in names:
-            self.sampler.close(self._open.pop(name).slot)
+        self._running.drop([name for name, row in self._running.rows.items() if row.number in run])
         self._waiting = {number: row for number, row in self._waiting.items() if number not in run}
 
     def _add_waiting(self) -> None:
@@ -326,7 +319,7 @@ class VLLMEngine:
         """Whether the log-probs of its prompt, if it wants some, can be computed: vLLM does not tell the sampler whose prompt
         they are of, so prompts that run together have one temperature.
         """
-        others = [other.sampling.temperature for other in self._open.values() if other.scores_prompt]
+        others = [other.sampling.temperature for other in self._running.rows.values() if other.scores_prompt]
         return not row.scores_prompt or all(other == row.sampling.temperature for other in others)
 
     def _add(self, rows: Sequence[EngineRequest], sampling: SamplingParams) -> None:
@@ -340,29 +333,10 @@ class VLLMEngine:
         with self._image_caches_in_sync():
             prompts = self.prompts.render(requests, sampling, [row.name for row in rows])
             self.wake_kv_cache()
-            if not self._open:
+            if not self._running.rows:
                 self._clear_non_finite()
             for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
-                self._add_one(f"{call}-{place}", row, request, prompts[id(request.input_ids)], sampling)
-
-    def _check_weights(self) -> None:
-        if self._awaits_weights:
-            raise InvalidConfig("the engine was started without weights (awaits_weights): call load_weights first")
-
-    def _add_one(self, name: str, row: EngineRequest, request: Request, prompt: Any, sampling: SamplingParams) -> None:
-        """Gives vLLM the rest of a request, under a name."""
-        stop_ids = sampling.stop_ids(self.end_ids)
-        row.slot = self.sampler.open(request.seed, request.drawn, sampling, stop_ids[0] if stop_ids else None)
-        self.sampler.open_drafts(row.slot, request.uid or id(row.request.input_ids), request.input_ids)
-        try:
-            params = self._params(row.slot, sampling)
-            self.engine.add_request(name, prompt, params, lora_request=self._adapter_of(request))
-        except BaseException as error:
-            self.sampler.close(row.slot)
-            if isinstance(error, ValueError):
-                raise InvalidPrompt(f"{row.name}: {error_line(error)}") from error
-            raise
-        self._open[name] = row
+                self._running.add(f"{call}-{place}", row, prompts[id(request.input_ids)], self._adapter_of(request))
 
     def _adapter_of(self, request: Request) -> Any:
         """vLLM's name of the adapter that a request is for: none."""
@@ -381,21 +355,10 @@ class VLLMEngine:
             self.llm.reset_mm_cache()
             raise
 
-    def _take(self, row: EngineRequest, token_ids: list[int]) -> None:
-        """Adds tokens that vLLM has sampled to a request, and frees its slot."""
-        row.log_probs = row.log_probs + self.sampler.log_probs(row.slot, len(token_ids))
-        if row.sampling.top_log_probs:
-            row.top_log_probs = row.top_log_probs + self.sampler.top_log_probs(row.slot, len(token_ids))
-        read = len(row.request.input_ids) + len(row.token_ids) + len(token_ids) - 1
-        row.add_experts(self.sampler.experts(row.slot, read))
-        row.add_drafts(self.sampler.drafted_and_accepted(row.slot, len(token_ids)))
-        row.token_ids = row.token_ids + token_ids
-        self.sampler.close(row.slot)
-
-    def _finish(self, row: EngineRequest, output: Any, reason: str | None) -> None:
-        """Adds the completion of a request that has ended."""
-        self._take(row, list(output.outputs[0].token_ids))
-        row.prompt = output.prompt_logprobs
+    def _finish(self, output: Any) -> None:
+        """Adds the completion of a request that vLLM has ended."""
+        row = self._running.end(output.request_id, list(output.outputs[0].token_ids))
+        row.prompt, reason = output.prompt_logprobs, output.outputs[0].finish_reason
         if reason == "length" and row.sampling.stop and self._completes_stop_text(row, ()):
             reason = "stop"
         error = failure(row, reason, self.banned_ids)
@@ -408,26 +371,14 @@ class VLLMEngine:
 
     def _stop_by_text(self, name: str) -> None:
         """Ends a running request if its last token completes a stop text."""
-        token_ids = self._tokens(name)
-        if token_ids and self._completes_stop_text(self._open[name], token_ids):
+        token_ids = self._running.tokens(name)
+        if token_ids and self._completes_stop_text(self._running.rows[name], token_ids):
             state = state_of(self.engine, name)
-            row = self._interrupt(name)
+            row = self._running.interrupt(name)
             row.prompt = state.logprobs_processor.prompt_logprobs
             if row.keep:
                 self._kept[row.number] = row.finished()
             self._done.append(row.completion("stop", state.num_cached_tokens or 0))
-
-    def _tokens(self, name: str) -> list[int]:
-        """The tokens that a running request has sampled so far."""
-        state = state_of(self.engine, name)
-        return [] if state is None else list(state.detokenizer.output_token_ids)
-
-    def _interrupt(self, name: str) -> EngineRequest:
-        """Takes a running request and its tokens so far from vLLM."""
-        row = self._open.pop(name)
-        self._take(row, self._tokens(name))
-        self.engine.abort_request([name])
-        return row
 
     def _completes_stop_text(self, row: EngineRequest, token_ids: Sequence[int]) -> bool:
         return completes_stop_text(self._tokenizer, row.response(token_ids), row.sampling.stop)
@@ -439,65 +390,6 @@ class VLLMEngine:
             self.llm.collective_rpc(clear_kv_cache)
             self._kv_cache_is_finite = True
 
-    def _params(self, slot: int, sampling: SamplingParams) -> Any:
-        if sampling.prompt_log_probs or sampling.top_prompt_log_probs:
-            self.sampler.prompt_temperature = sampling.temperature or 1.0
-        return vllm_params(sampling, slot, sampling.stop_ids(self.end_ids))
-
     def _suspend(self) -> None:
         """Lets all running requests wait, with their tokens so far."""
-        rows = [self._interrupt(name) for name in list(self._open)]
-        self._waiting |= {row.number: row for row in rows}
-
-    # Weights and memory
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Streams Hugging Face parameters into the running engine, in place, and clears all caches that depend on weights.
-        Running requests go on from their tokens so far.
-
-        Raises:
-            InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
-        """
-        self._suspend()
-        self.memory.has_weights = False
-        try:
-            (missing,) = self.llm.collective_rpc(load_parameters, args=(self._checkpoint_weights(weights),))
-        except DataProtoError:
-            raise
-        except (ValueError, KeyError, AttributeError, AssertionError) as error:
-            raise InvalidConfig(f"these weights do not fit vLLM's model: {error_line(error)}") from error
-        finally:
-            self._reset_caches()
-        if missing:
-            raise InvalidConfig(f"vLLM's model has weights that were not given: {sorted(missing)[:10]}")
-        self.memory.has_weights, self._awaits_weights = True, False
-
-    def differing_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
-        (differing,) = self.llm.collective_rpc(differing_parameters, args=(self._checkpoint_weights(weights),))
-        return [*differing, *self.memory.differing_buffers()]
-
-    def _checkpoint_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return (self.family.rollout_weight(name, weight) for name, weight in weights)
-
-    def _reset_caches(self) -> None:
-        """Clears cached prefixes and image features, which depend on weights. Processed images, which do not, are kept."""
-        self.engine.reset_prefix_cache()
-        self.engine.reset_encoder_cache()
-
-    def sleep(self) -> None:
-        """Clears caches and, on CUDA, frees the KV cache and the weights. Processed images stay in host memory, up to vLLM's
-        ``mm_processor_cache_gb``.
-        """
-        self._suspend()
-        self._reset_caches()
-        self.memory.sleep()
-
-    def wake(self) -> bool:
-        """Allocates the weights; `generate` allocates the KV cache. See `RolloutEngine.wake`."""
-        self.memory.wake()
-        return self.memory.has_weights
-
-    def wake_kv_cache(self) -> None:
-        """Allocates the KV cache, if sleep freed it. `generate` calls this."""
-        self.memory.wake_kv_cache()
+        self._waiting |= {row.number: row for row in self._running.interrupt_all()}

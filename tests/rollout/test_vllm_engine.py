@@ -17,7 +17,7 @@ from helpers.turns import finish
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
-from rollout.vllm import VLLMEngine
+from rollout.vllm import engine_requests
 from rollout.vllm.prompt_rendering import PromptRenderer, image_key
 from rollout.vllm.weights.model_state import model_state
 
@@ -168,7 +168,7 @@ def test_requests_that_vllm_forgets_do_not_keep_the_caller_waiting(setup):
     engine, step = setup.vllm.engine, setup.vllm.engine.step
 
     def forgetting():
-        engine.abort_request(list(setup.vllm._open))
+        engine.abort_request(list(setup.vllm._running.rows))
         return step()
 
     engine.step = forgetting
@@ -316,7 +316,7 @@ def test_a_prompt_that_is_refused_ends_its_own_run_and_not_a_request_beside_it(s
     (done,) = finish(setup.vllm, number)
     assert done.finish_reason != "error"
     assert done.token_ids == finish(setup.hf, setup.hf.submit(request, scored))[0].token_ids
-    assert not waits or ahead not in setup.vllm._open
+    assert not waits or ahead not in [row.number for row in setup.vllm._running.rows.values()]
     assert setup.vllm.unfinished == 0
     assert torch.equal(generate(setup, setup.vllm, GREEDY)["responses"], generate(setup, setup.hf, GREEDY)["responses"])
 
@@ -411,10 +411,10 @@ def test_processed_images_outlive_sleep_and_new_weights(setup, monkeypatch):
     assert processed == [False] * 6
 
 
-@pytest.mark.parametrize("where", ["render_one", "_params"])
+@pytest.mark.parametrize("where", ["render_one", "vllm_params"])
 def test_an_interruption_leaves_no_image_half_known(setup, where, monkeypatch):
     rows = [{"prompt": "<image>", "images": [picture(50, 40, 300 + number)]} for number in range(3)]
-    owner = VLLMEngine if where == "_params" else PromptRenderer
+    owner = engine_requests if where == "vllm_params" else PromptRenderer
     whole, times = getattr(owner, where), []
 
     def interrupted(*args):

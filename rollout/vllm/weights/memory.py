@@ -1,10 +1,13 @@
-"""Which of an engine's weights and KV cache are in device memory."""
+"""An engine's weights and KV cache: which of them are in device memory, and how it gets its weights."""
 
 from typing import Any
 
 import torch
 
+from dataproto.errors import DataProtoError, InvalidConfig
+from rollout.vllm.versions import error_line
 from rollout.vllm.weights.model_state import State, copied_state, differing_buffers, restore_state
+from rollout.vllm.weights.weight_loading import Weights, differing_parameters, load_parameters
 
 
 class EngineMemory:
@@ -14,12 +17,34 @@ class EngineMemory:
         """``sleep_level`` 1 moves the weights to the host, 2 drops them. What else the model computes with is kept."""
         self.llm, self.device, self.sleep_level = llm, device, sleep_level
         self.has_weights = True
-        """Whether the engine has all its weights. `VLLMEngine.load_weights` sets it too."""
+        """Whether the engine has all its weights."""
         self._awake = self._has_kv_cache = True
         self._freed_bytes = 0  # by the last sleep
         self.lost: list[str] = []
         """Names of the tensors, other than weights, that the last sleep lost and that were restored from copies."""
         self.keep_state()
+
+    def load(self, weights: Weights) -> None:
+        """Loads all weights, by their names in vLLM's checkpoints, into the running model, in place.
+
+        Raises:
+            InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
+        """
+        self.has_weights = False
+        try:
+            (missing,) = self.llm.collective_rpc(load_parameters, args=(weights,))
+        except DataProtoError:
+            raise
+        except (ValueError, KeyError, AttributeError, AssertionError) as error:
+            raise InvalidConfig(f"these weights do not fit vLLM's model: {error_line(error)}") from error
+        if missing:
+            raise InvalidConfig(f"vLLM's model has weights that were not given: {sorted(missing)[:10]}")
+        self.has_weights = True
+
+    def differing(self, weights: Weights) -> list[str]:
+        """Names of weights that differ from the given ones, in the engine's dtype, and of buffers that a sleep has changed."""
+        (differing,) = self.llm.collective_rpc(differing_parameters, args=(weights,))
+        return [*differing, *self.differing_buffers()]
 
     def sleep(self) -> None:
         """Frees the KV cache and the weights.
