@@ -5,9 +5,9 @@
 
 A run is TASK/ALGORITHM and a seed. Tasks are easy-VQA, after a short supervised phase that its runs share, and the drawn
 problems of levels 2 to 4, after the tiny model's warm-up. All runs of a task and a seed have the same start, prompts, numbers of
-samples, learning rate and held-out questions; an algorithm changes only what `ALGORITHMS` says. Each is a run directory,
-``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run again, an interrupted one continues (TRL's begins
-again).
+samples, learning rate and held-out questions; an algorithm changes only what `ALGORITHMS` says. On the drawn problems TRL's runs
+end after as many CPU seconds as GRPO's. Each is a run directory, ``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is
+read and not run again, an interrupted one continues (TRL's begins again).
 
 Writes ``WORK/TASK.png`` (medians, and bands over the range of seeds) and ``WORK/table.md``. TRL's runs need its package on the
 path of this interpreter, e.g. from ``pip install --no-deps --target FOLDER trl accelerate`` with ``PYTHONPATH=FOLDER``; without
@@ -16,6 +16,7 @@ other work on the machine counts little.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +90,7 @@ class Run:
 def is_complete(this: Run, work: Path) -> bool:
     """Whether the directory of a run has all its steps."""
     metrics = this.directory(work) / "metrics.jsonl"
-    return metrics.is_file() and any(row["step"] == this.steps for row in read_metrics(metrics))
+    return metrics.is_file() and any(row["step"] == this.steps or "complete" in row for row in read_metrics(metrics))
 
 
 def with_cpu_seconds(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,16 +143,21 @@ def train_trl(this: Run, work: Path) -> None:
     """Runs TRL's trainer on the same task, from the start, for one seed."""
     from trl_learning import TRLTask, train_and_measure
 
+    seconds = math.inf
     if this.task == "easy_vqa":
         start, rows = easy_vqa_start(this.seed, work)
         train, held_out, reward = rows.train, rows.test, short_answer_reward
         config, tokens = replace(grpo.TINY, optimizer=easy_vqa_config.TINY.optimizer), 4
     else:
         level = int(this.task.removeprefix("level"))
+        beside = replace(this, algorithm="grpo")
+        if not is_complete(beside, work):
+            train_ours(beside, work)
+        seconds = curve(beside.directory(work))[-1]["seconds"]
         start, reward, config, tokens = tiny_checkpoint(this.seed), geo3k_reward, grpo.TINY, 24
         train, held_out = ProblemRows(level, this.seed), ProblemRows(level, 0, "test")[:EVAL_ROWS]
     task = TRLTask(start, train, held_out, reward, tokens, config.optimizer, shuffle=this.task == "easy_vqa")
-    train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES)
+    train_and_measure(task, this.directory(work), this.seed, this.steps, this.eval_every, PROMPTS, SAMPLES, seconds)
 
 
 def curve(directory: Path) -> list[dict[str, float]]:
@@ -228,8 +234,9 @@ def draw(task: str, curves: Curves, path: Path) -> None:
     panels = figure.subplots(1, 3, sharey=True)
     for axes, unit in zip(panels, ("step", "samples", "seconds"), strict=True):
         for number, (name, runs) in enumerate(curves.items()):
-            accuracy = np.array([[point["accuracy"] for point in points] for points in runs])
-            where = np.median([[point[unit] for point in points] for points in runs], axis=0)
+            common = min(map(len, runs))  # TRL's runs may end at different steps
+            accuracy = np.array([[point["accuracy"] for point in points[:common]] for points in runs])
+            where = np.median([[point[unit] for point in points[:common]] for points in runs], axis=0)
             style = {"color": "black", "linestyle": "--"} if name == "trl" else {"color": f"C{number}"}
             axes.plot(where, np.median(accuracy, axis=0), label=name, **style)
             axes.fill_between(where, accuracy.min(axis=0), accuracy.max(axis=0), alpha=0.15, color=style["color"])
