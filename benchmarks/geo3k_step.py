@@ -175,6 +175,7 @@ def main() -> None:
         on="ray",
         layout=Layout(dp=arguments.gpus),
         timeout_s=500,
+        show_logs=True,
     ) as roles:
         print("\n".join(start_lines(roles.start_seconds)), flush=True)
         print(f"roles launched: {time.perf_counter() - started:.0f} s", flush=True)

@@ -66,13 +66,13 @@ CLOSED = Slot(SamplingParams(), None)
 class PolicySampler(Sampler):
     """Samples the next token of every row, each by the settings of its request. An open request has a slot."""
 
-    def __init__(self, runner: Any, expert_slots: ExpertSlots | None = None) -> None:
+    def __init__(self, runner: Any) -> None:
         super().__init__()
         config = runner.model_config.hf_config
         self.banned_ids = family_of(config).banned_ids(config)  # masked in the policy
         self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
         self.runner = runner
-        self.expert_slots = expert_slots
+        self.expert_slots: ExpertSlots | None = None
         self.drafts = Drafts(self.banned_ids) if runner.speculative_config is not None else None
         self.device: torch.device = runner.device
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
@@ -145,6 +145,8 @@ class PolicySampler(Sampler):
 
     def forward(self, logits: Tensor, *_: Any, **__: Any) -> SamplerOutput:
         """Samples tokens ``(B, 1)`` int32 for the ``logits (B, V)`` of the current step."""
+        if not self.runner.input_batch.num_reqs:
+            return SamplerOutput(sampled_token_ids=self._trial(logits), logprobs_tensors=None)
         names, steps, discarded = self._begin_step()
         tokens = self._draw(logits, np.arange(len(names)), steps, discarded, self._parts, self._order)
         return SamplerOutput(sampled_token_ids=tokens.int().unsqueeze(-1), logprobs_tensors=None)
@@ -153,6 +155,8 @@ class PolicySampler(Sampler):
         """Samples tokens ``(B, 1 + K)`` int32 for the ``logits (N, V)`` of the current step, which has up to K drafted tokens of
         each row; -1 fills a row after its first token that differs from the draft. It replaces vLLM's rejection sampler.
         """
+        if not self.runner.input_batch.num_reqs:
+            return SamplerOutput(sampled_token_ids=self._trial(logits), logprobs_tensors=None)
         names, steps, discarded = self._begin_step()
         drafted = np.array(metadata.num_draft_tokens)
         rows = np.repeat(np.arange(len(names)), drafted + 1)
@@ -169,6 +173,13 @@ class PolicySampler(Sampler):
         kept = (drawn == wanted)[:, :-1].cumprod(1).bool()
         drawn[:, 1:] = drawn[:, 1:].masked_fill(~kept, -1)
         return SamplerOutput(sampled_token_ids=drawn, logprobs_tensors=None)
+
+    def _trial(self, logits: Tensor) -> Tensor:
+        """Tokens ``(N, 1)`` int32 for the ``logits (N, V)`` of no request, by which a start measures memory."""
+        halves = torch.full((len(logits),), 0.5, dtype=torch.float64, device=logits.device)
+        parts = zip(logits.split(CHUNK_ROWS), halves.split(CHUNK_ROWS), strict=True)
+        drawn = [sample(part, SamplingParams(), each, self.banned_ids, self.undrawn_ids)[0] for part, each in parts]
+        return torch.cat(drawn).int().unsqueeze(-1)
 
     def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]]:
         """Drafts of at most ``most`` tokens for the rows of the step that has just ended, which ``sampled`` these tokens."""
@@ -305,7 +316,7 @@ def install(worker: Any) -> PolicySampler:
         half = isinstance(module, VocabParallelEmbedding) and module.weight.dtype in (torch.bfloat16, torch.float16)
         if half and type(module.quant_method) is UnquantizedEmbeddingMethod:
             module.quant_method = Float32Head()
-    sampler = PolicySampler(worker.model_runner, getattr(worker, "expert_slots", None))
+    sampler = PolicySampler(worker.model_runner)
     worker.model_runner.sampler = sampler
     if sampler.drafts is not None:
         worker.model_runner.rejection_sampler = sampler.verify

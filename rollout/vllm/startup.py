@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +12,10 @@ import torch
 
 from dataproto.errors import InvalidConfig
 from rollout.pretrained import architecture, check_in_vllm, check_speculation, family_and_config
+from rollout.vllm.start_timeline import StartTimeline
 from rollout.vllm.versions import (
     AWAITING,
+    POLICY_WORKER,
     error_line,
     executor,
     import_vllm,
@@ -26,7 +27,7 @@ from rollout.vllm.versions import (
     register_awaiting_loader,
     set_environment,
     speculative_options,
-    timed_start,
+    untuned,
 )
 from rollout.vllm.whole_images import READ_WHOLE, check_reads_whole
 
@@ -118,49 +119,75 @@ def start_llm(
         InvalidConfig: the options are not supported, or vLLM does not start.
     """
     check_in_vllm(model_path)
+    check_options(options)
     set_environment()
-    start, seconds = time.perf_counter(), {}
-    llm_class = import_vllm().LLM
-    while _LOOKING:  # at the class of the model
-        with suppress(subprocess.TimeoutExpired):
-            _LOOKING.pop().wait(LOOK_TIMEOUT_S)
-    seconds["importing vLLM"] = time.perf_counter() - start
-
+    timeline = StartTimeline()
+    with timeline.phase("importing vLLM"):
+        llm_class = import_vllm().LLM
+    with timeline.phase("the model's class"):
+        wait_for_inspection()
+    try:
+        defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate)
+        with process_settings_kept(), one_compile_thread(), timeline.of_engine():
+            llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
+    except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
+        raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
+    from rollout.vllm.policy_worker import sampler_of
     from rollout.vllm.prepared_media import use_training_positions
-    from rollout.vllm.sampler import install
 
+    llm.collective_rpc(use_training_positions)
+    (sampler,) = llm.collective_rpc(sampler_of)
+    return llm, sampler, timeline.seconds
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises `InvalidConfig` for options of ``vllm.LLM`` that would replace what makes it sample from the policy."""
     if options.get("speculative_config"):
         raise InvalidConfig("speculative_config: the policy itself draws the tokens; use speculate=N for drafts")
+    if options.get("worker_cls"):
+        raise InvalidConfig("worker_cls: the engine has a worker of its own, whose sampler is the policy's")
+
+
+def wait_for_inspection() -> None:
+    """Waits for the processes of `inspect_ahead`."""
+    while _LOOKING:
+        with suppress(subprocess.TimeoutExpired):
+            _LOOKING.pop().wait(LOOK_TIMEOUT_S)
+
+
+def default_options(
+    model_path: str,
+    device: torch.device,
+    options: dict[str, Any],
+    routed_experts: bool,
+    awaits_weights: bool,
+    speculate: int,
+) -> dict[str, Any]:
+    """Options of ``vllm.LLM`` that ``options`` may replace; see `start_llm`. Completes dtype and memory in ``options``."""
     on_cuda = device.type == "cuda"
     if options["dtype"] == "auto":
         options["dtype"] = "bfloat16" if on_cuda else "float32"
     if options["kv_cache_memory_bytes"] is None and not on_cuda:
         options["kv_cache_memory_bytes"] = 1 << 30
+    family, config = family_and_config(model_path)
+    check_speculation(speculate, family)
     defaults: dict[str, Any] = {
         "distributed_executor_backend": executor(options["tensor_parallel_size"]),
         "enable_sleep_mode": on_cuda,
         "generation_config": "vllm",
+        "worker_cls": POLICY_WORKER,
     }
     if awaits_weights:
         register_awaiting_loader()
         defaults["load_format"] = AWAITING
     if not on_cuda:
         defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
-    try:
-        family, config = family_and_config(model_path)
-        check_speculation(speculate, family)
-        if on_cuda and family.model_type in UNPROFILED:
-            defaults["skip_mm_profiling"] = True
-        if not on_cuda and family.mutual_images(config) is not None:
+        if family.mutual_images(config) is not None:
             check_reads_whole(options)
             defaults |= READ_WHOLE
-        defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
-        if routed_experts:
-            defaults |= recording_options()
-        with process_settings_kept(), one_compile_thread(), timed_start(seconds):
-            llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))
-    except (OSError, ValueError, TypeError, ImportError, AssertionError) as error:
-        raise InvalidConfig(f"vLLM does not start on {model_path}: {error_line(error)}") from error
-    llm.collective_rpc(use_training_positions)
-    (sampler,) = llm.collective_rpc(install)
-    return llm, sampler, seconds
+    elif family.model_type in UNPROFILED:
+        defaults["skip_mm_profiling"] = True
+    if not getattr(config.get_text_config(), "num_experts_per_tok", None) and options.get("quantization") is None:
+        defaults |= untuned()
+    defaults |= normalized_pixels() | prefixes_within_blocks(family) | speculative_options(speculate)
+    return defaults | recording_options() if routed_experts else defaults

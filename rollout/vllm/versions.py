@@ -2,8 +2,7 @@
 
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +21,7 @@ DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to training as well
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # nvcc would build it at the first start on a machine, and the policy's replaces it
 }
 
 JOINED_WEIGHTS = {
@@ -36,6 +36,9 @@ EXPERTS_MODULE = ".routed_experts"
 EXPERT_WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Weights of experts: names in checkpoints, and in vLLM."""
 
+
+POLICY_WORKER = "rollout.vllm.policy_worker.PolicyWorker"
+"""vLLM's name for the worker whose sampler is the policy's."""
 
 RECORDING_WORKER = "rollout.vllm.routing.recording_worker.RecordingWorker"
 """vLLM's name for the worker that records experts."""
@@ -54,13 +57,6 @@ AWAITING = "awaiting"
 
 CHANGED_VARIABLES = ("LD_PRELOAD", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_DIR")
 """What an engine sets for itself: other models of the process are compiled by as many threads, into folders of their own."""
-
-WORKER_CALLS = {
-    "determine_available_memory": "compilation and memory profile",
-    "initialize_from_config": "KV cache",
-    "compile_or_warm_up_model": "CUDA graphs and warm-up",
-}
-"""Methods of vLLM's worker that a start calls after the model is loaded, and names for them."""
 
 
 def set_environment() -> None:
@@ -157,36 +153,6 @@ def register_awaiting_loader() -> None:
     register_model_loader(AWAITING)(AwaitingLoader)
 
 
-@contextmanager
-def timed_start(seconds: dict[str, float], clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-    """Adds to ``seconds`` those of the phases of the engine's start in the block: `WORKER_CALLS`, ``model``, and the rest as
-    ``configuration``.
-    """
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    def timed(call: Callable[..., Any], phase: Callable[..., str | None]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            name, start = phase(*args, **kwargs), clock()
-            result = call(*args, **kwargs)
-            if name is not None:
-                found[name] = found.get(name, 0.0) + clock() - start
-            return result
-
-        return run
-
-    own: Any = UniProcExecutor
-    load, call_worker = own._init_executor, own.collective_rpc
-    found: dict[str, float] = {}
-    start = clock()
-    try:
-        own._init_executor = timed(load, lambda executor: "model")
-        own.collective_rpc = timed(call_worker, lambda executor, method, *_, **__: WORKER_CALLS.get(method))
-        yield
-    finally:
-        own._init_executor, own.collective_rpc = load, call_worker
-    seconds |= {"configuration": clock() - start - sum(found.values())} | found
-
-
 def normalized_pixels() -> dict[str, bool]:
     """The option by which vLLM takes pixels as the image processor makes them. Later versions have some models normalize the
     pixels, and would normalize those that the training side has processed a second time.
@@ -194,6 +160,14 @@ def normalized_pixels() -> dict[str, bool]:
     from vllm import EngineArgs
 
     name = "mm_device_do_normalize"
+    return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
+
+
+def untuned() -> dict[str, bool]:
+    """The option by which a start leaves out a pass that tunes FlashInfer's kernels, for models that use none of them."""
+    from vllm import EngineArgs
+
+    name = "enable_flashinfer_autotune"
     return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
 
 

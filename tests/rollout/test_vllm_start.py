@@ -2,6 +2,8 @@
 
 import os
 import sys
+from contextlib import ExitStack, contextmanager
+from itertools import count
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from rollout.engine import awaits_weights, has_option, prepare_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
-from rollout.vllm.startup import graph_sizes, inspect_ahead, with_graph_sizes
+from rollout.vllm.start_timeline import REST, StartTimeline, replaced
+from rollout.vllm.startup import check_options, graph_sizes, inspect_ahead, with_graph_sizes
 from rollout.vllm.versions import one_compile_thread
 from rollout.vllm.weights.model_state import model_state
 from rollout.vllm.whole_images import check_reads_whole
@@ -22,7 +25,7 @@ from workers import ActorConfig, launch
 from workers.cluster.role_groups import engine_phase
 from workers.roles.rollout_worker import RolloutConfig
 
-PHASES = {"importing vLLM", "configuration", "model", "compilation and memory profile", "KV cache"}
+PHASES = {"importing vLLM", "configuration", "model", "memory profile", "KV cache", REST}
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 512, 1000])
@@ -63,6 +66,63 @@ def test_options_that_would_divide_an_image_are_refused(name):
     check_reads_whole({"max_num_seqs": 4, name: False})
     with pytest.raises(InvalidConfig, match=f"{name}=True: on a CPU vLLM reads prompts of this model whole"):
         check_reads_whole({"max_num_seqs": 4, name: True})
+
+
+@pytest.mark.parametrize("name", ["speculative_config", "worker_cls"])
+def test_options_that_would_replace_the_policy_are_refused(name):
+    check_options({name: None})
+    with pytest.raises(InvalidConfig, match=name):
+        check_options({name: "another"})
+
+
+class Machine:
+    def start(self):
+        return [self.load(), self.load()]
+
+    def load(self):
+        return "loaded"
+
+    @contextmanager
+    def tracing(self):
+        yield "traced"
+
+
+def test_a_phase_within_another_takes_its_time_from_it_and_functions_come_back(caplog):
+    timeline, own = StartTimeline(count(0.0).__next__), dict(vars(Machine))
+    here = f"{__name__}:Machine"
+    with caplog.at_level("INFO"), ExitStack() as stack:
+        for name in ("start", "load"):
+            stack.enter_context(replaced(f"{here}.{name}", lambda call, name=name: timeline.timed(call, name)))
+        stack.enter_context(replaced(f"{here}.tracing", lambda call: timeline.timed_block(call, "tracing")))
+        machine = Machine()
+        assert machine.start() == ["loaded", "loaded"]
+        with machine.tracing() as found:
+            assert found == "traced"
+    # the clock ticks when the timeline and when a phase begins and ends: 0; start 1 (load 2 3) (load 4 5) 6; tracing 7 8
+    assert timeline.seconds == {"start": 3.0, "load": 2.0, "tracing": 1.0}
+    assert caplog.messages == [
+        "vLLM's start, 1.0 s: start",
+        "vLLM's start, 2.0 s: load",
+        "vLLM's start, 7.0 s: tracing",
+    ]
+    assert dict(vars(Machine)) == own
+
+
+@pytest.mark.parametrize(
+    "path", ["no_such_module:name", f"{__name__}:name", f"{__name__}:Machine.name", f"{__name__}:No.name"]
+)
+def test_a_function_that_a_version_lacks_is_left_out(path):
+    with replaced(path, lambda call: pytest.fail("there is nothing to replace")):
+        assert Machine().start() == ["loaded", "loaded"]
+
+
+def test_an_error_of_a_phase_ends_it():
+    timeline = StartTimeline(count(0.0).__next__)
+    with pytest.raises(RuntimeError), timeline.phase("outer"), timeline.phase("inner"):
+        raise RuntimeError
+    with timeline.phase("later"):
+        pass
+    assert timeline.seconds == {"outer": 2.0, "inner": 1.0, "later": 1.0}
 
 
 class PassingOn(VLLMEngine):
@@ -135,6 +195,33 @@ def test_an_engine_that_awaits_weights_is_as_one_that_read_them(tmp_path, model_
         assert torch.equal(state.nan_to_num(), states[1][name].nan_to_num()), name
     assert torch.equal(samples[0]["responses"], samples[1]["responses"])
     assert torch.equal(samples[0]["rollout_log_probs"], samples[1]["rollout_log_probs"])
+
+
+def run_trial_steps(worker):
+    """As a start on CUDA does: vLLM's own trial of the sampler."""
+    from vllm.v1.sample.sampler import Sampler
+
+    runner, sampler = worker.model_runner, worker.policy_sampler
+    own_sampler = Sampler.forward
+    Sampler.forward = None  # not to be called
+    try:
+        with torch.inference_mode():
+            hidden = torch.zeros(3, runner.model_config.hf_config.get_text_config().hidden_size)
+            found = runner._dummy_sampler_run(hidden).sampled_token_ids
+    finally:
+        Sampler.forward = own_sampler
+    return found, len(sampler.slots), type(worker.model_runner.sampler).__name__
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_a_start_tries_the_policys_sampler_which_leaves_no_trace(tmp_path):
+    setup = start("qwen2_5_vl", tmp_path)
+    ((tokens, slots, sampler),) = setup.vllm.llm.collective_rpc(run_trial_steps)
+    assert (tokens.shape, tokens.dtype, slots, sampler) == ((3, 1), torch.int32, 0, "PolicySampler")
+    found, expected = generate(setup, setup.vllm, GREEDY), generate(setup, setup.hf, GREEDY)
+    assert torch.equal(found["responses"], expected["responses"])
+    torch.testing.assert_close(found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 goes on with the nodes that are left.
 """
 
+import logging
 import os
 import threading
 import time
@@ -73,6 +74,7 @@ class Speaking:
     @dispatch("all")
     def speak(self) -> list[str]:
         print(f"rank {self.rank} speaks of {os.environ['OF_THE_RUN']}", flush=True)
+        logging.getLogger("rollout.vllm.start_timeline").info("rank %d begins a phase", self.rank)
         return [os.environ["OF_THE_RUN"]]
 
     @dispatch("rank_zero")
@@ -93,12 +95,13 @@ def test_processes_have_the_environment_of_the_options_and_print_here_if_asked(c
         assert group.speak() == ["geometry"]
         assert group.neighbours() == ["notes.txt"]
         told, deadline = "", time.monotonic() + 60
-        while shown and told.count("speaks of geometry") < 2 and time.monotonic() < deadline:
+        while shown and told.count("rank") < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
             told += "".join(capfd.readouterr())
         pool.close()
     told += "".join(capfd.readouterr())
     assert ("rank 0 speaks of geometry" in told) == ("rank 1 speaks of geometry" in told) == shown
+    assert ("rank 0 begins a phase" in told) == ("rank 1 begins a phase" in told) == shown
 
 
 def lose_after(directory: Path, step: int, cluster: Cluster, node: Any) -> threading.Thread:

@@ -244,6 +244,7 @@ class RayHost(Host):
 
     def __init__(self, monitor: Any) -> None:
         super().__init__(lambda phase: monitor.report.remote(self.rank, phase))
+        log_progress()
 
     def placement(self) -> Placement:
         """Where this process runs, with an address at which it listens."""
@@ -268,6 +269,19 @@ class RayHost(Host):
             return None
         with shared_blobs(RayBlobs()):
             return ray.put(result)
+
+
+def log_progress() -> None:
+    """Writes the progress that our packages report to the process's error output. Ray keeps that in a file of the process
+    (``worker-*.err`` in its folder of logs), and `RayConfig.show_logs` prints it at the driver.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for name in PACKAGES:
+        package = logging.getLogger(name)
+        package.handlers[:] = [handler]
+        package.setLevel(logging.INFO)
+        package.propagate = False
 
 
 def start_hosts(processes: int, config: RayConfig, together: int = 1) -> tuple[list[Any], Any, PlacementGroup]:

@@ -2,23 +2,17 @@
 
 from typing import Any
 
-from vllm.platforms import current_platform
-
+from rollout.vllm.policy_worker import PolicyWorker
 from rollout.vllm.routing.expert_slots import ExpertSlots
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-else:
-    from vllm.v1.worker.gpu_worker import Worker
 
-
-class RecordingWorker(Worker):
+class RecordingWorker(PolicyWorker):
     """Watches the routers from the moment that the model is loaded, before graphs are captured."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model; see vLLM."""
         super().load_model(*args, **kwargs)
-        self.expert_slots = ExpertSlots(self)
+        self.expert_slots = self.policy_sampler.expert_slots = ExpertSlots(self)
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         """Frees memory; see vLLM. The experts belong to the KV cache, which a sleep drops."""
