@@ -1,5 +1,6 @@
 """Where vLLM 0.24 to 0.32 need more than documented options, and where their internals differ."""
 
+import logging
 import os
 import random
 import time
@@ -14,6 +15,7 @@ from torch import distributed, nn
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.family import VLMFamily
 
+log = logging.getLogger(__name__)
 FORCED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # from 0.30 on the other runner has another kind of sampler
@@ -160,13 +162,15 @@ def register_awaiting_loader() -> None:
 @contextmanager
 def timed_start(seconds: dict[str, float], clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
     """Adds to ``seconds`` those of the phases of the engine's start in the block: `WORKER_CALLS`, ``model``, and the rest as
-    ``configuration``.
+    ``configuration``. Logs the begin of each.
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     def timed(call: Callable[..., Any], phase: Callable[..., str | None]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             name, start = phase(*args, **kwargs), clock()
+            if name is not None:
+                log.info("vLLM's start: %s", name)
             result = call(*args, **kwargs)
             if name is not None:
                 found[name] = found.get(name, 0.0) + clock() - start
