@@ -81,8 +81,8 @@ class InProcessEngine:
         self._ready: Polled = []
 
     def start(self) -> None:
-        """See `Backend.start`. With ``full_finetuning`` a model is loaded when it is first used: one that trains all weights has a
-        copy of its own, and may be the only one.
+        """See `Backend.start`. With ``full_finetuning`` a model is loaded when it is first used: one that trains all weights has
+        a copy of its own, and may be the only one.
         """
         if self.options.full_finetuning:
             return
