@@ -218,7 +218,7 @@ def measure_server(arguments: argparse.Namespace) -> None:
         def tenant(number: int) -> Tenant:
             return Tenant(server.url, server.key, number, arguments, prompts[number::TENANTS])
 
-        with told("server: tenant 0 waits for its first sample", arguments.output / "server.log", say):
+        with told("server: tenant 0 waits for its first sample", arguments.output / "server.log", server.engine, say):
             first = tenant(0)  # which waits for the engines
         tenants = [first, *pool.map(tenant, range(1, TENANTS))]
         for number in range(arguments.warmup + arguments.steps):

@@ -243,6 +243,14 @@ def nothing() -> None:
 class Backend(Protocol):
     """What trains and samples. A user's mistake is an error of `dataproto.errors`, or a `Failure` where that is returned."""
 
+    def start(self) -> None:
+        """Loads what requests will need. It is called once, before the front process can connect.
+
+        Raises:
+            InvalidConfig: a model cannot be loaded, or the engine that samples does not start.
+        """
+        ...
+
     def describe(self) -> Capabilities:
         """The models that it has, and its limits."""
         ...

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 from dataproto.errors import InvalidConfig
 from recipes.serve.keys import Keys, read_keys
 from recipes.serve.serve_config import LimitsConfig, ServeConfig, parse
-from recipes.serve.supervisor import Child
+from recipes.serve.supervisor import Child, listening
 from workers.cluster.ray_config import RayConfig
 
 NOTHING_HEAVY = """
@@ -100,6 +101,25 @@ def test_a_process_that_is_killed_at_its_start_starts_again_after_a_pause(monkey
     found = list(pauses)
     child.stop()
     assert found == [0.2, 0.4, 0.8]
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_start_is_given_up_however_long_it_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.serve.supervisor.SHORT_LIFE_SECONDS", 0.0)
+    child = Child("engine", "raise SystemExit(3)", [], os.environ, tmp_path / "mark")
+    for _ in range(4):
+        child.process.wait()
+        child.look()
+    child.process.wait()
+    with pytest.raises(InvalidConfig, match=r"the engine process cannot start \(exit status 3\)"):
+        child.look()
+
+
+def test_an_answer_is_sent_without_delay():
+    with listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.slow

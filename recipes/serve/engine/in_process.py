@@ -70,7 +70,7 @@ class InProcessEngine:
         options: EngineOptions | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """``models``: checkpoint directories by the names that clients use. They are loaded when they are first used."""
+        """``models``: checkpoint directories by the names that clients use. They are loaded by `start`, or when first used."""
         self.options, self.device = options or EngineOptions(), device
         self.paths = {name: str(path) for name, path in models.items()}
         self._bases: dict[str, BaseModel] = {}
@@ -79,6 +79,15 @@ class InProcessEngine:
         self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
         self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
         self._ready: Polled = []
+
+    def start(self) -> None:
+        """See `Backend.start`. With ``full_finetuning`` a model is loaded when it is first used: one that trains all weights has
+        a copy of its own, and may be the only one.
+        """
+        if self.options.full_finetuning:
+            return
+        for name in self.paths:
+            self.base(name).start()
 
     def describe(self) -> Capabilities:
         """See `Backend.describe`."""
