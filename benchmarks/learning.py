@@ -7,7 +7,7 @@
 A run is TASK/ALGORITHM and a seed. Tasks are easy-VQA and the drawn problems. All runs of a task and a seed have the same
 start, prompts, numbers of samples, learning rate and held-out questions; an algorithm changes only what `ALGORITHMS` says. The
 start is the tiny model after its warm-up (level 1) or after supervised updates on true answers (`START`), made once in
-``WORK/TASK/start/seed_N``; ``--starts`` makes those and ends. Each run is a run directory,
+``WORK/TASK/start``; ``--starts`` makes those and ends, on a GPU if there is one. Each run is a run directory,
 ``WORK/TASK/ALGORITHM/STEPS_steps/seed_N``: a complete one is read and not run again, an interrupted one continues from its last
 checkpoint (TRL's begins again). Several processes can share WORK, one for each run.
 

@@ -1,6 +1,7 @@
 """Where the runs of ``benchmarks/learning.py`` start: checkpoints after supervised updates on true answers."""
 
 import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from recipes.tiny.warm_up import ANSWER
 from workers.model.model_config import OptimizerConfig
 
 EVAL_ROWS = 256
-START = {"easy_vqa": 50, "level1": 0, "level2": 2000, "level3": 2000, "level4": 2000}
+START = {"easy_vqa": 50, "level1": 0, "level2": 3000, "level3": 3000, "level4": 3000}
 """Supervised updates before the runs of a task. Those of easy-VQA teach the form of an answer and little more; without those of
 levels 2 to 4 no algorithm learns anything there within a few hundred steps."""
 OTHER_PROBLEMS = 1000  # seeds of the problems of a start, before those of the runs
@@ -70,36 +71,41 @@ class Solved(Sequence[dict[str, Any]]):
 
 
 def drawn_start(task: str, seed: int, work: Path) -> Path:
-    """The checkpoint from which the runs of a level and a seed start.
+    """The checkpoint from which the runs of a level start: of level 1 one for each seed, of the others one for all.
 
-    Half of the supervised updates' problems are of level 1, whose numbers are the easiest to read. None is one of the runs'.
+    A quarter of the supervised updates' problems are of level 1, whose numbers are the easiest to read. None is one of the runs'.
     """
     level, updates = int(task.removeprefix("level")), START[task]
-    warm = tiny_checkpoint(seed)
     if not updates:
-        return warm
-    with start_directory(task, seed, work) as directory:
+        return tiny_checkpoint(seed)
+    with start_directory(task, 0, work) as directory:
         made = directory / "sft" / f"global_step_{updates}" / "actor" / "huggingface"
         if not (made / "config.json").is_file():
-            config = start_config(str(warm), seed, updates, directory / "sft")
-            train = Mixture([Solved(ProblemRows(each, OTHER_PROBLEMS + seed)) for each in {1, level}], weights=[1, 1])
+            config = start_config(str(tiny_checkpoint(0)), updates, directory / "sft")
+            train = Mixture([Solved(ProblemRows(each, OTHER_PROBLEMS)) for each in (1, level)], weights=[1, 3])
             held_out = Solved(ProblemRows(level, 0, "test")[:EVAL_ROWS])
             run_supervised(config, partial(conversation_task, config, rows=(train, held_out)))
     return made
 
 
-def start_config(model: str, seed: int, updates: int, directory: Path) -> SFTConfig:
-    """The supervised phase of a drawn level; an interrupted one continues."""
+def start_config(model: str, updates: int, directory: Path) -> SFTConfig:
+    """The supervised phase of a drawn level, which goes on if it was interrupted. It says how many held-out answers are right."""
+    every = max(updates // 6, 1)
     return SFTConfig(
         model_path=model,
-        data=SFTDataConfig(batch_size=32, max_length=512, eval_rows=EVAL_ROWS, max_response_length=24),
-        optimizer=OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), schedule="cosine", warmup_steps=20),
+        data=SFTDataConfig(
+            batch_size=64,
+            max_length=512,
+            eval_rows=EVAL_ROWS,
+            max_response_length=24,
+            num_workers=4 if len(os.sched_getaffinity(0)) > 4 else 0,
+        ),
+        optimizer=OptimizerConfig(lr=1.5e-3, betas=(0.9, 0.95), schedule="cosine", warmup_steps=20),
         keep_rows=0,
         run=RunConfig(
-            seed=seed,
             steps=updates,
-            eval_every=max(updates // 4, 1),
-            save_every=max(updates // 4, 1),
+            eval_every=every,
+            save_every=every,
             resume=(directory / "config.json").is_file(),
             output_dir=directory,
         ),
