@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import runpy
 import sys
 import time
@@ -25,6 +26,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # The folder of this file comes last: its dataproto.py is not the library.
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE), str(HERE)]
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
 from geo3k_step import OF_DRAWN_LENGTHS, Steps, rows  # noqa: E402
@@ -174,7 +178,9 @@ def main() -> None:
     options = {"max_num_seqs": slots_for(samples)}
     if arguments.engine == "vllm":
         options |= {"max_model_len": 1024 + arguments.max_tokens}
-        options |= {"memory_share": 0.85} if torch.cuda.is_available() else {}
+        options |= {"memory_share": 0.6}  # the model whose weights it takes lies beside it
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of the checkpoint's making
     started = time.perf_counter()
     worker = rollout_worker(path, arguments.engine, options | json.loads(arguments.rollout))
     print(f"engine up: {time.perf_counter() - started:.0f} s", flush=True)

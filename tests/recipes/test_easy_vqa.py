@@ -48,7 +48,10 @@ def test_a_run_has_two_phases_and_measures_the_controls(finished_run: Path) -> N
         "val-core/easy_vqa/acc/mean@1",
         "val-core/easy_vqa/reward/mean@1",
     ]  # --keep-best does not see the controls
-    assert (finished_run / "report.html").is_file()
+    page = (finished_run / "report.html").read_text()
+    assert page.count('<article class="card rollout">') >= 5  # held-out questions, with their pictures and both answers
+    assert page.count("data:image/png") >= 5
+    assert all(title in page for title in ("Controls", "Engine and actor", "easy_vqa_other_pictures"))
     assert (finished_run / "rollouts" / "training" / "step_3.jsonl").is_file()
     assert PromptBuilder.from_pretrained(finished_run / "global_step_3/actor/huggingface", 64)
 
