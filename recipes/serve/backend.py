@@ -305,7 +305,8 @@ class Backend(Protocol):
         """Writes the adapter alone to an empty directory, as `open_sampler` and peft load it.
 
         Args:
-            sampled: a sampler of it follows soon, for which the backend may keep the weights.
+            sampled: it is for samplers alone, of which one follows soon: the backend may keep the weights, and write them in the
+                precision in which it samples.
 
         Raises:
             CheckpointError: a weight is not finite; names the model.

@@ -11,6 +11,7 @@ from helpers.fronts import Front, drive, until
 from recipes.serve.front import scheduler
 from recipes.serve.ledger.directories import check_directory
 from recipes.serve.ledger.records import Run, Sampler, everything
+from recipes.serve.refusals import Refused
 from recipes.serve.routes import checkpoint_routes, sampling_routes
 
 SELDOM = {"snapshot_steps": 100, "snapshot_seconds": 1e9}
@@ -203,6 +204,27 @@ def test_a_checkpoint_that_is_deleted_while_a_sampling_session_is_made_stays_for
         check_directory(place)
         await front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
         await until(lambda: not place.exists())
+
+    drive(work, tmp_path)
+
+
+def test_a_sampling_session_of_a_session_that_ends_meanwhile_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    async def work(front: Front):
+        run = await front.new_run("r")
+        await front.result(await front.request(run, 1, "save_for_sampler", path="a"))
+        catalogue, loop = front.service.catalogue, asyncio.get_running_loop()
+
+        def check_at_the_end(directory):  # in a thread
+            ended = front.service.lifecycle.end_session(catalogue.sessions["s"], "finished")
+            asyncio.run_coroutine_threadsafe(ended, loop).result(60)
+            check_directory(directory)
+
+        monkeypatch.setattr(sampling_routes, "check_directory", check_at_the_end)
+        asked = {"session_id": "s", "sampling_session_seq_id": 1, "model_path": "tinker://r/sampler_weights/a"}
+        with pytest.raises(Refused, match="is finished"):
+            await sampling_routes.create_sampling_session(front.call(**asked))
+        assert catalogue.samplers == {}
+        assert await front.service.database.run(everything(Sampler)) == []
 
     drive(work, tmp_path)
 

@@ -1,6 +1,9 @@
 """The command: its options, what it prints, and that the printed program works."""
 
+import base64
 import hashlib
+import hmac
+import json
 import os
 import re
 import signal
@@ -71,6 +74,24 @@ def test_an_empty_key_is_nobodys_and_an_empty_file_of_one_is_refused(tmp_path):
         with pytest.raises(InvalidConfig, match=f"{name} is empty: remove it"):
             read_keys(None, tmp_path)
         (tmp_path / name).write_text(text)
+
+
+def test_a_token_stands_for_a_key_for_an_hour_as_long_as_its_owner_has_one(tmp_path):
+    keys, now = read_keys(None, tmp_path), time.time()
+    token = keys.token("local", now)
+    head, claims, mark = token.split(".")
+    assert json.loads(base64.urlsafe_b64decode(head + "=" * (-len(head) % 4))) == {"alg": "HS256", "typ": "JWT"}
+    assert hmac.compare_digest(
+        base64.urlsafe_b64decode(mark + "=" * (-len(mark) % 4)),
+        hmac.digest(keys.secret, f"{head}.{claims}".encode(), "sha256"),
+    )
+    assert keys.owner(token) == "local"
+    assert keys.owner(keys.token("local", now - 3601)) is None
+    assert keys.owner(keys.token("nobody", now)) is None
+    assert Keys(keys.owners, b"another secret").owner(token) is None
+    other = keys.token("local", now - 60).split(".")[1]
+    for wrong in (f"{head}.{other}.{mark}", f"{head}.{claims}.", f"{head}.{claims}", f"{head}.é.{mark}", token + "A"):
+        assert keys.owner(wrong) is None
 
 
 def test_a_signature_holds_for_its_path_and_time(tmp_path):

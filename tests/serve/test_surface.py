@@ -10,6 +10,7 @@ from tinker.lib.api_future_impl import QueueState
 from tinker.lib.telemetry import is_user_error
 
 from helpers.served_models import png
+from helpers.servers import call as post
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MODEL = "tiny"
@@ -169,6 +170,17 @@ def test_every_public_method_answers(tiny_server, tiny_path, monkeypatch):
     for name, message in NOT_HERE.items():
         assert told(refused[name]).startswith(message)
     assert [name for name, error in refused.items() if not is_user_error(error)] == ["RestClient.whoami"]
+
+
+def test_a_token_stands_for_its_key(tiny_server, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    status, found = post(tiny_server, "auth/token")
+    assert status == 200
+    assert post(tiny_server, "auth/token", key=found["jwt"])[0] == 403
+    with tinker.ServiceClient(base_url=tiny_server.url, api_key=found["jwt"]) as service:
+        run = service.create_lora_training_client(MODEL, rank=2).result()
+        rest = tinker.RestClient(base_url=tiny_server.url, api_key=tiny_server.key)
+        assert rest.get_training_run(run.model_id).result().lora_rank == 2
 
 
 def test_what_cannot_be_carried_out_names_the_limit(tiny_server, monkeypatch):

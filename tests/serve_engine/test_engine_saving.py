@@ -21,6 +21,7 @@ from helpers.served_models import (
 )
 from recipes.serve.backend import OPTIMIZER_FILE, LoraSpec
 from recipes.serve.engine import samplers
+from recipes.serve.engine.base_model import BaseModel
 from recipes.serve.link import failure_of
 from recipes.serve.link.engine_process import EngineProcess
 from rollout.adapters import read_adapter
@@ -121,6 +122,24 @@ def test_a_sampler_of_a_snapshot_that_was_just_written_reads_no_file(path, tmp_p
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="is damaged"):
         engine.open_sampler("damaged", "tiny", tmp_path / "new")
+
+
+def test_scores_do_not_depend_on_whether_a_snapshot_of_the_samplers_precision_is_in_memory(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(BaseModel, "sampled_dtype", torch.bfloat16)  # as with vLLM on CUDA
+    engine = engine_of(path)
+    new_model(engine, "m")
+    data = rows(engine, "cross_entropy", seed=1)
+    train(engine, "m", data)
+    found = []
+    for name, options in (("kept", {"sampled": True}), ("read", {"sampled": True}), ("exact", {})):
+        (tmp_path / name).mkdir()
+        engine.export("m", tmp_path / name, **options)
+        if name == "read":
+            engine._samplers.forget_written("m")
+        engine.open_sampler(name, "tiny", tmp_path / name)
+        found.append(sample(engine, name, data[0].chunks, prompt_logprobs=True).prompt_logprobs[1:])
+    assert (found[0] == found[1]).all()
+    assert 0 < abs(found[0] - found[2]).max() < 0.1
 
 
 def test_written_weights_are_kept_for_samplers_alone_within_their_number_and_until_a_reset(path, tmp_path):

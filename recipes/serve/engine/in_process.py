@@ -29,7 +29,7 @@ from recipes.serve.engine.mixed_passes import OpenPass, open_pass, run_passes
 from recipes.serve.engine.sample_requests import OpenSample, finished, open_sample
 from recipes.serve.engine.samplers import Samplers
 from recipes.serve.link import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig
+from rollout.adapters import Adapter, AdapterConfig, write_adapter
 from workers.adapters import TrainedAdapter, TrainedMatrices, TrainedWeights
 from workers.model.model_config import AdamParams
 
@@ -184,9 +184,11 @@ class InProcessEngine:
     def export(self, model_id: str, directory: Path, *, sampled: bool = False) -> None:
         """See `Backend.export`."""
         model = self._finite(model_id)
-        model.trained.export(directory, model.base_model)
-        if sampled and model.adapter is not None:
-            self._samplers.written(model_id, directory, model.adapter)
+        if not sampled or model.adapter is None:
+            return model.trained.export(directory, model.base_model)
+        snapshot, dtype = model.adapter.snapshot(model.base.sampled_dtype), model.base.sampled_dtype
+        write_adapter(snapshot, directory, model.base_model, dtype)
+        self._samplers.written(model_id, directory, snapshot)
 
     def release(self, model_id: str) -> None:
         """See `Backend.release`."""

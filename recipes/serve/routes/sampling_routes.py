@@ -47,6 +47,10 @@ async def create_sampling_session(call: Call) -> Response:
         await _check(call, sampler)
         await catalogue.write(sampler)
         catalogue.samplers[sampler_id] = sampler
+    if session.state != "live":  # it has ended meanwhile, with the samplers that it had
+        for each in await catalogue.drop_samplers(lambda other: other is sampler):
+            call.service.samples.retire(each)
+        catalogue.live_session(session.id, call.owner)
     return answer({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 
