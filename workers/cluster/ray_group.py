@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -44,6 +44,7 @@ from workers.training.mini_batches import split_scoring
 PACKAGES = ("dataproto", "rollout", "workers", "recipes")
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
+NODE_INTERVAL_S = 0.5  # between looks at the nodes
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
 
 
@@ -183,21 +184,26 @@ def reserve(processes: int, config: RayConfig, together: int = 1) -> PlacementGr
     return reserved
 
 
-def has_room(bundles: Sequence[dict[str, float]]) -> bool:
-    """Whether the cluster can reserve places for ``bundles``, each on one node.
+class NodeResources(NamedTuple):
+    """The resources of a node by name, such as ``CPU``."""
 
-    Ray learns within a minute that a node is lost, and looks for other places then.
-    """
-    tried = placement_group(list(bundles), strategy="PACK")
-    found = bool(tried.wait(PLACEMENT_TIMEOUT_S))
-    remove_placement_group(tried)
-    return found
+    total: Mapping[str, float]
+    free: Mapping[str, float]  # beside what runs there
 
 
-def free_resources() -> list[dict[str, float]]:
-    """What each node that lives has free, beside what runs there."""
+def living_nodes() -> list[NodeResources]:
+    """The nodes that answer. Ray itself may take a minute to notice that one is lost."""
     free = ray._private.state.available_resources_per_node()
-    return [dict(free[node["NodeID"]]) for node in ray.nodes() if node["Alive"] and node["NodeID"] in free]
+    alive = [node for node in ray.nodes() if _answers(node)]
+    return [NodeResources(node["Resources"], dict(free.get(node["NodeID"], {}))) for node in alive]
+
+
+def wait_for_nodes(enough: Callable[[list[NodeResources]], bool]) -> list[NodeResources]:
+    """`living_nodes`, once they are ``enough`` or after `PLACEMENT_TIMEOUT_S`: what has ended takes a moment to be free."""
+    deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+    while not enough(nodes := living_nodes()) and time.monotonic() < deadline:
+        time.sleep(NODE_INTERVAL_S)
+    return nodes
 
 
 # The object store
